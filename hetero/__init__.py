@@ -1,0 +1,1 @@
+"""hetero: train PyTorch models bigger than the device, with the same numbers."""
