@@ -1,1 +1,34 @@
-"""Being written."""
+"""Eviction planning: which device copies leave, and when transfers start. No torch in here."""
+
+from hetero.eviction.bounds import lower_bound
+from hetero.eviction.checker import check
+from hetero.eviction.model import (
+    Actions,
+    Candidate,
+    CapacityError,
+    Links,
+    Moment,
+    Policy,
+    Schedule,
+    Trace,
+)
+from hetero.eviction.planner import plan
+from hetero.eviction.policies import resolve_policy
+from hetero.eviction.simulation import Simulation, simulate
+
+__all__ = [
+    "Actions",
+    "Candidate",
+    "CapacityError",
+    "Links",
+    "Moment",
+    "Policy",
+    "Schedule",
+    "Simulation",
+    "Trace",
+    "check",
+    "lower_bound",
+    "plan",
+    "resolve_policy",
+    "simulate",
+]

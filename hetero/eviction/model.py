@@ -1,0 +1,183 @@
+"""The nouns of eviction planning: what a step touches, what a link costs, what the executor is told.
+
+Owns the values that the recorder of a trace, the planner, the simulator and the checker share, and the
+meaning of each field. It decides nothing.
+
+[Note: what happens at a moment] At sampling moment ``t``, in this order: the copies in ``invalidates`` cease
+to exist (free of charge, even when dirty; they are *not* listed in ``Actions.evict``); ``Actions.evict``
+leave, a dirty copy being written back; ``Actions.fetch`` start, in order, and occupy memory from now on; the
+operator waits for its operands and runs for ``seconds``. Period ``t`` is the time from there to moment ``t +
+1``. In a cyclic trace moment ``len(moments)`` is moment 0 of the next iteration.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from hetero.errors import BudgetError, PlanError
+from hetero.units import format_bytes
+
+__all__ = [
+    "Actions",
+    "Candidate",
+    "CapacityError",
+    "Links",
+    "Moment",
+    "Policy",
+    "Schedule",
+    "Trace",
+]
+
+
+class CapacityError(BudgetError):
+    """The operands of one moment alone exceed its capacity: no schedule can exist.
+
+    Carries ``moment`` (index), ``needed`` and ``capacity`` (bytes), for a caller who can name the operator.
+    """
+
+    def __init__(self, *, moment: int, needed: int, capacity: int) -> None:
+        super().__init__(
+            f"moment {moment} needs {format_bytes(needed)} ({needed} bytes) of operands on the device, but "
+            f"only {format_bytes(capacity)} ({capacity} bytes) may be held there: raise the budget by "
+            f"{format_bytes(needed - capacity)}, or lower the batch size"
+        )
+        self.moment = moment
+        self.needed = needed
+        self.capacity = capacity
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _capacity_error, (self.moment, self.needed, self.capacity)
+
+
+def _capacity_error(moment: int, needed: int, capacity: int) -> CapacityError:
+    return CapacityError(moment=moment, needed=needed, capacity=capacity)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """A sampling moment (before an operator) and the period that follows it.
+
+    ``operands``: ids of tensors that must be on the device in this period; repeats count once.
+    ``seconds``: the operator's own time, without stalls.
+    ``capacity``: bytes of model data the device may hold in this period.
+    ``dirties``: operands whose device copy the operator writes; evicting them later costs a write back.
+    ``invalidates``: tensors whose device copies become worthless here, before the operator.
+    """
+
+    operands: tuple[int, ...]
+    seconds: float = 0.0
+    capacity: int
+    dirties: tuple[int, ...] = ()
+    invalidates: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """One iteration. ``sizes[i]`` is the bytes of tensor ``i``'s device copy.
+
+    ``cyclic``: the iteration repeats, and what is resident at its end is resident at the start of the next.
+    Otherwise it starts with nothing resident. Raises `PlanError` naming the first field that makes no sense.
+    """
+
+    sizes: tuple[int, ...]
+    moments: tuple[Moment, ...]
+    cyclic: bool = True
+
+    def __post_init__(self) -> None:
+        if any(size < 0 for size in self.sizes):
+            tensor = next(i for i, size in enumerate(self.sizes) if size < 0)
+            raise PlanError(f"tensor {tensor} has {self.sizes[tensor]} bytes: a size cannot be negative")
+        known = range(len(self.sizes))
+        for index, moment in enumerate(self.moments):
+            for tensor in (*moment.operands, *moment.invalidates) if moment.invalidates else moment.operands:
+                if tensor not in known:
+                    raise PlanError(
+                        f"moment {index} names tensor {tensor}; the trace has {len(known)} tensors"
+                    )
+            if moment.dirties and not set(moment.dirties) <= set(moment.operands):
+                stray = sorted(set(moment.dirties) - set(moment.operands))
+                raise PlanError(f"moment {index} dirties tensors {stray}, which are not among its operands")
+            if not (0.0 <= moment.seconds < math.inf):
+                raise PlanError(
+                    f"moment {index} takes {moment.seconds} s: a time must be finite, not negative"
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """The two directions between home and device: bytes per second each, and seconds per transfer."""
+
+    h2d_bandwidth: float
+    d2h_bandwidth: float
+    latency: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (self.h2d_bandwidth > 0.0 and self.d2h_bandwidth > 0.0):
+            raise PlanError(f"{self}: bandwidths must be positive")
+        if not (0.0 <= self.latency < math.inf):
+            raise PlanError(f"{self}: latency must be finite and not negative")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Actions:
+    """What the executor does at one moment before the operator runs: first ``evict``, then ``fetch``, in
+    order.
+
+    ``evict``: drop these copies, written back first when dirty. ``fetch``: start these transfers; the
+    operands of this moment come first (the operator waits for them), prefetches for later moments follow.
+    """
+
+    evict: tuple[int, ...] = ()
+    fetch: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """One `Actions` per moment, repeated every iteration.
+
+    ``start``: ids that are resident, or on their way, when a steady-state iteration begins (none if not
+    cyclic). Byte totals are per iteration. ``predicted_seconds``: the simulated steady-state step.
+    ``headroom``: bytes that the planner kept free of reused copies so that transfers may start early.
+    """
+
+    actions: tuple[Actions, ...]
+    start: tuple[int, ...] = ()
+    fetched_bytes: int
+    written_back_bytes: int
+    predicted_seconds: float
+    policy: str
+    headroom: int = 0
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes over both directions per iteration: what `lower_bound` bounds."""
+        return self.fetched_bytes + self.written_back_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A resident copy that may be evicted, as a policy sees it.
+
+    ``next_use``, ``last_use``, ``fetched_at`` count moments (or seconds) on one clock; ``next_use`` is
+    measured from now and is ``math.inf`` when the copy is never used again or nothing is known; larger
+    ``last_use`` is more recent.
+    """
+
+    tensor: int
+    nbytes: int
+    next_use: float
+    last_use: float
+    fetched_at: float
+    dirty: bool
+
+
+class Policy(Protocol):
+    """Chooses who leaves. Stateless: the same candidates give the same victims."""
+
+    @property
+    def name(self) -> str: ...
+
+    def victims(self, candidates: Sequence[Candidate], nbytes: int) -> Sequence[int]:
+        """Tensor ids to evict, in order, freeing at least ``nbytes`` if possible."""
+        ...
