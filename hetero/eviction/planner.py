@@ -12,8 +12,9 @@ import numpy as np
 from hetero.eviction.intervals import Bools, Intervals, Ints, read_intervals
 from hetero.eviction.model import Links, Policy, Schedule, Trace
 from hetero.eviction.policies import CostAware, FarthestNextUse, resolve_policy
+from hetero.eviction.selection import farthest_next_use, fewest_bytes
 from hetero.eviction.simulation import simulate
-from hetero.eviction.sweep import fill, sweep
+from hetero.eviction.sweep import sweep
 from hetero.eviction.transfers import lay_out
 
 __all__ = ["plan"]
@@ -42,17 +43,11 @@ def plan(trace: Trace, *, links: Links, policy: str | Policy = "opt", prefetch: 
 
 
 def _choose(problem: Intervals, room: Ints, policy: Policy) -> Bools:
-    keep = sweep(problem, room, FarthestNextUse() if isinstance(policy, CostAware) else policy)
-    if isinstance(policy, FarthestNextUse | CostAware):
-        keep = fill(problem, room, keep, _nearest_first(problem, keep))
-    return keep
-
-
-def _nearest_first(problem: Intervals, keep: Bools) -> Ints:
-    worth = ~keep & (problem.reused | (problem.group >= 0))
-    missing = np.flatnonzero(worth)
-    length = problem.end[missing] - problem.begin[missing]
-    return missing[np.lexsort((missing, -problem.nbytes[missing], length))]
+    if isinstance(policy, CostAware):
+        return fewest_bytes(problem, room)
+    if isinstance(policy, FarthestNextUse):
+        return farthest_next_use(problem, room)
+    return sweep(problem, room, policy)
 
 
 def _headrooms(problem: Intervals) -> list[int]:

@@ -1,0 +1,54 @@
+"""Cost-aware Belady: choose the intervals to keep by their bytes, sizes and write backs.
+
+Owns the rounding of the relaxation and the choice between it and demand eviction. Every selection it returns fits.
+"""
+
+import numpy as np
+
+from hetero.eviction.intervals import Bools, Intervals, Ints
+from hetero.eviction.policies import FarthestNextUse
+from hetero.eviction.relaxation import Relaxation, relax
+from hetero.eviction.sweep import fill, sweep
+
+__all__ = ["farthest_next_use", "fewest_bytes"]
+
+_PREFER_SHORT = 1e-4  # decides between equal savings; cannot cost more than that share of the bytes
+_WHOLE = 1.0 - 1e-6  # the solver's tolerance on a fraction of one interval
+
+
+def farthest_next_use(problem: Intervals, room: Ints) -> Bools:
+    """Belady's choice, and whatever else then fits, the shortest wait first."""
+    keep = sweep(problem, room, FarthestNextUse())
+    length = problem.end - problem.begin
+    missing = _missing(problem, keep)
+    order = missing[np.lexsort((missing, -problem.nbytes[missing], length[missing]))]
+    return fill(problem, room, keep, order)
+
+
+def fewest_bytes(problem: Intervals, room: Ints) -> Bools:
+    """The better of the rounded relaxation and Belady's choice."""
+    choices = [_rounded(problem, room), farthest_next_use(problem, room)]
+    return min(choices, key=problem.moved_bytes)
+
+
+def _rounded(problem: Intervals, room: Ints) -> Bools:
+    """What the relaxation keeps whole, then by reduced saving: what it would have kept next comes first."""
+    relaxation = relax(problem, room, prefer_short=_PREFER_SHORT)
+    keep = relaxation.kept >= _WHOLE
+    keep &= problem.reused | (problem.group >= 0)
+    missing = _missing(problem, keep)
+    gain = _reduced_saving(problem, relaxation)[missing]
+    order = missing[np.lexsort((missing, -problem.nbytes[missing], -relaxation.kept[missing], -gain))]
+    return fill(problem, room, keep, order)
+
+
+def _reduced_saving(problem: Intervals, relaxation: Relaxation) -> np.ndarray:
+    """Bytes saved per byte held, less the price of the memory: near zero for what the relaxation splits."""
+    cumulative = np.concatenate([[0.0], np.cumsum(np.tile(relaxation.price, 2))])
+    rent = cumulative[problem.end] - cumulative[problem.begin]
+    return np.round(problem.reused + (problem.group >= 0) - rent, 6)
+
+
+def _missing(problem: Intervals, keep: Bools) -> Ints:
+    worth = ~keep & (problem.reused | (problem.group >= 0))
+    return np.flatnonzero(worth)
