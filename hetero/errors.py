@@ -9,7 +9,8 @@ also derive from it, so that ``except ValueError`` and ``except RuntimeError`` k
     ├── BudgetError (RuntimeError)     something that cannot fit under device_budget or host_budget
     ├── StateError (RuntimeError)      an illegal transition of a tensor's state
     ├── PlanError (ValueError)         a trace, problem, schedule or solution that is not valid
-    └── DeviceError (RuntimeError)     a device that cannot be used: no compiler, no accelerator
+    ├── DeviceError (RuntimeError)     a device that cannot be used: no compiler, no accelerator
+    └── StreamRaceError (RuntimeError) an access that no wait orders, found by the virtual accelerator
 """
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "ManageError",
     "PlanError",
     "StateError",
+    "StreamRaceError",
 ]
 
 
@@ -49,3 +51,7 @@ class PlanError(HeteroError, ValueError):
 
 class DeviceError(HeteroError, RuntimeError):
     """A device that cannot be used as asked; says what to install or choose instead."""
+
+
+class StreamRaceError(HeteroError, RuntimeError):
+    """An access on one stream, or by the host, that no wait orders after another's; names the tensor and both."""

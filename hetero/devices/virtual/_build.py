@@ -1,0 +1,92 @@
+"""Compiling and loading the virtual accelerator's C++.
+
+Owns the cache of compiled libraries: one folder per (torch version, Python version, source hash) below the user's
+cache directory, built once under a file lock. Does not configure or register anything.
+"""
+
+import fcntl
+import hashlib
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from hetero.errors import DeviceError
+
+__all__ = ["build_folder", "load_extension"]
+
+_NAME = "hetero_virtual"
+_SOURCES = Path(__file__).parent / "csrc"
+_FLAGS = ["-O2", "-g0"]
+
+
+def load_extension() -> ModuleType:
+    """The compiled extension, built by the first process that asks. Raises `DeviceError` without a compiler."""
+    folder = build_folder()
+    built = folder / "built"
+    if built.exists():
+        return _import(folder / f"{_NAME}.so")
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "build.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if built.exists():
+            return _import(folder / f"{_NAME}.so")
+        # torch's own lock is a bare file that a killed build leaves behind; ours says that nobody is building.
+        (folder / "lock").unlink(missing_ok=True)
+        module = _compile(folder)
+        built.touch()
+        return module
+
+
+def build_folder() -> Path:
+    """Where this torch, Python and source have, or will have, their library."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    digest = hashlib.sha256(repr(_FLAGS).encode())
+    for source in sorted(_SOURCES.iterdir()):
+        digest.update(source.name.encode())
+        digest.update(source.read_bytes())
+    python = f"{sys.implementation.cache_tag}-{platform.machine()}"
+    return Path(root) / "hetero" / f"virtual-torch{torch.__version__}-{python}-{digest.hexdigest()[:16]}"
+
+
+def _compile(folder: Path) -> ModuleType:
+    from torch.utils import cpp_extension
+
+    compiler = os.environ.get("CXX") or "c++"
+    if shutil.which(compiler) is None:
+        raise DeviceError(
+            f"the virtual accelerator is compiled on first use, and the compiler {compiler!r} was not found: install "
+            "one for C++20 (Debian, Ubuntu: apt install g++), or set CXX to its path"
+        )
+    if not cpp_extension.is_ninja_available():
+        raise DeviceError(
+            "the virtual accelerator is compiled on first use, and ninja was not found: pip install ninja"
+        )
+    try:
+        module: ModuleType = cpp_extension.load(
+            name=_NAME,
+            sources=[str(path) for path in sorted(_SOURCES.glob("*.cpp"))],
+            build_directory=str(folder),
+            extra_cflags=_FLAGS,
+        )
+    except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+        raise DeviceError(
+            f"compiling the virtual accelerator for torch {torch.__version__} with {compiler!r} in {folder} failed; "
+            f"it needs a C++20 compiler (g++ >= 11 or clang++ >= 14) and Python's headers (python3-dev): {error}"
+        ) from error
+    return module
+
+
+def _import(library: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(_NAME, library)
+    if spec is None or spec.loader is None:
+        raise DeviceError(f"{library} cannot be imported: remove the folder {library.parent} and try again")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

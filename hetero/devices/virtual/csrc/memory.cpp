@@ -1,0 +1,389 @@
+// Owns blocks, cap and statistics; see memory.h for the rules.
+#include "memory.h"
+
+#include <c10/core/CPUAllocator.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <unordered_map>
+
+#include "streams.h"
+
+namespace hetero {
+namespace {
+
+constexpr size_t kRounding = 512;
+constexpr int kPoison = 0xFF;  // NaN in every floating point format, -1 in every integer
+
+struct Pool {
+  size_t limit = size_t{256} << 20;
+  size_t allocated = 0, allocated_peak = 0, requested = 0, requested_peak = 0;
+  int64_t blocks = 0, blocks_peak = 0, made = 0, freed = 0, out_of_memory = 0;
+  size_t bytes_made = 0, bytes_freed = 0;
+  // Freed memory, poisoned, by size: spares the page faults of a fresh mmap. Together with the memory in use it
+  // stays under the limit, and it is not counted.
+  std::unordered_map<size_t, std::vector<char*>> cache;
+  size_t cached = 0;
+  // Freed under record_stream, still in use by those streams.
+  std::vector<std::pair<Block*, std::shared_ptr<Ticket>>> leaving;
+  std::map<const char*, Block*> host_blocks;
+};
+
+Pool& pool() {
+  static Pool* p = new Pool;
+  return *p;
+}
+
+size_t rounded(size_t nbytes) { return (nbytes + kRounding - 1) / kRounding * kRounding; }
+
+std::string human(size_t nbytes) {
+  char text[32];
+  if (nbytes < 1024) snprintf(text, sizeof text, "%zu B", nbytes);
+  else if (nbytes < (1u << 20)) snprintf(text, sizeof text, "%.2f KiB", nbytes / 1024.0);
+  else if (nbytes < (1u << 30)) snprintf(text, sizeof text, "%.2f MiB", nbytes / 1048576.0);
+  else snprintf(text, sizeof text, "%.2f GiB", nbytes / 1073741824.0);
+  return text;
+}
+
+void drop_cache_locked(Pool& p) {
+  for (auto& [size, list] : p.cache)
+    for (char* data : list) std::free(data);
+  p.cache.clear();
+  p.cached = 0;
+}
+
+void uncount_locked(Pool& p, const Block& b) {
+  p.allocated -= b.nbytes;
+  p.requested -= b.requested;
+  p.bytes_freed += b.nbytes;
+  ++p.freed;
+  --p.blocks;
+}
+
+// Record_stream'd blocks stay in use until the recorded streams have passed the point of the free.
+void collect_leaving_locked(Pool& p, std::vector<Block*>& gone) {
+  auto keep = p.leaving.begin();
+  for (auto& entry : p.leaving) {
+    if (entry.second->finished()) {
+      uncount_locked(p, *entry.first);
+      gone.push_back(entry.first);
+    } else {
+      *keep++ = std::move(entry);
+    }
+  }
+  p.leaving.erase(keep, p.leaving.end());
+}
+
+// A reading of the statistics must not see blocks whose streams have finished with them.
+void collect_leaving() {
+  std::vector<Block*> gone;
+  {
+    std::lock_guard<std::mutex> lock(state_mutex());
+    if (pool().leaving.empty()) return;
+    collect_leaving_locked(pool(), gone);
+  }
+  for (Block* b : gone) release(b);
+}
+
+std::shared_ptr<Ticket> ticket_for_streams(uint64_t streams) {
+  auto all = std::make_shared<Ticket>();
+  for (int id = 1; id < kMaxStreams; ++id) {
+    if (!(streams >> id & 1)) continue;
+    auto t = std::make_shared<Ticket>();
+    stream(id).enqueue([t] { t->complete(); });
+    all->after.push_back(std::move(t));
+  }
+  all->complete();
+  return all;
+}
+
+std::string describe(const Block& b) {
+  char text[96];
+  snprintf(text, sizeof text, "the block at %p (%s)", static_cast<void*>(b.data), human(b.requested).c_str());
+  return text;
+}
+
+void free_device(void* context) {
+  auto* b = static_cast<Block*>(context);
+  std::shared_ptr<Ticket> leaving;
+  if (b->recorded_streams) leaving = ticket_for_streams(b->recorded_streams);
+  {
+    Stream& owner = stream(b->stream);
+    std::lock_guard<std::mutex> lock(state_mutex());
+    Pool& p = pool();
+    const Clock& clock = clock_now(owner);
+    if (auto e = b->history.unordered(clock, true, 0, b->nbytes, b->recorded_streams)) {
+      report_race(describe(*b) + ", allocated on stream " + std::to_string(b->stream) + ", was freed while " +
+                      hetero::describe(*e) + " it, and no wait orders the free after that: make stream " +
+                      std::to_string(b->stream) + " wait for an event recorded after the copy before dropping the "
+                      "last reference",
+                  true);
+    }
+    if (leaving) {
+      p.leaving.emplace_back(b, std::move(leaving));
+      return;
+    }
+    uncount_locked(p, *b);
+  }
+  release(b);
+}
+
+struct DeviceAllocatorImpl final : c10::DeviceAllocator {
+  at::DataPtr allocate(size_t nbytes) override {
+    if (nbytes == 0) return {nullptr, nullptr, &free_device, kDevice};
+    const size_t size = rounded(nbytes);
+    Stream& owner = stream(hetero::current_stream());
+    collect_leaving();
+    char* data = nullptr;
+    {
+      std::lock_guard<std::mutex> lock(state_mutex());
+      Pool& p = pool();
+      if (p.allocated + size > p.limit) {
+        ++p.out_of_memory;
+        TORCH_CHECK_WITH(OutOfMemoryError, false, "virtual accelerator out of memory: tried to allocate ", human(size),
+                         ", ", human(p.allocated), " in use of ", human(p.limit), " (", human(p.limit - std::min(p.limit, p.allocated)),
+                         " free)");
+      }
+      p.allocated += size;
+      p.allocated_peak = std::max(p.allocated_peak, p.allocated);
+      p.requested += nbytes;
+      p.requested_peak = std::max(p.requested_peak, p.requested);
+      p.bytes_made += size;
+      ++p.made;
+      p.blocks_peak = std::max(p.blocks_peak, ++p.blocks);
+      auto it = p.cache.find(size);
+      if (it != p.cache.end() && !it->second.empty()) {
+        data = it->second.back();
+        it->second.pop_back();
+        p.cached -= size;
+      } else if (p.allocated + p.cached > p.limit) {
+        drop_cache_locked(p);
+      }
+    }
+    if (!data) {
+      data = static_cast<char*>(std::aligned_alloc(kRounding, size));
+      if (!data) {
+        std::lock_guard<std::mutex> lock(state_mutex());
+        pool().allocated -= size, pool().requested -= nbytes, --pool().blocks;
+        TORCH_CHECK_WITH(OutOfMemoryError, false, "virtual accelerator: the host has no ", human(size), " to lend");
+      }
+      std::memset(data, kPoison, size);
+    }
+    auto* b = new Block(data, size, nbytes, Place::kDevice);
+    b->stream = owner.id;
+    {
+      // A block may be used by other streams only after they have waited for the stream it was allocated on.
+      std::lock_guard<std::mutex> lock(state_mutex());
+      b->history.record(owner.epoch(Access::kAllocate), clock_now(owner), host_clock(), 0, size);
+    }
+    return {data, b, &free_device, kDevice};
+  }
+  at::DeleterFnPtr raw_deleter() const override { return nullptr; }
+  void copy_data(void* to, const void* from, size_t n) const override { std::memcpy(to, from, n); }
+  bool initialized() override { return true; }
+  void emptyCache(c10::MempoolId_t = {0, 0}) override {
+    collect_leaving();
+    std::lock_guard<std::mutex> lock(state_mutex());
+    drop_cache_locked(pool());
+  }
+  void recordStream(const c10::DataPtr& p, c10::Stream s) override {
+    Block* b = block_of(p);
+    if (!b || b->stream == s.id() || s.id() == 0) return;
+    std::lock_guard<std::mutex> lock(state_mutex());
+    b->recorded_streams |= uint64_t{1} << s.id();
+  }
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override {
+    collect_leaving();
+    std::lock_guard<std::mutex> lock(state_mutex());
+    const Pool& p = pool();
+    c10::CachingDeviceAllocator::DeviceStats stats;
+    auto fill = [](c10::CachingDeviceAllocator::StatArray& a, int64_t now, int64_t peak, int64_t in, int64_t out) {
+      a[0].current = now, a[0].peak = peak, a[0].allocated = in, a[0].freed = out;
+    };
+    for (auto* a : {&stats.allocated_bytes, &stats.reserved_bytes, &stats.active_bytes})
+      fill(*a, p.allocated, p.allocated_peak, p.bytes_made, p.bytes_freed);
+    fill(stats.requested_bytes, p.requested, p.requested_peak, 0, 0);
+    for (auto* a : {&stats.allocation, &stats.active, &stats.segment}) fill(*a, p.blocks, p.blocks_peak, p.made, p.freed);
+    stats.num_ooms = p.out_of_memory;
+    stats.num_device_alloc = p.made;
+    stats.num_device_free = p.freed;
+    return stats;
+  }
+  void resetAccumulatedStats(c10::DeviceIndex) override {
+    std::lock_guard<std::mutex> lock(state_mutex());
+    Pool& p = pool();
+    p.made = p.freed = p.out_of_memory = 0;
+    p.bytes_made = p.bytes_freed = 0;
+  }
+  void resetPeakStats(c10::DeviceIndex) override {
+    collect_leaving();
+    std::lock_guard<std::mutex> lock(state_mutex());
+    Pool& p = pool();
+    p.allocated_peak = p.allocated, p.requested_peak = p.requested, p.blocks_peak = p.blocks;
+  }
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex) override {
+    collect_leaving();
+    std::lock_guard<std::mutex> lock(state_mutex());
+    const Pool& p = pool();
+    return {p.limit - std::min(p.limit, p.allocated), p.limit};
+  }
+};
+
+// As torch's own pinned allocator, it keeps memory that a pending copy still uses: such a free is not a race.
+void free_pinned(void* context) {
+  auto* b = static_cast<Block*>(context);
+  {
+    std::lock_guard<std::mutex> lock(state_mutex());
+    pool().host_blocks.erase(b->data);
+  }
+  release(b);
+}
+
+struct PinnedAllocatorImpl final : c10::Allocator {
+  at::DataPtr allocate(size_t nbytes) override {
+    const size_t size = std::max(rounded(nbytes), kRounding);
+    auto* data = static_cast<char*>(std::aligned_alloc(kRounding, size));
+    TORCH_CHECK(data, "virtual accelerator: no ", human(size), " of host memory to pin");
+    auto* b = new Block(data, size, nbytes, Place::kPinned);
+    std::lock_guard<std::mutex> lock(state_mutex());
+    pool().host_blocks[data] = b;
+    return {data, b, &free_pinned, c10::Device(c10::DeviceType::CPU)};
+  }
+  at::DeleterFnPtr raw_deleter() const override { return nullptr; }
+  void copy_data(void* to, const void* from, size_t n) const override { std::memcpy(to, from, n); }
+};
+
+thread_local int tls_on_device = 0;
+
+struct SteeredCpuAllocator final : c10::Allocator {
+  c10::Allocator* plain;
+  explicit SteeredCpuAllocator(c10::Allocator* plain) : plain(plain) {}
+  at::DataPtr allocate(size_t nbytes) override {
+    if (tls_on_device == 0) return plain->allocate(nbytes);
+    at::DataPtr p = device_allocator().allocate(nbytes);
+    p.unsafe_set_device(c10::Device(c10::DeviceType::CPU));
+    return p;
+  }
+  at::DeleterFnPtr raw_deleter() const override { return plain->raw_deleter(); }
+  void copy_data(void* to, const void* from, size_t n) const override { std::memcpy(to, from, n); }
+};
+
+SteeredCpuAllocator* steered = nullptr;
+
+}  // namespace
+
+c10::DeviceAllocator& device_allocator() {
+  static auto* a = new DeviceAllocatorImpl;
+  return *a;
+}
+
+c10::Allocator& pinned_allocator() {
+  static auto* a = new PinnedAllocatorImpl;
+  return *a;
+}
+
+Block* block_of(const c10::DataPtr& p) {
+  auto deleter = p.get_deleter();
+  if (deleter == &free_device || deleter == &free_pinned) return static_cast<Block*>(p.get_context());
+  return nullptr;
+}
+
+Block* host_block_at(const void* address) {
+  auto* a = static_cast<const char*>(address);
+  std::lock_guard<std::mutex> lock(state_mutex());
+  auto& blocks = pool().host_blocks;
+  auto it = blocks.upper_bound(a);
+  if (it == blocks.begin()) return nullptr;
+  Block* b = std::prev(it)->second;
+  return a < b->data + b->nbytes ? b : nullptr;
+}
+
+void hold(Block* b) { b->holds.fetch_add(1, std::memory_order_relaxed); }
+
+void release(Block* b) {
+  if (b->holds.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+  if (b->place == Place::kPinned) std::free(b->data);
+  if (b->place == Place::kDevice) {
+    std::memset(b->data, kPoison, b->nbytes);
+    std::lock_guard<std::mutex> lock(state_mutex());
+    Pool& p = pool();
+    if (p.allocated + p.cached + b->nbytes <= p.limit) {
+      p.cache[b->nbytes].push_back(b->data);
+      p.cached += b->nbytes;
+    } else {
+      std::free(b->data);
+    }
+  }
+  delete b;
+}
+
+void host_register(void* address, size_t nbytes) {
+  TORCH_CHECK_VALUE(nbytes > 0, "host_register: nbytes must be positive");
+  auto* begin = static_cast<char*>(address);
+  std::lock_guard<std::mutex> lock(state_mutex());
+  auto& blocks = pool().host_blocks;
+  auto next = blocks.lower_bound(begin);
+  bool clash = next != blocks.end() && next->first < begin + nbytes;
+  if (next != blocks.begin()) {
+    Block* before = std::prev(next)->second;
+    clash = clash || begin < before->data + before->nbytes;
+  }
+  TORCH_CHECK_VALUE(!clash, "host_register: part of the ", nbytes, " bytes at ", address, " is already pinned");
+  blocks[begin] = new Block(begin, nbytes, nbytes, Place::kRegistered);
+}
+
+void host_unregister(void* address) {
+  Block* b = nullptr;
+  std::string race;
+  {
+    std::lock_guard<std::mutex> lock(state_mutex());
+    auto& blocks = pool().host_blocks;
+    auto it = blocks.find(static_cast<char*>(address));
+    TORCH_CHECK_VALUE(it != blocks.end() && it->second->place == Place::kRegistered, "host_unregister: ", address,
+                      " was never registered");
+    b = it->second;
+    if (auto e = b->history.unordered(host_clock(), true, 0, b->nbytes)) {
+      race = describe(*b) + " was unregistered while " + hetero::describe(*e) +
+             " it, and the host has not waited for that: synchronize an event recorded after the copy first";
+      report_race(race, false);
+    } else {
+      blocks.erase(it);
+    }
+  }
+  if (!race.empty()) raise_race(race);
+  release(b);
+}
+
+size_t memory_limit() {
+  std::lock_guard<std::mutex> lock(state_mutex());
+  return pool().limit;
+}
+
+void set_memory_limit(size_t nbytes) {
+  collect_leaving();
+  std::lock_guard<std::mutex> lock(state_mutex());
+  Pool& p = pool();
+  TORCH_CHECK_VALUE(nbytes >= p.allocated, "the limit of ", human(nbytes), " is below the ", human(p.allocated),
+                    " that are allocated: free tensors first");
+  p.limit = nbytes;
+  if (p.allocated + p.cached > p.limit) drop_cache_locked(p);
+}
+
+std::pair<size_t, size_t> allocated_and_peak() {
+  collect_leaving();
+  std::lock_guard<std::mutex> lock(state_mutex());
+  return {pool().allocated, pool().allocated_peak};
+}
+
+AllocateOnDevice::AllocateOnDevice() { ++tls_on_device; }
+AllocateOnDevice::~AllocateOnDevice() { --tls_on_device; }
+
+c10::Allocator* cpu_allocator() { return steered; }
+
+void install_cpu_allocator() {
+  steered = new SteeredCpuAllocator(c10::GetCPUAllocator());
+  c10::SetCPUAllocator(steered);
+}
+
+}  // namespace hetero

@@ -1,0 +1,55 @@
+// Device memory, pinned host memory, and the CPU allocator that lets CPU kernels write into device memory.
+//
+// Owns: every block, the cap, the statistics. Invariant: bytes in use never exceed the cap, and memory outside a live
+// block reads as 0xFF (NaN). A DataPtr of ours has the Block as its context, so block lookup is a pointer compare;
+// only raw host addresses go through a map.
+#pragma once
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/StorageImpl.h>
+#include <c10/core/TensorImpl.h>
+
+#include "races.h"
+
+namespace hetero {
+
+inline const c10::Device kDevice{c10::DeviceType::PrivateUse1, 0};
+
+enum class Place : uint8_t { kDevice, kPinned, kRegistered };
+
+struct Block {
+  char* data;
+  size_t nbytes;    // as rounded to 512 bytes, and as counted
+  size_t requested;
+  Place place;
+  int stream = 0;   // the stream it was allocated on
+  History history;
+  uint64_t recorded_streams = 0;  // record_stream: bit per stream
+  std::atomic<int> holds{1};      // the owner, and every pending copy
+  Block(char* data, size_t nbytes, size_t requested, Place place)
+      : data(data), nbytes(nbytes), requested(requested), place(place), history(nbytes) {}
+};
+
+c10::DeviceAllocator& device_allocator();
+c10::Allocator& pinned_allocator();
+
+Block* block_of(const c10::DataPtr& p);    // the block behind a DataPtr of ours, or null
+Block* host_block_at(const void* address);  // the pinned or registered block that contains an address, or null
+void hold(Block* b);
+void release(Block* b);
+
+void host_register(void* address, size_t nbytes);
+void host_unregister(void* address);
+
+size_t memory_limit();
+void set_memory_limit(size_t nbytes);
+std::pair<size_t, size_t> allocated_and_peak();
+
+// While one of these lives, CPU tensors made by this thread lie in device memory and count there.
+struct AllocateOnDevice {
+  AllocateOnDevice();
+  ~AllocateOnDevice();
+};
+c10::Allocator* cpu_allocator();  // the one that AllocateOnDevice steers
+void install_cpu_allocator();
+
+}  // namespace hetero

@@ -1,0 +1,64 @@
+// The Python face of the device: what torch's own API does not cover.
+#include <torch/csrc/Exceptions.h>
+#include <torch/extension.h>
+
+#include "tensors.h"
+
+namespace py = pybind11;
+
+namespace hetero {
+
+void register_device();
+
+namespace {
+
+PyObject* race_error = nullptr;
+
+std::optional<Epoch> pending_use(const at::Tensor& t, bool write) {
+  const Use use = use_of(t, write);
+  TORCH_CHECK_VALUE(use.block && use.block->place != Place::kDevice,
+                    "check_host_access: expected a tensor in pinned or registered host memory, got ", describe(t), " on ",
+                    t.device());
+  std::lock_guard<std::mutex> lock(state_mutex());
+  auto e = use.block->history.unordered(host_clock(), write, use.begin, use.end);
+  if (e) {
+    report_race(std::string("the host ") + (write ? "writes" : "reads") + " pinned tensor " + describe(t) + " while " +
+                    describe(*e) + " it, and the host has not waited for that: synchronize an event recorded after the copy",
+                false);
+  }
+  return e;
+}
+
+void check_host_access(const at::Tensor& t, bool write) {
+  if (t.numel() == 0) return;
+  if (!pending_use(t, write)) return;
+  raise_race(races().back());
+}
+
+}  // namespace
+
+[[noreturn]] void raise_race(const std::string& message) {
+  py::gil_scoped_acquire gil;
+  PyErr_SetString(race_error ? race_error : PyExc_RuntimeError, message.c_str());
+  python_error error;
+  error.persist();
+  throw error;
+}
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  using Released = py::call_guard<py::gil_scoped_release>;
+  register_device();
+  m.def("set_race_error", [](py::object cls) { race_error = cls.release().ptr(); });
+  m.def("races", &races, Released());
+  m.def("clear_races", &clear_races, Released());
+  m.def("memory_limit", &memory_limit, Released());
+  m.def("set_memory_limit", &set_memory_limit, Released());
+  m.def("allocated_and_peak", &allocated_and_peak, Released());
+  m.def("set_link", &set_link, Released());
+  m.def("link", &link, Released());
+  m.def("host_register", [](uintptr_t p, size_t n) { host_register(reinterpret_cast<void*>(p), n); }, Released());
+  m.def("host_unregister", [](uintptr_t p) { host_unregister(reinterpret_cast<void*>(p)); }, Released());
+  m.def("check_host_access", &check_host_access, Released());
+}
+
+}  // namespace hetero

@@ -1,0 +1,45 @@
+// Between device tensors and the CPU tensors that alias them.
+//
+// Owns: how a device tensor is shown to a CPU kernel (same bytes, CPU keys) and how what the kernel made comes back, without
+// copying either way; and which bytes of which block an operator touches.
+#pragma once
+#include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
+
+#include "memory.h"
+#include "streams.h"
+
+namespace hetero {
+
+// One use of a tensor's bytes by an operator or copy.
+struct Use {
+  Block* block;
+  size_t begin, end;  // bytes within the block
+  bool write;
+  const at::Tensor* tensor;
+};
+
+inline bool on_device(const at::Tensor& t) { return t.defined() && t.device().type() == c10::DeviceType::PrivateUse1; }
+
+// The use of t's bytes; its block is null if t is empty or lies in memory that is not watched. Raises if t is a
+// device tensor whose storage was freed or is too small for it.
+Use use_of(const at::Tensor& t, bool write);
+
+// Records the uses as work launched now on s. Raises StreamRaceError at the first that no wait orders.
+void record_uses(Stream& s, c10::ArrayRef<Use> uses);
+std::string describe(const at::Tensor& t);
+
+// A CPU tensor over the bytes of a device tensor (strided), valid while the device tensor's storage lives.
+at::Tensor alias_on_cpu(const at::Tensor& t);
+
+// A device tensor over the memory of a CPU tensor that was made under AllocateOnDevice; copies if it was not.
+at::Tensor adopt(const at::Tensor& cpu);
+
+// A device tensor on `storage` with the geometry of `like`.
+at::Tensor device_view(c10::Storage storage, const at::Tensor& like);
+
+void resize_storage(c10::StorageImpl* storage, size_t nbytes);
+
+at::Generator cpu_generator(const at::Generator& g);
+
+}  // namespace hetero
