@@ -1,6 +1,6 @@
 """Eviction planning: which device copies leave, and when transfers start. No torch in here."""
 
-from hetero.eviction.bounds import lower_bound
+from hetero.eviction.bounds import lower_bound, lower_bound_seconds
 from hetero.eviction.checker import check
 from hetero.eviction.model import (
     Actions,
@@ -28,6 +28,7 @@ __all__ = [
     "Trace",
     "check",
     "lower_bound",
+    "lower_bound_seconds",
     "plan",
     "resolve_policy",
     "simulate",

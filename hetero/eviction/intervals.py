@@ -21,6 +21,7 @@ __all__ = ["Intervals", "read_intervals"]
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

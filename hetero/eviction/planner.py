@@ -1,10 +1,11 @@
 """From a trace to a schedule: choose what to keep, place the transfers, predict the time, keep the best.
 
-Owns `plan` and the search over headrooms. Bytes kept free of reused copies cost traffic but let transfers
-start early; several amounts are tried and the fastest simulated step wins, fewer bytes deciding between
-equals. It is a pure function: the same arguments give the same schedule.
+Owns `plan` and its search. Bytes kept free of reused copies (headroom) cost traffic but let transfers start
+early, so several amounts are tried on the simulated step. It is a pure function: the same arguments give the
+same schedule.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -19,9 +20,14 @@ from hetero.eviction.transfers import lay_out
 
 __all__ = ["plan"]
 
+_HEADROOMS = (0.0, 0.5, 1.0, 2.0, 4.0)  # in units of the largest copy
+_AFFORDABLE_ACCESSES = 60_000  # accesses planned in all before the search for a better headroom stops
+_WORTH = 0.005  # share of the step that more traffic must save to be worth it
+_ROUNDS = 3  # placements that learn from the last one's write backs
+
 
 def plan(trace: Trace, *, links: Links, policy: str | Policy = "opt", prefetch: bool = True) -> Schedule:
-    """The schedule for one iteration of ``trace``.
+    """The schedule for one iteration of ``trace``: the fewest bytes among the nearly fastest found.
 
     ``policy``: ``"opt"`` (Belady 1966), ``"cost-opt"`` (chooses intervals by their bytes, sizes and write
     backs), ``"lru"``, ``"fifo"``, or any `Policy`. ``prefetch=False`` starts every fetch at the moment of its
@@ -29,17 +35,14 @@ def plan(trace: Trace, *, links: Links, policy: str | Policy = "opt", prefetch: 
     """
     problem = read_intervals(trace)
     chosen = resolve_policy(policy)
-    best: Schedule | None = None
+    found: list[Schedule] = []
     for headroom in _headrooms(problem) if prefetch else [0]:
-        room = np.maximum(problem.room - headroom, 0)
-        keep = _choose(problem, room, chosen)
-        schedule = lay_out(problem, keep, prefetch=prefetch, policy=chosen.name)
-        seconds = simulate(trace, schedule, links).step_seconds
-        schedule = replace(schedule, predicted_seconds=seconds, headroom=headroom)
-        if best is None or (seconds, schedule.moved_bytes) < (best.predicted_seconds, best.moved_bytes):
-            best = schedule
-    assert best is not None
-    return best
+        keep = _choose(problem, np.maximum(problem.room - headroom, 0), chosen)
+        for schedule in _timed(trace, problem, keep, links, prefetch=prefetch, policy=chosen.name):
+            found.append(replace(schedule, headroom=headroom))
+    soon = min(schedule.predicted_seconds for schedule in found) * (1.0 + _WORTH)
+    near = [schedule for schedule in found if schedule.predicted_seconds <= soon]
+    return min(near, key=lambda schedule: (schedule.moved_bytes, schedule.predicted_seconds))
 
 
 def _choose(problem: Intervals, room: Ints, policy: Policy) -> Bools:
@@ -51,5 +54,25 @@ def _choose(problem: Intervals, room: Ints, policy: Policy) -> Bools:
 
 
 def _headrooms(problem: Intervals) -> list[int]:
+    """The amounts to try, as many as the size of the trace allows; a trace where all fits needs none."""
+    everything = problem.reused | (problem.group >= 0)
+    if bool((problem.load(everything) <= problem.room).all()):
+        return [0]
+    affordable = max(1, _AFFORDABLE_ACCESSES // max(len(problem.use), 1))
     largest = int(problem.nbytes.max(initial=0))
-    return sorted({0, largest, 2 * largest, 4 * largest})
+    return sorted({round(share * largest) for share in _HEADROOMS[:affordable]})
+
+
+def _timed(
+    trace: Trace, problem: Intervals, keep: Bools, links: Links, *, prefetch: bool, policy: str
+) -> Iterator[Schedule]:
+    """Timed schedules that keep ``keep``; each leaves room for the write backs that the one before met."""
+    leaving: Ints | None = None
+    for _ in range(_ROUNDS):
+        schedule = lay_out(problem, keep, prefetch=prefetch, policy=policy, leaving=leaving)
+        result = simulate(trace, schedule, links)
+        yield replace(schedule, predicted_seconds=result.step_seconds)
+        behind = np.asarray(result.leaving_bytes, dtype=np.int64)
+        if not prefetch or not behind.any() or len(problem.use) * _ROUNDS > _AFFORDABLE_ACCESSES:
+            return
+        leaving = behind if leaving is None else np.maximum(leaving, behind)

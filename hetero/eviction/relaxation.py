@@ -1,11 +1,13 @@
 """The interval problem as a linear program: fractions of copies kept, prices of memory, and a bound in bytes.
 
-Owns the LP (FOO, Berger, Beckmann, Harchol-Balter 2018, with cyclic time, write backs and varying room) and the
-bound. Its claim is that ``bound`` is valid whatever the solver did: it is evaluated from the prices alone by
-Lagrangian duality, so an inexact or windowed solution makes it weaker, never wrong. It chooses no intervals.
+Owns the LP (FOO, Berger, Beckmann, Harchol-Balter 2018, with cyclic time, write backs and varying room) and
+the bound. Its claim is that ``bound`` is valid whatever the solver did: it is evaluated from the prices alone
+by Lagrangian duality, so an inexact or windowed solution makes it weaker, never wrong. It chooses no
+intervals.
 
-[Note: state form] Listing every interval in every period that it covers would need intervals x periods entries.
-Instead ``held[t] - held[t-1] = entering[t] - leaving[t]`` and ``held[t] <= room[t]``: two entries per interval.
+[Note: state form] Listing every interval in every period that it covers would need intervals x periods
+entries. Instead ``held[t] - held[t-1] = entering[t] - leaving[t]`` and ``held[t] <= room[t]``: two entries
+per interval.
 
 [Note: windows] Solving time grows faster than the trace. Above ``_MOST_PERIODS`` periods the LP is solved in
 overlapping windows; each contributes the prices and fractions of its middle, where what lies beyond its edges
@@ -16,15 +18,13 @@ from dataclasses import dataclass
 from math import ceil
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy import sparse
 from scipy.optimize import linprog
 
-from hetero.eviction.intervals import Bools, Intervals, Ints
+from hetero.eviction.intervals import Bools, Floats, Intervals, Ints
 
 __all__ = ["Relaxation", "bound_from_prices", "relax"]
 
-Floats = NDArray[np.float64]
 
 _MOST_PERIODS = 8_000
 _WINDOW = 2_500
@@ -33,7 +33,7 @@ _OVERLAP = 500
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Relaxation:
-    """``kept[j]`` in [0, 1] per interval; ``price[t]`` >= 0: bytes of traffic one byte of room in ``t`` saves."""
+    """``kept[j]`` in [0, 1] per interval; ``price[t]`` >= 0: bytes saved by a byte of room in ``t``."""
 
     kept: Floats
     price: Floats
@@ -42,8 +42,8 @@ class Relaxation:
 def relax(problem: Intervals, room: Ints, *, prefer_short: float = 0.0) -> Relaxation:
     """Solve the relaxation with ``room[t]`` bytes beside the operands.
 
-    ``prefer_short``: relative weight that breaks ties between equal savings in favour of the shorter interval,
-    whose memory is free again sooner.
+    ``prefer_short``: relative weight that breaks ties between equal savings in favour of the shorter
+    interval, whose memory is free again sooner.
     """
     keepable = _keepable(problem, room)
     if problem.periods <= _MOST_PERIODS:
@@ -168,7 +168,7 @@ def _solve(
 
 
 def _pieces(problem: Intervals, keepable: Bools, low: int, high: int) -> tuple[Ints, Ints, Ints, Ints]:
-    """Intervals with a choice inside the window, and their parts there: (ids, part's position, begin, end)."""
+    """Intervals with a choice inside the window, and their parts there: (ids, position, begin, end)."""
     worth = keepable & (problem.reused | (problem.group >= 0))
     worth &= (problem.nbytes > 0) & (problem.end > problem.begin)
     ids, begins, ends = [], [], []

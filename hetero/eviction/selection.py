@@ -1,11 +1,12 @@
 """Cost-aware Belady: choose the intervals to keep by their bytes, sizes and write backs.
 
-Owns the rounding of the relaxation and the choice between it and demand eviction. Every selection it returns fits.
+Owns the rounding of the relaxation and the choice between it and demand eviction. Every selection it returns
+fits.
 """
 
 import numpy as np
 
-from hetero.eviction.intervals import Bools, Intervals, Ints
+from hetero.eviction.intervals import Bools, Floats, Intervals, Ints
 from hetero.eviction.policies import FarthestNextUse
 from hetero.eviction.relaxation import Relaxation, relax
 from hetero.eviction.sweep import fill, sweep
@@ -42,11 +43,12 @@ def _rounded(problem: Intervals, room: Ints) -> Bools:
     return fill(problem, room, keep, order)
 
 
-def _reduced_saving(problem: Intervals, relaxation: Relaxation) -> np.ndarray:
+def _reduced_saving(problem: Intervals, relaxation: Relaxation) -> Floats:
     """Bytes saved per byte held, less the price of the memory: near zero for what the relaxation splits."""
     cumulative = np.concatenate([[0.0], np.cumsum(np.tile(relaxation.price, 2))])
     rent = cumulative[problem.end] - cumulative[problem.begin]
-    return np.round(problem.reused + (problem.group >= 0) - rent, 6)
+    saving: Floats = np.round(problem.reused + (problem.group >= 0) - rent, 6)
+    return saving
 
 
 def _missing(problem: Intervals, keep: Bools) -> Ints:

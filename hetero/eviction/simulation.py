@@ -31,6 +31,7 @@ class Simulation:
     d2h_seconds: float
     stall_seconds: tuple[float, ...]
     model_bytes: tuple[int, ...]
+    leaving_bytes: tuple[int, ...]
 
     @property
     def peak_bytes(self) -> int:
@@ -74,6 +75,7 @@ class _Run:
         down = up = compute = 0.0
         stalls: list[float] = []
         held: list[int] = []
+        leaving: list[int] = []
         arrival = self.arrival
         for moment, actions in zip(self.trace.moments, self.schedule.actions, strict=True):
             reached = self.clock
@@ -84,7 +86,11 @@ class _Run:
             if actions.fetch:
                 self.resident += sum(map(self.trace.sizes.__getitem__, actions.fetch))
             if self.leaving:
+                self._retire(reached)
+                leaving.append(self.leaving_bytes)
                 self._make_room(moment.capacity)
+            else:
+                leaving.append(0)
             if actions.fetch:
                 down += self._fetch(actions.fetch)
             start = self.clock
@@ -108,6 +114,7 @@ class _Run:
             d2h_seconds=up,
             stall_seconds=tuple(stalls),
             model_bytes=tuple(held),
+            leaving_bytes=tuple(leaving),
         )
 
     def _invalidate(self, tensors: tuple[int, ...]) -> None:
@@ -136,15 +143,16 @@ class _Run:
             busy += seconds
         return busy
 
+    def _retire(self, now: float) -> None:
+        """Let go of the write backs that have ended."""
+        while self.leaving and self.leaving[0][0] <= now:
+            self.leaving_bytes -= self.leaving.popleft()[1]
+
     def _make_room(self, capacity: int) -> None:
-        """Retire write backs that have ended, and wait for as many more as the moment's capacity demands."""
-        while self.leaving:
-            ended, nbytes = self.leaving[0]
-            if ended > self.clock and self.resident + self.leaving_bytes <= capacity:
-                return
-            self.clock = max(self.clock, ended)
-            self.leaving_bytes -= nbytes
-            self.leaving.popleft()
+        """Wait for the oldest write backs, as many as the capacity demands."""
+        while self.leaving and self.resident + self.leaving_bytes > capacity:
+            self.clock = max(self.clock, self.leaving[0][0])
+            self._retire(self.clock)
 
     def _fetch(self, tensors: tuple[int, ...]) -> float:
         busy = 0.0

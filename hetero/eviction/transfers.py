@@ -8,7 +8,7 @@ It evicts nothing to that end; how much room there is was decided with the inter
 
 import numpy as np
 
-from hetero.eviction.intervals import Bools, Intervals
+from hetero.eviction.intervals import Bools, Intervals, Ints
 from hetero.eviction.model import Actions, Schedule
 
 __all__ = ["lay_out"]
@@ -16,12 +16,17 @@ __all__ = ["lay_out"]
 _CHUNK = 256  # periods looked at together when searching backwards for the last one without room
 
 
-def lay_out(problem: Intervals, keep: Bools, *, prefetch: bool, policy: str) -> Schedule:
-    """The schedule that keeps ``keep`` (and what a prefetch could hold all along), no time predicted yet."""
+def lay_out(
+    problem: Intervals, keep: Bools, *, prefetch: bool, policy: str, leaving: Ints | None = None
+) -> Schedule:
+    """The schedule that keeps ``keep`` (and what a prefetch could hold all along), no time predicted yet.
+
+    ``leaving[t]``: bytes expected to be still on their way out in period ``t``; prefetches leave them room.
+    """
     keep = keep.copy()
     fetches = _fetches(problem, keep)
     if prefetch:
-        starts = _Placement(problem, keep, fetches).starts()
+        starts = _Placement(problem, keep, fetches, leaving).starts()
     else:
         starts = [deadline for deadline, _, _, _ in fetches]
     return _schedule(problem, keep, fetches, starts, policy)
@@ -46,11 +51,13 @@ def _fetches(problem: Intervals, keep: Bools) -> list[_Fetch]:
 class _Placement:
     """Finds a start for each fetch, in order of use, on a ring (cyclic) or a line of periods."""
 
-    def __init__(self, problem: Intervals, keep: Bools, fetches: list[_Fetch]) -> None:
+    def __init__(self, problem: Intervals, keep: Bools, fetches: list[_Fetch], leaving: Ints | None) -> None:
         self.problem = problem
         self.keep = keep
         self.fetches = fetches
         self.free = problem.room - problem.load(keep)
+        if leaving is not None:
+            self.free -= leaving
 
     def starts(self) -> list[int]:
         """Unrolled start moments, negative where a fetch begins in the iteration before."""
