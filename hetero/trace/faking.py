@@ -39,8 +39,8 @@ def fake_device(device: torch.device | str | None) -> torch.device | None:
     if wanted.type == "cpu" or (here is not None and wanted.type == here.type):
         return wanted
     raise ConfigError(
-        f"device={str(wanted)!r}: this torch has no {wanted.type} device, and autograd cannot run backward on fake "
-        "tensors of a device it does not have; trace with device='cpu', where the sizes are the same"
+        f"device={str(wanted)!r}: this torch has no {wanted.type} device, and autograd cannot run backward "
+        "on fake tensors of a device it does not have; trace with device='cpu', where the sizes are the same"
     )
 
 
@@ -100,8 +100,8 @@ class Faker:
             return tensor
         if tensor.requires_grad and tensor.is_leaf:
             raise PlanError(
-                f"the step uses a real parameter of shape {tuple(tensor.shape)} under fake tensors: pass its model "
-                "(and the optimizer) to trace_step as arguments, or trace a real step with fake=False"
+                f"the step uses a real parameter of shape {tuple(tensor.shape)} under fake tensors: pass its "
+                "model (and the optimizer) to trace_step as arguments, or trace a real step with fake=False"
             )
         return self.fake(tensor)
 
@@ -112,7 +112,7 @@ class Faker:
         known = self._fakes.get(id(tensor))
         if known is not None:
             return known
-        if is_traceable_wrapper_subclass(tensor) or tensor.layout != torch.strided:
+        if _has_no_storage(tensor):
             raise PlanError(
                 f"a {type(tensor).__name__} with layout {tensor.layout} has no fake counterpart here: "
                 "trace a real step with fake=False"
@@ -132,8 +132,8 @@ class Faker:
 
     def _view_of_base(self, tensor: torch.Tensor) -> torch.Tensor:
         device = self._device or (torch.device("cpu") if tensor.is_meta else tensor.device)
-        if tensor.dim() == 0 and tensor.device.type == "cpu":
-            # Optimizers count steps in such scalars and read them: keep the value as a constant. They also
+        if tensor.dim() == 0 and tensor.device.type == "cpu" and not isinstance(tensor, torch.nn.Parameter):
+            # Optimizers count steps in such scalars and read them: keep the value, as a constant. They also
             # stay on the CPU whatever the device, as they would.
             return torch.tensor(self._value(tensor), dtype=tensor.dtype)
         storage = tensor.untyped_storage()
@@ -148,30 +148,25 @@ class Faker:
     @staticmethod
     def _value(scalar: torch.Tensor) -> Any:
         with unset_fake_temporarily():
-            return scalar.item()
+            return scalar.detach().item()
 
     def _enter_module(self, module: torch.nn.Module, undo: list[Callable[[], None]]) -> None:
-        for slots in (module._parameters, module._buffers, vars(module)):
-            mine = {k: v for k, v in slots.items() if isinstance(v, torch.Tensor)}
-            undo.append(partial(slots.update, mine))
-            for key, tensor in mine.items():
-                if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+        slots_of_module: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
+        for slots in slots_of_module:
+            before = dict(slots)
+            undo.append(partial(_put_back, slots, before))
+            for key, value in before.items():
+                if torch.nn.parameter.is_lazy(value):
                     raise PlanError(
-                        f"{type(module).__name__}.{key} is not initialised yet: run the model once, then trace"
+                        f"{type(module).__name__}.{key} is not initialised yet: run the model once"
                     )
-                slots[key] = self.fake(tensor)
+                if isinstance(value, torch.Tensor):
+                    slots[key] = self.fake(value)
 
     def _enter_optimizer(self, optimizer: torch.optim.Optimizer, undo: list[Callable[[], None]]) -> None:
         state, groups = optimizer.state, optimizer.param_groups
-        kept = [dict(group) for group in groups]
-
-        def restore() -> None:
-            optimizer.state = state
-            for group, before in zip(groups, kept, strict=True):
-                group.clear()
-                group.update(before)
-
-        undo.append(restore)
+        undo.append(partial(setattr, optimizer, "state", state))
+        undo.extend(partial(_put_back, group, dict(group)) for group in groups)
         for group in groups:
             group["params"] = [self.fake(parameter) for parameter in group["params"]]
             for key, value in group.items():
@@ -179,6 +174,16 @@ class Faker:
                     group[key] = self.fake(value)
         fakes = {self.fake(key): self.fake_tree(dict(value)) for key, value in state.items()}
         optimizer.state = type(state)(state.default_factory, fakes)
+
+
+def _has_no_storage(tensor: torch.Tensor) -> bool:
+    wraps_others: bool = is_traceable_wrapper_subclass(tensor)
+    return wraps_others or tensor.layout != torch.strided
+
+
+def _put_back(slots: dict[str, Any], before: dict[str, Any]) -> None:
+    slots.clear()
+    slots.update(before)
 
 
 def _unique(items: Iterator[Any]) -> list[Any]:

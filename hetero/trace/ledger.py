@@ -62,7 +62,7 @@ class RecordedOperator:
     updates_parameter: bool
 
 
-class Ledger(TorchDispatchMode):
+class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode that records operators and storages; use inside ``with ledger:``.
 
     ``substitute`` is given every input tensor and may return another in its place (used to make foreign
@@ -75,7 +75,7 @@ class Ledger(TorchDispatchMode):
         substitute: Callable[[torch.Tensor], torch.Tensor] | None = None,
         on_operator: Callable[[RecordedOperator], None] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.scopes = Scopes(self.label)
         self.operators: list[RecordedOperator] = []
         self.running = ""

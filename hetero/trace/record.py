@@ -6,7 +6,7 @@ changes (a scheduler's counter, a list of losses) is the step's own business, fa
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -67,6 +67,7 @@ def trace_step(
     with _recording([*args, *reachable(step)], args, fake=fake, device=device) as (ledger, arguments):
         for _ in range(warmup):
             step(*arguments)
+        ledger.scopes.begin_step()
         begin = ledger.now
         measured = _Measured(None if fake else _accelerator_of(arguments, step, device))
         step(*arguments)
@@ -131,22 +132,20 @@ def trace_loop(
             raise _IterationFoundError
         if ledger.now >= max_operators:
             raise PlanError(
-                f"no training iteration repeated within {ledger.now} operators: raise max_operators, or mark the "
-                "step yourself with trace_step"
+                f"no training iteration repeated within {ledger.now} operators: raise max_operators, or mark "
+                "the step yourself with trace_step"
             )
 
     objects = [*args, *reachable(loop)]
     with _recording(objects, args, fake=fake, device=device, watch=watch) as (ledger, arguments):
-        try:
+        with suppress(_IterationFoundError):
             loop(*arguments)
-        except _IterationFoundError:
-            pass
         ledger.recording = False
         window = found[0] if found else finder.close()
         if window is None:
             raise PlanError(
-                f"the loop ended after {ledger.now} operators before an iteration repeated {repeats} times: let it "
-                "run longer (the first iteration differs, as optimizer states are made in it), or use trace_step"
+                f"the loop ended after {ledger.now} operators before an iteration repeated {repeats} times: "
+                "let it run longer (the first one differs: optimizer states are made in it), or use trace_step"
             )
         return ledger.cut(*window, source="fake" if fake else "real", device=_name(device, fake))
 
@@ -216,8 +215,8 @@ def _data_dependence_explained(ledger: Ledger) -> Iterator[None]:
         ) from error
     except GuardOnDataDependentSymNode as error:
         raise PlanError(
-            "the step branches on a value read from a tensor (aten._local_scalar_dense: .item(), bool(), float()), "
-            f"which fake tensors do not have; last operator: {ledger.running}; {_FALLBACK}"
+            "the step branches on a value read from a tensor (aten._local_scalar_dense: .item(), bool(), "
+            f"float()), which fake tensors do not have; last operator: {ledger.running}; {_FALLBACK}"
         ) from error
     except TypeError as error:
         if "SymFloat.__format__" in str(error) or "SymInt.__format__" in str(error):
@@ -255,7 +254,7 @@ def _name(device: torch.device | str | None, fake: bool) -> str | None:
     if device is None:
         return None
     wanted = torch.device(device)
-    if wanted.type == "cpu" or wanted.index is not None:
+    if wanted.type == "cpu" or ":" in str(wanted):
         return str(wanted)
     index = 0 if fake else torch.accelerator.current_device_index()
     return f"{wanted.type}:{index}"

@@ -60,6 +60,10 @@ class Scopes:
         for handle in self._handles:
             handle.remove()
 
+    def begin_step(self) -> None:
+        """A new step starts here: what comes before any module is called belongs to its forward."""
+        self._phase = "forward"
+
     def learn_module(self, root: torch.nn.Module) -> None:
         """Take names from ``root``, and label its parameters and buffers."""
         prefix = f"{type(root).__name__}." if self._names else ""
@@ -114,7 +118,7 @@ class Scopes:
         return self._module_of_current_node()
 
     def _module_of_current_node(self) -> str:
-        node: Any = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+        node: Any = torch._C._current_autograd_node()
         if node is None:
             return ""
         variable = getattr(node, "variable", None)

@@ -72,7 +72,7 @@ class Storage:
             raise PlanError(f"storage {self.id} ({self.name}): size {self.nbytes} bytes is negative")
         if not 0 <= self.begin < self.end:
             raise PlanError(
-                f"storage {self.id} ({self.name}): life [{self.begin}, {self.end}) is empty or starts before 0"
+                f"storage {self.id} ({self.name}): life [{self.begin}, {self.end}) is empty or before 0"
             )
 
 
