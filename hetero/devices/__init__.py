@@ -1,1 +1,25 @@
-"""Being written."""
+"""Everything that touches hardware: memory counters, streams and copies, pinned memory, link speeds.
+
+One code path on the generic ``torch.Stream``/``torch.Event`` interface serves CUDA, ROCm, XPU and the virtual
+accelerator (`hetero.devices.virtual`). Nothing here knows what a parameter is.
+"""
+
+from hetero.devices.accelerator import Accelerator, default_device
+from hetero.devices.copies import CopyEngine, Wait
+from hetero.devices.host import device_memory_free, host_memory_free, host_memory_used
+from hetero.devices.pinned import HostArena, PinnedSlab
+from hetero.devices.probe import LinkSpeeds, probe_links
+
+__all__ = [
+    "Accelerator",
+    "CopyEngine",
+    "HostArena",
+    "LinkSpeeds",
+    "PinnedSlab",
+    "Wait",
+    "default_device",
+    "device_memory_free",
+    "host_memory_free",
+    "host_memory_used",
+    "probe_links",
+]

@@ -31,7 +31,13 @@ _Flags = npt.NDArray[np.bool_]
 
 @jit
 def search(
-    begins: IntArray, ends: IntArray, sizes: IntArray, horizon: int, capacity: int, nodes: int, offsets: IntArray
+    begins: IntArray,
+    ends: IntArray,
+    sizes: IntArray,
+    horizon: int,
+    capacity: int,
+    nodes: int,
+    offsets: IntArray,
 ) -> tuple[int, int]:
     """Fill ``offsets`` with a placement within ``capacity``; return the outcome and the branches tried.
 
@@ -60,7 +66,9 @@ def search(
     tried = 0
     level = 0
     while True:
-        chosen = _candidate(begins, ends, sizes, member, lowest, stuck, low[level], high[level], cursor[level])
+        chosen = _candidate(
+            begins, ends, sizes, member, lowest, stuck, low[level], high[level], cursor[level]
+        )
         if chosen < 0:
             # Nothing left to try here: the parent's choice was wrong, whatever its other parts say.
             if level == 0:
@@ -72,7 +80,18 @@ def search(
         tried += 1
         cursor[level] = chosen + 1
         fits = _branch(
-            begins, ends, sizes, capacity, member, lowest, stuck, low[level], high[level], chosen, top[level], group
+            begins,
+            ends,
+            sizes,
+            capacity,
+            member,
+            lowest,
+            stuck,
+            low[level],
+            high[level],
+            chosen,
+            top[level],
+            group,
         )
         if not fits:
             continue
@@ -256,7 +275,17 @@ def _split(
         parts[first, 0], parts[first, 1] = low, high
         return 1
     _sort_into_parts(
-        begins, member, lowest, stuck, low, high, parts[first : first + part + 1], label, group, group_low, group_stuck
+        begins,
+        member,
+        lowest,
+        stuck,
+        low,
+        high,
+        parts[first : first + part + 1],
+        label,
+        group,
+        group_low,
+        group_stuck,
     )
     return part + 1
 

@@ -61,6 +61,4 @@ def _best_of(problem: Problem, name: str, orders: Iterable[IntArray], *, best_fi
             best, footprint = offsets, result
         if footprint == bound:
             break
-    return solution_from_offsets(
-        problem, best, planner=name, seconds=time.perf_counter() - started
-    )
+    return solution_from_offsets(problem, best, planner=name, seconds=time.perf_counter() - started)

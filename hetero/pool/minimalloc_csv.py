@@ -79,9 +79,7 @@ def _rows(source: Path) -> list[tuple[int, dict[str, str]]]:
                         f"{source}, line {reader.line_num}: {len(fields)} fields where the header has "
                         f"{len(header)}; the file may be truncated"
                     )
-                rows.append(
-                    (reader.line_num, dict(zip(header, (f.strip() for f in fields), strict=True)))
-                )
+                rows.append((reader.line_num, dict(zip(header, (f.strip() for f in fields), strict=True))))
     except (csv.Error, UnicodeDecodeError) as error:
         raise PlanError(f"{source}: not a CSV file: {error}") from error
     return rows
@@ -131,9 +129,7 @@ def _integer(source: Path, line: int, row: dict[str, str], column: str) -> int:
     try:
         return int(row[column])
     except ValueError:
-        raise PlanError(
-            f"{source}, line {line}: {column} {row[column]!r} is not an integer"
-        ) from None
+        raise PlanError(f"{source}, line {line}: {column} {row[column]!r} is not an integer") from None
 
 
 def _identity(text: str) -> BufferId:

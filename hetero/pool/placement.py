@@ -46,9 +46,7 @@ class Placer:
             self.begins, self.ends = np.array(begins), np.array(ends)
         self._windows = _windows(self.begins, self.ends) if COMPILED and len(sizes) else None
 
-    def place(
-        self, order: IntArray, *, best_fit: bool, limit: int = NO_LIMIT
-    ) -> tuple[IntArray | None, int]:
+    def place(self, order: IntArray, *, best_fit: bool, limit: int = NO_LIMIT) -> tuple[IntArray | None, int]:
         """Offsets (bytes, shape (n,)) and footprint; or None and the buffer that would end above ``limit``."""
         if self._windows is None:
             return _place_with_numpy(self.begins, self.ends, self.sizes, order, best_fit, limit)

@@ -1,0 +1,87 @@
+"""What the user may set, validated at once.
+
+Owns the keywords of `hetero.manage` and their defaults. Keywords win over everything; there is no hidden state.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hetero.errors import ConfigError
+from hetero.units import format_bytes, parse_budget
+
+__all__ = ["Config", "Size"]
+
+Size = int | float | str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """Resolved settings: sizes in bytes, fractions in (0, 1].
+
+    ``policy`` is checked where policies are known (`hetero.eviction.resolve_policy`).
+    """
+
+    device_budget: int
+    host_budget: int
+    warmup_budget: float
+    warmup_steps: int
+    policy: object
+    prefetch: bool
+    pin_memory: bool
+
+    @property
+    def warmup_bytes(self) -> int:
+        """Model data allowed on the device before anything has been measured (Gemini's warm-up share)."""
+        return int(self.warmup_budget * self.device_budget)
+
+
+def resolve(
+    *,
+    device_budget: Size | None,
+    host_budget: Size | None,
+    warmup_budget: float,
+    warmup_steps: int,
+    policy: object,
+    prefetch: bool,
+    pin_memory: bool | None,
+    device_total: int,
+    device_free: Callable[[], int],
+    host_total: int,
+    host_free: Callable[[], int],
+) -> Config:
+    """Check every keyword and fill in the defaults. Raises `ConfigError` naming the value and the cure."""
+    if isinstance(warmup_budget, bool) or not isinstance(warmup_budget, int | float):
+        raise ConfigError(
+            f"warmup_budget={warmup_budget!r}: expected a fraction of device_budget, such as 0.3"
+        )
+    if not 0.0 < warmup_budget <= 1.0:
+        raise ConfigError(f"warmup_budget={warmup_budget!r}: a fraction of device_budget lies in (0, 1]")
+    if isinstance(warmup_steps, bool) or not isinstance(warmup_steps, int) or warmup_steps < 1:
+        raise ConfigError(
+            f"warmup_steps={warmup_steps!r}: at least 1 iteration has to be measured; pass an int >= 1"
+        )
+    for name, flag in (("prefetch", prefetch), ("pin_memory", pin_memory)):
+        if not isinstance(flag, bool) and not (name == "pin_memory" and flag is None):
+            raise ConfigError(f"{name}={flag!r}: expected True or False")
+    device_bytes = (
+        device_free()
+        if device_budget is None
+        else parse_budget(device_budget, device_total, name="device_budget")
+    )
+    if device_bytes > device_total:
+        raise ConfigError(
+            f"device_budget={device_budget!r} is {format_bytes(device_bytes)}, but the device has only "
+            f"{format_bytes(device_total)}: pass at most that, or '100%'"
+        )
+    host_bytes = (
+        host_free() if host_budget is None else parse_budget(host_budget, host_total, name="host_budget")
+    )
+    return Config(
+        device_budget=device_bytes,
+        host_budget=host_bytes,
+        warmup_budget=float(warmup_budget),
+        warmup_steps=warmup_steps,
+        policy=policy,
+        prefetch=prefetch,
+        pin_memory=True if pin_memory is None else pin_memory,
+    )

@@ -1,0 +1,98 @@
+"""One accelerator as hetero sees it: its name, its memory counters, its current stream.
+
+Owns the only calls of a device module's memory functions. Reads counters; never moves or allocates anything.
+"""
+
+from types import ModuleType
+from typing import Any, cast
+
+import torch
+
+from hetero.errors import DeviceError
+
+__all__ = ["ALLOCATION_GRANULARITY", "Accelerator", "default_device"]
+
+# CUDA's caching allocator and the virtual one both hand out multiples of 512 bytes; a ledger that counts
+# less than the allocator does would let the sum of small tensors break the budget.
+ALLOCATION_GRANULARITY = 512
+
+
+def default_device() -> torch.device:
+    """The machine's accelerator, with its current index. Raises `DeviceError` if there is none."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        raise DeviceError(
+            "no accelerator: torch.accelerator finds none on this machine; pass device=..., or build a virtual "
+            "one with hetero.virtual_device(memory='256MiB')"
+        )
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+class Accelerator:
+    """A device that has memory counters and streams (CUDA, ROCm, XPU, virtual).
+
+    Raises `DeviceError` for a device without them, such as the CPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type in ("cpu", "meta"):
+            raise DeviceError(
+                f"device={device!s} is no accelerator: hetero moves tensors between a device and the host; pass a "
+                "CUDA, ROCm or XPU device, or hetero.virtual_device(memory='256MiB')"
+            )
+        self._module = cast(ModuleType, torch.get_device_module(device))
+        if device.index is None:
+            device = torch.device(device.type, self._call("current_device"))
+        self.device = device
+
+    def _call(self, name: str, *args: object) -> Any:
+        function = getattr(self._module, name, None)
+        if function is None:
+            raise DeviceError(
+                f"torch.{self._module.__name__} has no {name}(): this backend cannot be managed"
+            )
+        return function(*args)
+
+    def used_bytes(self) -> int:
+        """Bytes in tensors now, of whoever allocated them, as the allocator counts them."""
+        if self.device.type == "cuda":  # torch.cuda.memory_allocated sorts all counters to return one
+            return int(
+                torch.cuda.memory_stats_as_nested_dict(self.device)["allocated_bytes"]["all"]["current"]
+            )
+        return int(self._call("memory_allocated", self.device))
+
+    def peak_bytes(self) -> int:
+        """Highest `used_bytes` since the last `reset_peak`."""
+        if self.device.type == "cuda":
+            return int(torch.cuda.memory_stats_as_nested_dict(self.device)["allocated_bytes"]["all"]["peak"])
+        return int(self._call("max_memory_allocated", self.device))
+
+    def reset_peak(self) -> None:
+        """Start a new peak from what is in use now."""
+        self._call("reset_peak_memory_stats", self.device)
+
+    def total_bytes(self) -> int:
+        """Physical memory of the device."""
+        return int(self._call("mem_get_info", self.device)[1])
+
+    def free_bytes(self) -> int:
+        """What this process could still allocate: free on the device, plus what its allocator caches."""
+        free, _ = self._call("mem_get_info", self.device)
+        cached = self._call("memory_reserved", self.device) - self._call("memory_allocated", self.device)
+        return int(free + cached)
+
+    def release_cached(self) -> None:
+        """Give cached, unused memory back to the device."""
+        self._call("empty_cache")
+
+    def synchronize(self) -> None:
+        """Wait on the host for everything queued on the device."""
+        self._call("synchronize", self.device)
+
+    def compute_stream(self) -> torch.Stream:
+        """The stream on which the calling thread's operators run."""
+        return cast(torch.Stream, self._call("current_stream", self.device))
+
+    def allocated_size(self, nbytes: int) -> int:
+        """What the allocator counts for a request of ``nbytes``."""
+        return -(-nbytes // ALLOCATION_GRANULARITY) * ALLOCATION_GRANULARITY

@@ -1,0 +1,109 @@
+"""Copies between host and device on two persistent side streams, and every wait that orders them.
+
+Owns the stream discipline. Its invariant: an access of either end of a copy is ordered after the copy by a
+wait made here, and memory is given back to the compute stream only after the compute stream waited for the
+copies that use it.
+
+[Note: waits]
+Memory is always allocated and freed on the compute stream, never on a side stream, and ``record_stream`` is
+not used: it makes the time of reuse, and so the peak, depend on timing. Each wait has a name in `Wait`:
+
+* UP_AFTER_ALLOCATION  the destination's memory may have belonged to a tensor that compute still reads: the up
+  stream waits for what compute had queued when it was allocated.
+* COMPUTE_AFTER_UP     compute reads the copy only after it has arrived.
+* DOWN_AFTER_COMPUTE   the source may still be in the making: the down stream waits for compute.
+* FREE_AFTER_DOWN      the source's memory goes back to compute only after it has been read.
+* HOST_AFTER_DOWN      the host reads what came down only after it has arrived.
+* HOST_AFTER_UP        the host overwrites a source only after the up stream has read it.
+"""
+
+import enum
+import functools
+from types import ModuleType
+
+import torch
+
+from hetero.devices.accelerator import Accelerator
+
+__all__ = ["CopyEngine", "Wait"]
+
+
+class Wait(enum.Enum):
+    """The waits of [Note: waits]."""
+
+    UP_AFTER_ALLOCATION = enum.auto()
+    COMPUTE_AFTER_UP = enum.auto()
+    DOWN_AFTER_COMPUTE = enum.auto()
+    FREE_AFTER_DOWN = enum.auto()
+    HOST_AFTER_DOWN = enum.auto()
+    HOST_AFTER_UP = enum.auto()
+
+
+class CopyEngine:
+    """Two side streams, up (host to device) and down, and the copies queued on them."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+        self._up = torch.Stream(device=accelerator.device)
+        self._down = torch.Stream(device=accelerator.device)
+        # Test-only: waits left out, to show that the race detector misses none of them.
+        self.left_out: frozenset[Wait] = frozenset()
+
+    def upload(self, source: torch.Tensor, destination: torch.Tensor) -> torch.Event:
+        """Start copying ``source`` (host) to ``destination`` (device, allocated on the compute stream)."""
+        if Wait.UP_AFTER_ALLOCATION not in self.left_out:
+            self._up.wait_event(self._mark(self.accelerator.compute_stream()))
+        return self._copy(self._up, source, destination)
+
+    def download(self, source: torch.Tensor, destination: torch.Tensor) -> torch.Event:
+        """Start copying ``source`` (device) to ``destination`` (host). Keep ``source`` until `free_after`."""
+        if Wait.DOWN_AFTER_COMPUTE not in self.left_out:
+            self._down.wait_event(self._mark(self.accelerator.compute_stream()))
+        return self._copy(self._down, source, destination)
+
+    def compute_after_upload(self, event: torch.Event) -> None:
+        """What compute queues from now on sees the uploaded copy."""
+        if Wait.COMPUTE_AFTER_UP not in self.left_out:
+            self.accelerator.compute_stream().wait_event(event)
+
+    def free_after_download(self, event: torch.Event) -> None:
+        """The source of a download may be dropped: compute reuses its memory only after the copy."""
+        if Wait.FREE_AFTER_DOWN not in self.left_out:
+            self.accelerator.compute_stream().wait_event(event)
+
+    def host_after_download(self, event: torch.Event, destination: torch.Tensor | None = None) -> None:
+        """Block the host until what came down can be read there."""
+        if Wait.HOST_AFTER_DOWN not in self.left_out:
+            event.synchronize()
+        if destination is not None:
+            self._declare_host_access(destination, write=False)
+
+    def host_after_upload(self, event: torch.Event, source: torch.Tensor | None = None) -> None:
+        """Block the host until ``source`` has been read, so that it may be overwritten."""
+        if Wait.HOST_AFTER_UP not in self.left_out:
+            event.synchronize()
+        if source is not None:
+            self._declare_host_access(source, write=True)
+
+    def _mark(self, stream: torch.Stream) -> torch.Event:
+        event = torch.Event(device=self.accelerator.device)
+        event.record(stream)
+        return event
+
+    def _copy(self, stream: torch.Stream, source: torch.Tensor, destination: torch.Tensor) -> torch.Event:
+        with torch.no_grad(), stream:
+            destination.copy_(source, non_blocking=True)
+        return self._mark(stream)
+
+    @functools.cached_property
+    def _virtual(self) -> ModuleType | None:
+        if self.accelerator.device.type != "virtual":
+            return None
+        from hetero.devices import virtual
+
+        return virtual
+
+    def _declare_host_access(self, tensor: torch.Tensor, *, write: bool) -> None:
+        # Host kernels cannot be watched, so the virtual device is told what the host is about to touch.
+        if self._virtual is not None:
+            self._virtual.check_host_access(tensor, write=write)

@@ -1,0 +1,119 @@
+"""Host memory that a device can copy to and from without blocking: a few large slabs, cut up by us.
+
+Owns page-locked memory. Its invariant: memory lives as long as any tensor cut from it, whoever holds that
+tensor, because each tensor's storage holds a reference to the slab it was cut from.
+
+[Note: slabs]
+torch's own pinned allocator rounds every block up to a power of two (20.4 GiB becomes 32), and pinning many
+small blocks takes minutes. A slab is one anonymous ``mmap`` of the exact size, page-locked once
+(``cudaHostRegister``). ``torch.frombuffer`` gives each tensor its own storage over its part of the slab, so a
+checkpoint of one parameter does not write its neighbours, and version counters are not shared.
+"""
+
+import mmap
+import warnings
+import weakref
+
+import torch
+
+from hetero.devices.accelerator import Accelerator
+
+__all__ = ["HostArena", "PinnedSlab"]
+
+_ALIGNMENT = 512  # so that no two tensors share a cache line or a DMA granule
+_SLAB_BYTES = 1 << 30  # one registration; larger ones fail as a whole where locked memory is short
+
+
+class PinnedSlab(mmap.mmap):
+    """One page-locked anonymous mapping. Unlocks itself when the last tensor cut from it is gone."""
+
+    # mmap has no useful __init__: construct with ``PinnedSlab(-1, nbytes)``, then `pin`.
+
+    def pin(self, accelerator: Accelerator) -> bool:
+        """Page-lock for ``accelerator``; False if the system refuses (WSL2, containers)."""
+        address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
+        unpin = _register(accelerator, address, len(self))
+        if unpin is None:
+            return False
+        weakref.finalize(self, unpin).atexit = False
+        return True
+
+
+class HostArena:
+    """Cuts host tensors, pinned where possible, out of slabs.
+
+    Parameters: ``accelerator`` to pin for; ``pin`` False gives ordinary memory of the same layout.
+    """
+
+    def __init__(self, accelerator: Accelerator, *, pin: bool) -> None:
+        self._accelerator = accelerator
+        self._pin = pin
+        self._slab: PinnedSlab | None = None
+        self._offset = 0
+        self._expected_nbytes = 0
+        self.nbytes = 0
+
+    @property
+    def pinned(self) -> bool:
+        """Whether tensors cut from now on are page-locked."""
+        return self._pin
+
+    def expect(self, nbytes: int) -> None:
+        """Tensors of ``nbytes`` in total follow: make slabs that large, and no larger."""
+        self._expected_nbytes += nbytes
+
+    @staticmethod
+    def slab_bytes(nbytes: int) -> int:
+        """What a tensor of ``nbytes`` takes in a slab."""
+        return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+    def empty_strided(
+        self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """An uninitialised host tensor of its own storage. Layout as `torch.empty_strided`."""
+        extent = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if 0 not in size else 0
+        nbytes = extent * dtype.itemsize
+        if nbytes == 0:
+            return torch.empty_strided(size, stride, dtype=dtype)
+        slab, offset = self._cut(nbytes)
+        flat = torch.frombuffer(slab, dtype=dtype, count=extent, offset=offset)
+        # set_ instead of as_strided: the result is no view, so nothing ties it to `flat`.
+        return torch.empty(0, dtype=dtype).set_(flat.untyped_storage(), 0, size, stride)
+
+    def _cut(self, nbytes: int) -> tuple[PinnedSlab, int]:
+        if self._slab is None or self._offset + nbytes > len(self._slab):
+            self._slab = self._new_slab(max(nbytes, min(self._expected_nbytes, _SLAB_BYTES)))
+            self._offset = 0
+        slab, offset = self._slab, self._offset
+        self._offset += self.slab_bytes(nbytes)
+        self._expected_nbytes = max(0, self._expected_nbytes - self.slab_bytes(nbytes))
+        return slab, offset
+
+    def _new_slab(self, nbytes: int) -> PinnedSlab:
+        nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        slab = PinnedSlab(-1, nbytes)
+        self.nbytes += nbytes
+        if self._pin and not slab.pin(self._accelerator):
+            self._pin = False
+            warnings.warn(
+                f"pinning {nbytes} bytes of host memory was refused: copies will block and run slower. Raise the "
+                "locked-memory limit (ulimit -l, or the container's), or pass pin_memory=False to silence this",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return slab
+
+
+def _register(accelerator: Accelerator, address: int, nbytes: int):  # type: ignore[no-untyped-def]
+    """Page-lock ``[address, address + nbytes)``; the function that undoes it, or None if refused."""
+    if accelerator.device.type == "virtual":
+        from hetero.devices import virtual
+
+        virtual.host_register(address, nbytes)
+        return lambda: virtual.host_unregister(address)
+    if accelerator.device.type == "cuda":  # ROCm answers to the same names
+        runtime = torch.cuda.cudart()
+        if int(runtime.cudaHostRegister(address, nbytes, 0)) != 0:
+            return None
+        return lambda: runtime.cudaHostUnregister(address)
+    return None

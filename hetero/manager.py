@@ -1,0 +1,422 @@
+"""`manage` and the `Manager` it returns: attaching to a model and optimizer, and letting go of them.
+
+Owns what is changed on the user's objects and its undoing. Invariant: `manage` either succeeds or leaves
+everything as it was; after `Manager.close` nothing shows that it was there.
+"""
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hetero import stm
+from hetero.config import Config, Size, resolve
+from hetero.devices import (
+    Accelerator,
+    HostArena,
+    default_device,
+    device_memory_free,
+    host_memory_free,
+    probe_links,
+)
+from hetero.devices.host import host_memory_total
+from hetero.errors import BudgetError, ManageError
+from hetero.eviction import Policy, resolve_policy
+from hetero.report import MemoryStats, collect_stats, plot_stats
+from hetero.stm import patches
+from hetero.stm.intercept import HomeHook, ManagedParameter, is_managed, plain, scope
+from hetero.stm.saved import saved_tensors_as_handles
+from hetero.units import format_bytes
+
+__all__ = ["Manager", "manage"]
+
+
+def manage(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    device: torch.device | str | None = None,
+    device_budget: Size | None = None,
+    host_budget: Size | None = None,
+    warmup_budget: float = 0.3,
+    warmup_steps: int = 1,
+    policy: str | Policy = "opt",
+    prefetch: bool = True,
+    pin_memory: bool | None = None,
+) -> "Manager":
+    """Train ``model`` on a device that it does not fit on. In place; the training loop does not change.
+
+    Parameters live at home in host memory and visit the device when an operator needs them; gradients leave as
+    they are made; ``optimizer`` steps at home. The first iterations measure, later ones follow a plan.
+
+    Args:
+        model: any ``nn.Module``; on the host or on ``device``.
+        optimizer: any ``torch.optim.Optimizer`` over its parameters; None to run forward only, or to consume
+            the gradients (on the host) yourself.
+        device: where operators run. Default: the machine's accelerator.
+        device_budget: bytes of device memory that may be in use, activations included: an int, ``"20GiB"``,
+            ``"80%"`` of the device, or a share as a float <= 1.0. Default: what is free.
+        host_budget: bytes of model data in host memory, written likewise. Default: what is free under the
+            machine's and the cgroup's limits.
+        warmup_budget: share of ``device_budget`` that parameters may take before anything has been measured.
+        warmup_steps: iterations to measure before planning.
+        policy: who leaves when room is needed: ``"opt"`` (farthest next use), ``"cost-opt"``, ``"lru"``,
+            ``"fifo"`` or an object of `hetero.eviction.Policy`.
+        prefetch: start copies before they are needed, beside compute.
+        pin_memory: page-lock homes, so that copies run beside compute. Default: where the system allows it.
+
+    Returns:
+        A `Manager`; also a context manager that closes itself.
+
+    Raises:
+        ConfigError: a keyword that cannot be used.
+        DeviceError: no such accelerator.
+        BudgetError: the model cannot be trained under these budgets, whatever the plan.
+        ManageError: a model or optimizer that cannot be managed as it is.
+
+    Source: Gemini (ColossalAI), PatrickStar.
+    """
+    accelerator = Accelerator(default_device() if device is None else torch.device(device))
+    config = resolve(
+        device_budget=device_budget,
+        host_budget=host_budget,
+        warmup_budget=warmup_budget,
+        warmup_steps=warmup_steps,
+        policy=policy,
+        prefetch=prefetch,
+        pin_memory=pin_memory,
+        device_total=accelerator.total_bytes(),
+        device_free=lambda: device_memory_free(accelerator),
+        host_total=host_memory_total(),
+        host_free=host_memory_free,
+    )
+    eviction_policy = resolve_policy(policy)
+    parameters = _named_parameters(model)
+    _check_manageable(model, optimizer, parameters)
+    _check_budgets(model, parameters, config, accelerator)
+    return Manager(model, optimizer, accelerator, config, eviction_policy)
+
+
+class Manager:
+    """A managed model. Made by `manage`.
+
+    Attributes:
+        device: where operators run.
+        config: the resolved settings, sizes in bytes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        accelerator: Accelerator,
+        config: Config,
+        policy: Policy,
+    ) -> None:
+        self.device = accelerator.device
+        self.config = config
+        self._model = model
+        self._optimizer = optimizer
+        self._accelerator = accelerator
+        self._closed = False
+        self._inner_call: Callable[..., Any] | None = None
+        self._had_call_slot = "_compiled_call_impl" in model.__dict__
+        self._inner_step: Callable[..., Any] | None = None
+        links = probe_links(
+            accelerator, nbytes=min(16 << 20, config.device_budget // 4), pin=config.pin_memory
+        )
+        arena = HostArena(accelerator, pin=config.pin_memory)
+        self._homes = stm.Homes(arena)
+        self._stm = stm.StatefulTensorMgr(
+            accelerator, arena, config, policy, links, has_optimizer=optimizer is not None
+        )
+        try:
+            self._attach()
+        except BaseException:
+            self._detach()
+            raise
+
+    # -- what users call ------------------------------------------------------------------------------------------
+
+    @property
+    def stats(self) -> MemoryStats:
+        """Memory and traffic so far; a snapshot."""
+        return collect_stats(self._stm, self._accelerator, self.config)
+
+    def plot(self, path: str) -> None:
+        """Draw model and non-model data per period against the budget, as PNG, SVG or PDF by the name's ending."""
+        plot_stats(self.stats, path)
+
+    def close(self) -> None:
+        """Give back plain parameters: same objects, present values, gradients and optimizer states, on the
+        devices where they were before. Closing twice does nothing."""
+        if self._closed:
+            return
+        self._stm.close()
+        self._detach()
+        self._closed = True
+
+    def __enter__(self) -> "Manager":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{len(self._stm.tensors)} parameters"
+        return (
+            f"<hetero.Manager of {type(self._model).__name__}: {state}, "
+            f"{format_bytes(self.config.device_budget)} on {self.device}>"
+        )
+
+    # -- attaching ------------------------------------------------------------------------------------------------
+
+    def _attach(self) -> None:
+        model = self._model
+        patches.install()
+        self._patched = True
+        parameters = _named_parameters(model)
+        self._homes.take_parameters(parameters)
+        for name, parameter in parameters:
+            tensor = self._stm.register_parameter(name, parameter)
+            parameter.__class__ = ManagedParameter
+            parameter._hetero = tensor
+            hooks = parameter._post_accumulate_grad_hooks
+            for key in list(hooks or ()):
+                hooks[key] = HomeHook(hooks[key])
+        for name, buffer in _named_buffers(model):
+            self._homes.take_tensor(name, buffer, self.device)
+            self._stm.register_buffer(name, buffer)
+        self._take_optimizer_states()
+        self._wrap_model()
+        self._wrap_optimizer()
+
+    def _detach(self) -> None:
+        model, optimizer = self._model, self._optimizer
+        if self._inner_call is not None:
+            if self._had_call_slot:
+                model._compiled_call_impl = self._inner_call
+            else:
+                model.__dict__.pop("_compiled_call_impl", None)
+        if optimizer is not None and self._inner_step is not None:
+            self._unwrap_optimizer(optimizer)
+        for tensor in self._stm.tensors:
+            parameter = tensor.parameter
+            with plain():
+                hooks = parameter._post_accumulate_grad_hooks
+                for key in list(hooks or ()):
+                    if isinstance(hooks[key], HomeHook):
+                        hooks[key] = hooks[key].inner
+                parameter.__class__ = nn.Parameter
+                parameter.__dict__.pop("_hetero", None)
+            tensor.forget_home()
+        self._homes.give_back()
+        if self._patched:
+            patches.remove()
+            self._patched = False
+
+    _patched = False
+
+    def _wrap_model(self) -> None:
+        # torch's own slot for a replaced call: it wraps hooks and forward alike, unwinds on any exception, and
+        # `Module.__getstate__` leaves it out, so that copies and pickles of the model are plain.
+        model = self._model
+        inner = model._compiled_call_impl or model._call_impl
+        self._inner_call = model._compiled_call_impl
+        self._had_call_slot = self._inner_call is not None
+        if not self._had_call_slot:
+            self._inner_call = inner
+
+        @functools.wraps(inner)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            # A checkpoint around the model recomputes it within backward: that is no new forward.
+            if torch._C._current_graph_task_id() != -1:
+                with scope():
+                    return inner(*args, **kwargs)
+            self._stm.begin_forward(_signature(model, args, kwargs))
+            complete = False
+            try:
+                with scope(), saved_tensors_as_handles():
+                    result = inner(*args, **kwargs)
+                complete = True
+            finally:
+                self._stm.end_forward(complete=complete)
+            return result
+
+        model._compiled_call_impl = call  # type: ignore[assignment]
+
+    def _wrap_optimizer(self) -> None:
+        optimizer = self._optimizer
+        if optimizer is None:
+            return
+        inner = self._inner_step = optimizer.step
+        manager = self
+
+        @functools.wraps(inner)
+        def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if manager._closed:
+                return inner(*args, **kwargs)
+            return manager._step(inner, args, kwargs)
+
+        # Schedulers wrap ``step.__func__``: only a bound method has one.
+        optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+        self._step_method = optimizer.step
+
+    def _unwrap_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        if optimizer.__dict__.get("step") is not self._step_method:
+            return  # a scheduler wrapped ours since: it stays, and hands on
+        if self._had_own_step:
+            optimizer.step = self._inner_step  # type: ignore[method-assign, assignment]
+        else:
+            del optimizer.__dict__["step"]
+
+    _had_own_step = False
+
+    def _step(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = inspect.signature(inner).bind(*args, **kwargs).arguments.get("closure")
+        if closure is not None:
+            # It runs the model: interception has to stay on. Steps of this kind are rare (LBFGS).
+            result = inner(*args, **kwargs)
+            self._take_optimizer_states()
+            return result
+        self._stm.begin_step()
+        complete = False
+        try:
+            with plain():
+                result = inner(*args, **kwargs)
+            complete = True
+        finally:
+            self._stm.end_step(complete=complete)
+            self._take_optimizer_states()
+        return result
+
+    def _take_optimizer_states(self) -> None:
+        """Register states; those of our parameters that lie on the device (a resumed run) go home."""
+        optimizer = self._optimizer
+        if optimizer is None:
+            return
+        ours = {id(tensor.parameter): tensor.name for tensor in self._stm.tensors}
+        states = []
+        for parameter, entries in optimizer.state.items():
+            name = ours.get(id(parameter))
+            if name is None or not isinstance(entries, dict):
+                continue
+            for key, value in entries.items():
+                if isinstance(value, torch.Tensor):
+                    self._homes.take_tensor(f"{name}.{key}", value, torch.device("cpu"))
+                    states.append((f"{name}.{key}", value))
+        self._stm.register_optimizer_state(states)
+
+
+# -- checks -------------------------------------------------------------------------------------------------------
+
+
+def _check_manageable(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, parameters: list[tuple[str, nn.Parameter]]
+) -> None:
+    if not isinstance(model, nn.Module):
+        raise ManageError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
+    if not parameters:
+        raise ManageError(f"{type(model).__name__} has no parameters: there is nothing to manage")
+    for name, parameter in parameters:
+        _check_parameter(name, parameter)
+    for module in model.modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            raise ManageError(
+                f"{type(module).__name__} holds references to gradients and buckets that cannot move yet: manage "
+                "the module inside it, without the wrapper"
+            )
+    if optimizer is None:
+        return
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ManageError(
+            f"optimizer is a {type(optimizer).__name__}: expected a torch.optim.Optimizer or None"
+        )
+    ours = {id(parameter) for _, parameter in parameters}
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    foreign = sum(id(parameter) not in ours for parameter in held)
+    if foreign == len(held):
+        raise ManageError(
+            f"the optimizer holds none of the model's {len(parameters)} parameters (it holds {len(held)} others): "
+            "make it from model.parameters() after the last change of the model's device or dtype"
+        )
+
+
+def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+    if is_managed(parameter):
+        raise ManageError(f"{name} is managed already: call close() on its manager first")
+    if isinstance(parameter, nn.parameter.UninitializedParameter):
+        raise ManageError(f"{name} has no shape yet (a lazy module): run one forward first, then manage")
+    if parameter.is_meta:
+        raise ManageError(
+            f"{name} is on the meta device: give it memory first (model.to_empty(device='cpu'))"
+        )
+    if type(parameter).__name__ == "DTensor":  # by name: importing torch.distributed.tensor takes a second
+        raise ManageError(f"{name} is a DTensor (FSDP2, tensor parallelism): these cannot be managed yet")
+    if type(parameter) is not nn.Parameter:
+        raise ManageError(
+            f"{name} is a {type(parameter).__name__}, not a plain nn.Parameter: its class would be lost; convert it, "
+            "or leave that module out"
+        )
+    if parameter.layout is not torch.strided:
+        raise ManageError(f"{name} has layout {parameter.layout}: only dense parameters can be managed")
+
+
+def _check_budgets(
+    model: nn.Module, parameters: list[tuple[str, nn.Parameter]], config: Config, accelerator: Accelerator
+) -> None:
+    buffers = sum(accelerator.allocated_size(b.numel() * b.element_size()) for _, b in _named_buffers(model))
+    name, largest = max(parameters, key=lambda item: item[1].numel() * item[1].element_size())
+    needed = buffers + accelerator.allocated_size(largest.numel() * largest.element_size())
+    if needed > config.device_budget:
+        raise BudgetError(
+            f"{name} {tuple(largest.shape)} and the buffers ({format_bytes(buffers)}) need {needed} bytes on "
+            f"{accelerator.device} at once, device_budget is {config.device_budget} bytes: raise it to more than "
+            f"{format_bytes(needed)}, activations not counted"
+        )
+    total = sum(p.numel() * p.element_size() for _, p in parameters)
+    if total > config.host_budget:
+        raise BudgetError(
+            f"the homes of {len(parameters)} parameters need {total} bytes of host memory, host_budget is "
+            f"{config.host_budget} bytes: raise it to more than {format_bytes(total)} (gradients and optimizer "
+            "states not counted), or use a machine with more memory"
+        )
+
+
+# -- reading a model ------------------------------------------------------------------------------------------------
+
+
+def _named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return list(model.named_parameters()) if isinstance(model, nn.Module) else []
+
+
+def _named_buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [(name, buffer) for name, buffer in model.named_buffers() if buffer is not None]
+
+
+def _signature(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """What decides which operators a forward runs, as far as it can be seen from outside."""
+    return (
+        model.training,
+        torch.is_autocast_enabled(),
+        tuple(_shapes(args)),
+        tuple((key, *_shapes((value,))) for key, value in kwargs.items()),
+    )
+
+
+def _shapes(values: Iterable[Any]) -> Iterable[object]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield (tuple(value.shape), value.dtype)
+        elif isinstance(value, list | tuple):
+            yield tuple(_shapes(value))
+        elif isinstance(value, dict):
+            yield tuple((key, *_shapes((item,))) for key, item in value.items())
+        elif isinstance(value, bool | int | float | str | type(None)):
+            yield value
+        else:
+            yield type(value)

@@ -1,0 +1,173 @@
+"""The collector: divides an iteration into segments and periods, and measures them.
+
+Owns the record of what happened. Invariant: periods never misalign, because they are kept per *segment* (one
+managed forward, one backward, one step), and a segment's key holds everything that decides which operators
+run: training or not, shapes of the inputs, how many forwards wait for their backward. A segment that has not
+been seen before is sampled by itself, whatever surrounds it.
+"""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from hetero.devices import Accelerator, host_memory_used
+from hetero.msc.peaks import PeakKeeper
+from hetero.msc.periods import Period, PeriodStats, SegmentKey
+
+__all__ = ["MemStatsCollector", "ModelBytes", "Segment", "period_stats"]
+
+
+class ModelBytes(Protocol):
+    """What the collector needs of the ledger."""
+
+    @property
+    def device_bytes(self) -> int: ...
+
+    @property
+    def host_bytes(self) -> int: ...
+
+
+@dataclass(slots=True)
+class Segment:
+    """One forward, backward or step, as it happened. ``complete`` stays False if it was left by an exception."""
+
+    key: SegmentKey
+    sampled: bool
+    complete: bool = False
+    periods: list[Period] = field(default_factory=list)
+
+
+class MemStatsCollector:
+    """Measures periods. One per manager; fed by `hetero.stm`."""
+
+    def __init__(self, accelerator: Accelerator, model_bytes: ModelBytes) -> None:
+        self._accelerator = accelerator
+        self._model_bytes = model_bytes
+        self.peaks = PeakKeeper(accelerator)
+        self._segment: Segment | None = None
+        self._period = Period(operands=())
+        self.total = Period(operands=())  # sums over the manager's life
+        self.largest_growth = 0
+        self._used_at_begin = 0
+
+    @property
+    def is_sampling(self) -> bool:
+        """The current segment's memory is being measured."""
+        return self._segment is not None and self._segment.sampled
+
+    def begin_segment(self, key: SegmentKey, *, sample: bool) -> Segment:
+        """What follows belongs to a new segment. Its first period has no operands."""
+        assert self._segment is None, "the segment before has not been ended"
+        self._segment = Segment(key, sample)
+        if sample:
+            self.peaks.begin()
+        return self._segment
+
+    def end_segment(self) -> None:
+        """The current segment, if any, is over."""
+        segment = self._segment
+        if segment is None:
+            return
+        self._close_period()
+        self._segment = None
+        self._period = Period(operands=())
+        if segment.sampled:
+            self.peaks.end()
+
+    def moment(self, name: object, operands: tuple[int, ...], held: tuple[int, ...] = ()) -> None:
+        """A sampling moment: before the operator, before any layout change.
+
+        ``held``: tensors that cannot leave during this period although the operator does not name them.
+        """
+        if self._segment is None:
+            return
+        self._close_period()
+        self._period = Period(operands=operands, held=held, name=name)
+        self._segment.periods.append(self._period)
+
+    def operands_ready(self) -> None:
+        """Layout changes for the current operator are done; it runs next."""
+        segment = self._segment
+        if segment is not None and segment.sampled:
+            period = self._period
+            period.model_bytes = self._model_bytes.device_bytes
+            period.host_model_bytes = self._model_bytes.host_bytes
+            period.begin = self._event()
+            self._used_at_begin = self._accelerator.used_bytes()
+
+    def count_fetch(self, nbytes: int) -> None:
+        """A copy to the device was started."""
+        self._period.fetched_bytes += nbytes
+        self.total.fetched_bytes += nbytes
+
+    def count_eviction(self, nbytes: int, written_back: int) -> None:
+        """A device copy of ``nbytes`` was dropped; ``written_back`` bytes went to the host."""
+        self._period.evicted_bytes += nbytes
+        self._period.written_bytes += written_back
+        self.total.evicted_bytes += nbytes
+        self.total.written_bytes += written_back
+
+    def count_stall(self, seconds: float) -> None:
+        """Compute waited for a copy."""
+        self._period.stall_seconds += seconds
+        self.total.stall_seconds += seconds
+
+    def count_stale(self, index: int) -> None:
+        """A device copy turned out to be older than its home."""
+        self._period.invalidates += (index,)
+
+    def count_unplanned(self, fetches: int) -> None:
+        """Fetches that no plan foresaw."""
+        self._period.unplanned_fetches += fetches
+        self.total.unplanned_fetches += fetches
+
+    def headroom(self, budget: int) -> int:
+        """Bytes model data may take if the coming period grows as the largest one did so far.
+
+        For periods that nobody has measured yet. Reads the device's counter.
+        """
+        non_model = self._accelerator.used_bytes() - self._model_bytes.device_bytes
+        return budget - non_model - self.largest_growth
+
+    def _close_period(self) -> None:
+        period = self._period
+        if not self.is_sampling or period.begin is None:
+            return
+        period.end = self._event()
+        period.peak_bytes = self.peaks.next_period()
+        period.host_bytes = host_memory_used()
+        self.largest_growth = max(self.largest_growth, period.peak_bytes - self._used_at_begin)
+
+    def _event(self) -> torch.Event:
+        event = torch.Event(device=self._accelerator.device, enable_timing=True)
+        event.record(self._accelerator.compute_stream())
+        return event
+
+
+def period_stats(segments: list[Segment]) -> list[PeriodStats]:
+    """Freeze the periods of an iteration. Only sampled ones; the device must have reached their end."""
+    rows: list[PeriodStats] = []
+    for segment in segments:
+        for period in segment.periods:
+            if not period.is_sampled:
+                continue
+            period.settle()
+            rows.append(
+                PeriodStats(
+                    index=len(rows),
+                    operator=period.label,
+                    phase=segment.key.phase.value,
+                    device_model_bytes=period.model_bytes,
+                    device_non_model_bytes=period.peak_bytes - period.model_bytes,
+                    device_peak_bytes=period.peak_bytes,
+                    host_model_bytes=period.host_model_bytes,
+                    host_non_model_bytes=max(0, period.host_bytes - period.host_model_bytes),
+                    fetched_bytes=period.fetched_bytes,
+                    evicted_bytes=period.evicted_bytes,
+                    written_bytes=period.written_bytes,
+                    stall_seconds=period.stall_seconds,
+                    seconds=period.seconds,
+                )
+            )
+    return rows

@@ -1,0 +1,60 @@
+"""Peak counters, used without taking them away from the user.
+
+Owns every reset of the device's peak counter. A period's peak can only be read by resetting the counter at the
+period's start, and no backend lets anyone set it. So when sampling ends, the peak the user would have seen is
+reached again, by allocating up to it for a moment.
+"""
+
+import torch
+
+from hetero.devices import Accelerator
+
+__all__ = ["PeakKeeper"]
+
+# Small enough to be found among cached blocks, large enough that a few hundred of them reach any peak.
+_FILL_BYTES = 64 << 20
+
+
+class PeakKeeper:
+    """Per-period peaks of one device, and the highest of all since it was made."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._at_start = accelerator.peak_bytes()
+        self._user_peak = self._at_start
+        self._highest = accelerator.used_bytes()
+
+    @property
+    def highest(self) -> int:
+        """Peak since this was made, as far as the counter tells: while the user's own earlier peak was higher
+        and nothing was sampled, only what sampling saw."""
+        peak = self._accelerator.peak_bytes()
+        return max(self._highest, peak) if peak > self._at_start else self._highest
+
+    def begin(self) -> None:
+        """Sampling begins."""
+        self._user_peak = self._accelerator.peak_bytes()
+        if self._user_peak > self._at_start:
+            self._highest = max(self._highest, self._user_peak)
+        self._accelerator.reset_peak()
+
+    def next_period(self) -> int:
+        """The peak of the period that ends now; the next one begins."""
+        peak = self._accelerator.peak_bytes()
+        self._highest = max(self._highest, peak)
+        self._accelerator.reset_peak()
+        return peak
+
+    def end(self) -> None:
+        """Sampling is over: the counter shows the user's peak again."""
+        self._highest = max(self._highest, self._accelerator.peak_bytes())
+        self._user_peak = max(self._user_peak, self._highest)
+        fill: list[torch.Tensor] = []
+        try:
+            while (short := self._user_peak - self._accelerator.used_bytes()) > 0:
+                if self._accelerator.peak_bytes() >= self._user_peak:
+                    break
+                nbytes = min(short, _FILL_BYTES)
+                fill.append(torch.empty(nbytes, dtype=torch.uint8, device=self._accelerator.device))
+        except torch.OutOfMemoryError:
+            pass  # another process took the memory meanwhile: the counter then shows a little less

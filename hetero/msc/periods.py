@@ -1,0 +1,111 @@
+"""The period: what happened between two sampling moments.
+
+Owns the two records of it: `Period`, filled while it runs, and `PeriodStats`, the frozen one users see.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Period", "PeriodStats", "Phase", "SegmentKey"]
+
+
+class Phase(enum.StrEnum):
+    """Part of the iteration."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    STEP = "step"
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentKey:
+    """What decides which operators a segment runs.
+
+    ``trains``: gradients are recorded. ``signature``: shapes and dtypes of the inputs, the module's mode,
+    autocast; for a backward, the forwards it belongs to.
+    """
+
+    phase: Phase
+    trains: bool
+    signature: Hashable
+
+
+@dataclass(slots=True)
+class Period:
+    """One period as it is being measured. Bytes; -1 where this period was not sampled."""
+
+    operands: tuple[int, ...]
+    held: tuple[int, ...] = ()
+    invalidates: tuple[int, ...] = ()
+    name: object = ""
+    fetched_bytes: int = 0
+    evicted_bytes: int = 0
+    written_bytes: int = 0
+    unplanned_fetches: int = 0
+    stall_seconds: float = 0.0
+    model_bytes: int = -1
+    peak_bytes: int = -1
+    host_model_bytes: int = -1
+    host_bytes: int = -1
+    seconds: float = 0.0
+    begin: torch.Event | None = None
+    end: torch.Event | None = None
+
+    @property
+    def label(self) -> str:
+        """``linear(layer.weight)``; made when asked for, because most periods are never printed."""
+        return self.name if isinstance(self.name, str) else getattr(self.name, "__name__", str(self.name))
+
+    @property
+    def is_sampled(self) -> bool:
+        """Its memory was measured."""
+        return self.peak_bytes >= 0
+
+    def settle(self) -> None:
+        """Turn the events into seconds. The device must have reached them."""
+        if self.begin is not None and self.end is not None:
+            self.seconds = self.begin.elapsed_time(self.end) / 1e3
+        self.begin = self.end = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeriodStats:
+    """One period of the last measured iteration.
+
+    Attributes:
+        index: position in the iteration.
+        operator: the operator and its parameters, as ``linear(layer.weight)``.
+        phase: ``"forward"``, ``"backward"`` or ``"step"``.
+        device_model_bytes: parameters, gradients, states and buffers on the device.
+        device_non_model_bytes: peak of everything else on the device: activations and temporaries.
+        device_peak_bytes: peak of all device memory in use.
+        host_model_bytes: model data on the host.
+        host_non_model_bytes: what else the process holds in host memory.
+        fetched_bytes: host to device.
+        evicted_bytes: device copies dropped, which costs nothing, or written back.
+        written_bytes: device to host: gradients and written copies.
+        stall_seconds: time compute waited for copies.
+        seconds: the operator's own time.
+    """
+
+    index: int
+    operator: str
+    phase: str
+    device_model_bytes: int
+    device_non_model_bytes: int
+    device_peak_bytes: int
+    host_model_bytes: int
+    host_non_model_bytes: int
+    fetched_bytes: int
+    evicted_bytes: int
+    written_bytes: int
+    stall_seconds: float
+    seconds: float
+
+    def to_dict(self) -> dict[str, object]:
+        """The same, ready for JSON."""
+        return dataclasses.asdict(self)

@@ -1,0 +1,45 @@
+"""The picture of an iteration: model and non-model data per period against the budget."""
+
+from pathlib import Path
+
+from hetero.errors import ConfigError
+from hetero.report.stats import MemoryStats
+from hetero.units import format_bytes
+
+__all__ = ["plot_stats"]
+
+_MIB = 1 << 20
+_SHADES = {"forward": "#eef4fb", "backward": "#fbf1ee", "step": "#f0f6ee"}
+
+
+def plot_stats(stats: MemoryStats, path: str | Path) -> None:
+    """Write the picture of ``stats.periods`` to ``path``. Raises `ConfigError` if nothing was measured yet."""
+    if not stats.periods:
+        raise ConfigError("nothing to plot yet: no iteration has been measured; run one training step first")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    edges = list(range(len(stats.periods) + 1))
+    model = [period.device_model_bytes / _MIB for period in stats.periods]
+    peak = [period.device_peak_bytes / _MIB for period in stats.periods]
+    begin = 0
+    for index, period in enumerate(stats.periods):
+        last = index + 1 == len(stats.periods)
+        if last or stats.periods[index + 1].phase != period.phase:
+            axes.axvspan(begin, index + 1, color=_SHADES[period.phase], lw=0)
+            axes.text(
+                (begin + index + 1) / 2, 1.01, period.phase, ha="center", transform=axes.get_xaxis_transform()
+            )
+            begin = index + 1
+    axes.stairs(model, edges, fill=True, color="#3b6fb6", label="model data")
+    axes.stairs(peak, edges, baseline=model, fill=True, color="#e2a04a", label="non-model data (peak)")
+    axes.axhline(
+        stats.device_budget / _MIB,
+        color="#b03030",
+        ls="--",
+        label=f"budget {format_bytes(stats.device_budget)}",
+    )
+    axes.set(xlim=(0, len(stats.periods)), ylim=(0, None), xlabel="period", ylabel="MiB on the device")
+    axes.legend(loc="lower right", framealpha=0.9)
+    figure.savefig(path, dpi=150)

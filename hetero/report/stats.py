@@ -1,0 +1,152 @@
+"""`MemoryStats`: what a managed model used and moved, as one frozen value.
+
+Owns the user's view of the numbers; they are counted in `hetero.msc` and `hetero.stm.state`.
+"""
+
+import dataclasses
+import io
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from hetero.config import Config
+from hetero.devices import Accelerator
+from hetero.eviction import lower_bound
+from hetero.msc import Period, PeriodStats, period_stats
+from hetero.stm import Kind, StatefulTensorMgr, Tier
+from hetero.units import format_bytes, format_seconds
+
+__all__ = ["MemoryStats", "collect_stats"]
+
+_ROWS = 40  # of a printed table; the rest is in `to_dict`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryStats:
+    """A snapshot. All sizes in bytes.
+
+    Attributes:
+        device_budget: the cap.
+        peak_device_bytes: highest device memory in use since `hetero.manage`, of whatever kind.
+        model_data_bytes: parameters, gradients, optimizer states and buffers, wherever they are. Each counted
+            once: a device copy of a parameter is not model data twice.
+        device_model_bytes, host_model_bytes: model data by where it is now, copies included.
+        bytes_moved: over both directions in the last measured iteration.
+        lower_bound_bytes: what any schedule would have had to move in that iteration under this budget (interval
+            linear program, Berger et al. 2018), gradients included; 0 before there is a plan.
+        predicted_seconds: simulated time of a planned iteration; 0.0 before there is a plan.
+        total_fetched_bytes, total_written_bytes: host to device and device to host since `hetero.manage`.
+        stall_seconds: time compute waited for copies since `hetero.manage`, as the host saw it.
+        unplanned_fetches: fetches that no plan foresaw, since `hetero.manage`; warm-up is not counted.
+        by_kind: bytes per tier and kind.
+        periods: the periods of the last measured iteration.
+    """
+
+    device_budget: int
+    peak_device_bytes: int
+    model_data_bytes: int
+    device_model_bytes: int
+    host_model_bytes: int
+    bytes_moved: int
+    lower_bound_bytes: int
+    predicted_seconds: float
+    total_fetched_bytes: int
+    total_written_bytes: int
+    stall_seconds: float
+    unplanned_fetches: int
+    by_kind: dict[str, dict[str, int]]
+    periods: list[PeriodStats]
+
+    def to_dict(self) -> dict[str, object]:
+        """The same as plain values, ready for JSON."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        console = Console(file=text, width=140)
+        console.print(self._summary())
+        if self.periods:
+            console.print(self._table())
+        return text.getvalue()
+
+    def _summary(self) -> Table:
+        table = Table(show_header=False, box=None)
+        for name, value in (
+            ("device budget", format_bytes(self.device_budget)),
+            ("peak on device", format_bytes(self.peak_device_bytes)),
+            ("model data", f"{format_bytes(self.model_data_bytes)}"),
+            ("moved per iteration", format_bytes(self.bytes_moved)),
+            (
+                "lower bound",
+                format_bytes(self.lower_bound_bytes) if self.lower_bound_bytes else "no plan yet",
+            ),
+            ("unplanned fetches", str(self.unplanned_fetches)),
+            ("stalled", format_seconds(self.stall_seconds)),
+        ):
+            table.add_row(name, value)
+        return table
+
+    def _table(self) -> Table:
+        table = Table(title="Periods of the last measured iteration")
+        for column in ("#", "operator", "phase"):
+            table.add_column(column, no_wrap=True, max_width=52)
+        for column in ("model", "non-model", "peak", "fetched", "dropped", "written", "stall", "time"):
+            table.add_column(column, justify="right", no_wrap=True)
+        for period in self.periods[:_ROWS]:
+            table.add_row(
+                str(period.index),
+                period.operator,
+                period.phase,
+                *(
+                    format_bytes(value)
+                    for value in (
+                        period.device_model_bytes,
+                        period.device_non_model_bytes,
+                        period.device_peak_bytes,
+                        period.fetched_bytes,
+                        period.evicted_bytes,
+                        period.written_bytes,
+                    )
+                ),
+                format_seconds(period.stall_seconds),
+                format_seconds(period.seconds),
+            )
+        if len(self.periods) > _ROWS:
+            table.caption = f"{len(self.periods) - _ROWS} more in stats.periods"
+        return table
+
+
+def collect_stats(stm: StatefulTensorMgr, accelerator: Accelerator, config: Config) -> MemoryStats:
+    """A snapshot of a manager's numbers. Waits for the device if an iteration was being measured."""
+    accelerator.synchronize()
+    stm.settle()
+    ledger, total = stm.ledger, stm.collector.total
+    segments = stm.cycles.last_sampled
+    moved = [period for segment in segments for period in segment.periods]
+    plan = stm.cycles.last_plan
+    bound = 0 if plan is None else lower_bound(plan.trace) + sum(period.written_bytes for period in moved)
+    copies = ledger.nbytes(Tier.DEVICE, Kind.PARAMETER) + ledger.nbytes(Tier.DEVICE, Kind.GRADIENT)
+    return MemoryStats(
+        device_budget=config.device_budget,
+        peak_device_bytes=stm.collector.peaks.highest,
+        model_data_bytes=ledger.host_bytes + ledger.device_bytes - copies,
+        device_model_bytes=ledger.device_bytes,
+        host_model_bytes=ledger.host_bytes,
+        bytes_moved=sum(_moved(period) for period in moved),
+        lower_bound_bytes=bound,
+        predicted_seconds=0.0 if plan is None else plan.schedule.predicted_seconds,
+        total_fetched_bytes=total.fetched_bytes,
+        total_written_bytes=total.written_bytes,
+        stall_seconds=total.stall_seconds,
+        unplanned_fetches=total.unplanned_fetches,
+        by_kind={
+            tier.name.lower(): {kind.name.lower(): ledger.nbytes(tier, kind) for kind in Kind}
+            for tier in Tier
+        },
+        periods=period_stats(segments),
+    )
+
+
+def _moved(period: Period) -> int:
+    return period.fetched_bytes + period.written_bytes

@@ -1,0 +1,248 @@
+"""Which iteration this is, and the plan for it.
+
+Owns samples and plans. An iteration (*cycle*) is the sequence of segments from one optimizer step to the next, or
+one forward without gradients, or one forward and backward where there is no optimizer. Invariant: a plan is
+used only while the segments that ran so far in this cycle are the ones it was made for; plans for other
+sequences (an eval loop, another shape, another number of micro-batches) live beside it.
+"""
+
+import bisect
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hetero.eviction import Links, Moment, Policy, Schedule, Trace, plan
+from hetero.msc import Phase, Segment, SegmentKey
+from hetero.stm.tensors import ManagedTensor
+
+__all__ = ["CyclePlan", "Cycles", "Place"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CyclePlan:
+    """A schedule and where its segments lie in it.
+
+    ``operands[i]``, ``limits[i]``: of moment i; a limit is for all model data, gradients on their way included.
+    """
+
+    keys: tuple[SegmentKey, ...]
+    bounds: tuple[int, ...]
+    operands: tuple[tuple[int, ...], ...]
+    limits: tuple[int, ...]
+    gradient_reserve: int
+    trace: Trace
+    schedule: Schedule
+    positions: dict[tuple[int, ...], list[int]]
+    uses: dict[int, list[int]]
+
+    def find(self, operands: tuple[int, ...], begin: int, end: int) -> int | None:
+        """The first moment in ``[begin, end)`` with these operands."""
+        moments = self.positions.get(operands, [])
+        place = bisect.bisect_left(moments, begin)
+        return moments[place] if place < len(moments) and moments[place] < end else None
+
+    def next_use(self, tensor: int, position: int) -> float:
+        """Moments from ``position`` to the tensor's next use, around the cycle; inf if it has none."""
+        uses = self.uses.get(tensor)
+        if not uses:
+            return float("inf")
+        place = bisect.bisect_left(uses, position)
+        return uses[place] - position if place < len(uses) else uses[0] + len(self.operands) - position
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a segment lies in a plan, and whether to measure it."""
+
+    plan: CyclePlan | None
+    begin: int = 0
+    end: int = 0
+    sample: bool
+
+
+@dataclass(slots=True)
+class _History:
+    keys: list[SegmentKey]
+    segments: list[Segment]
+
+
+class Cycles:
+    """Samples segments, plans cycles."""
+
+    def __init__(
+        self,
+        tensors: Sequence[ManagedTensor],
+        *,
+        budget: int,
+        warmup_bytes: int,
+        warmup_steps: int,
+        links: Links,
+        policy: Policy,
+        prefetch: bool,
+        fixed_bytes: Callable[[], int],
+        headroom: Callable[[int], int],
+        ends_with_backward: bool,
+    ) -> None:
+        self._tensors = tensors
+        self._budget = budget
+        self._warmup_bytes = warmup_bytes
+        self._warmup_steps = warmup_steps
+        self._links = links
+        self._policy = policy
+        self._prefetch = prefetch
+        self._fixed_bytes = fixed_bytes
+        self._headroom = headroom
+        self._ends_with_backward = ends_with_backward
+        self._samples: dict[SegmentKey, list[Segment]] = defaultdict(list)
+        self._plans: dict[tuple[SegmentKey, ...], CyclePlan] = {}
+        self._verified: set[tuple[SegmentKey, ...]] = set()
+        self._training = _History([], [])
+        self._inference = _History([], [])
+        self._current = self._training
+        self.last_sampled: list[Segment] = []
+        self.last_plan: CyclePlan | None = None
+
+    # -- segments -------------------------------------------------------------------------------------------------
+
+    def begin_segment(self, key: SegmentKey) -> Place:
+        """Find the plan for the segment that begins. Closes the cycle before it if this begins a new one."""
+        self._close_if_over(key.phase)
+        self._current = self._training if key.trains or key.phase is not Phase.FORWARD else self._inference
+        history = self._current
+        history.keys.append(key)
+        plan = self._matching(tuple(history.keys))
+        sampled = len(self._samples.get(key, ())) >= self._warmup_steps
+        if plan is None:
+            return Place(plan=None, sample=not sampled)
+        place = len(history.keys) - 1
+        begin, end = plan.bounds[place], plan.bounds[place + 1]
+        return Place(plan=plan, begin=begin, end=end, sample=not sampled or plan.keys not in self._verified)
+
+    def end_segment(self, segment: Segment) -> None:
+        """A segment is over; an incomplete one makes the cycle void."""
+        if not segment.complete:
+            self.abandon()
+            return
+        self._current.segments.append(segment)
+        if segment.sampled and len(self._samples[segment.key]) < self._warmup_steps:
+            for period in segment.periods:
+                period.settle()
+            self._samples[segment.key].append(segment)
+
+    def abandon(self) -> None:
+        """The current cycle was left by an exception: forget how far it went."""
+        self._current.keys.clear()
+        self._current.segments.clear()
+
+    def finish(self) -> None:
+        """Close the cycle if its last segment is over."""
+        self._close_if_over(Phase.FORWARD)
+
+    def unplanned_limit(self, segment: Segment | None) -> int:
+        """Model data allowed on the device in a segment that no plan covers."""
+        room = min(self._warmup_bytes, self._headroom(self._budget))
+        samples = () if segment is None else self._samples.get(segment.key, ())
+        peaks = [p.peak_bytes - p.model_bytes for s in samples for p in s.periods if p.is_sampled]
+        return max(room, self._budget - max(peaks)) if peaks else room
+
+    # -- cycles ---------------------------------------------------------------------------------------------------
+
+    def _close_if_over(self, coming: Phase) -> None:
+        history = self._current
+        if not history.keys:
+            return
+        last = history.keys[-1].phase
+        if history is self._training and last is not Phase.STEP:
+            over = self._ends_with_backward and last is Phase.BACKWARD and coming is Phase.FORWARD
+            if not over:
+                return
+        keys, segments = tuple(history.keys), list(history.segments)
+        self.abandon()
+        if len(segments) == len(keys):
+            self._learn(keys, segments)
+
+    def _learn(self, keys: tuple[SegmentKey, ...], segments: list[Segment]) -> None:
+        if all(segment.sampled for segment in segments):
+            self.last_sampled = segments
+            if keys in self._plans:
+                self._verified.add(keys)
+        if keys not in self._plans and all(
+            len(self._samples.get(key, ())) >= self._warmup_steps for key in keys
+        ):
+            self._plans[keys] = self.last_plan = self._make_plan(keys)
+
+    def _matching(self, keys: tuple[SegmentKey, ...]) -> CyclePlan | None:
+        if self.last_plan is not None and self.last_plan.keys[: len(keys)] == keys:
+            return self.last_plan
+        for candidate in reversed(self._plans.values()):
+            if candidate.keys[: len(keys)] == keys:
+                self.last_plan = candidate
+                return candidate
+        return None
+
+    def _make_plan(self, keys: tuple[SegmentKey, ...]) -> CyclePlan:
+        sizes = tuple(tensor.device_nbytes for tensor in self._tensors)
+        reserve = self._gradient_reserve(keys)
+        fixed = self._fixed_bytes()
+        moments: list[Moment] = []
+        operands: list[tuple[int, ...]] = []
+        limits: list[int] = []
+        bounds = [0]
+        for key in keys:
+            samples = self._samples[key]
+            for index, period in enumerate(samples[-1].periods):
+                mandatory = tuple(dict.fromkeys(period.operands + period.held))
+                limit = self._budget - _non_model_peak(samples, index)
+                kept_free = fixed + (reserve if key.phase is Phase.BACKWARD else 0)
+                moments.append(
+                    Moment(
+                        operands=mandatory,
+                        seconds=period.seconds,
+                        # The operands did fit when they were measured, with gradients handed over at once.
+                        capacity=max(limit - kept_free, sum(sizes[tensor] for tensor in mandatory)),
+                        invalidates=tuple(dict.fromkeys(period.invalidates)),
+                    )
+                )
+                operands.append(period.operands)
+                limits.append(limit)
+            bounds.append(len(moments))
+        trace = Trace(sizes=sizes, moments=tuple(moments))
+        schedule = plan(trace, links=self._links, policy=self._policy, prefetch=self._prefetch)
+        return CyclePlan(
+            keys=keys,
+            bounds=tuple(bounds),
+            operands=tuple(operands),
+            limits=tuple(limits),
+            gradient_reserve=reserve,
+            trace=trace,
+            schedule=schedule,
+            positions=_positions(operands),
+            uses=_uses(moments),
+        )
+
+    def _gradient_reserve(self, keys: tuple[SegmentKey, ...]) -> int:
+        """Room for two gradients on their way down, so that one is copied while the next is made."""
+        if not any(key.phase is Phase.BACKWARD for key in keys):
+            return 0
+        return 2 * max((t.device_nbytes for t in self._tensors if t.parameter.requires_grad), default=0)
+
+
+def _non_model_peak(samples: Sequence[Segment], index: int) -> int:
+    """Highest non-model peak of period ``index`` over the samples that have it."""
+    periods = [segment.periods[index] for segment in samples if index < len(segment.periods)]
+    return max(period.peak_bytes - period.model_bytes for period in periods)
+
+
+def _positions(operands: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], list[int]]:
+    positions: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for position, indices in enumerate(operands):
+        positions[indices].append(position)
+    return dict(positions)
+
+
+def _uses(moments: Sequence[Moment]) -> dict[int, list[int]]:
+    uses: dict[int, list[int]] = defaultdict(list)
+    for position, moment in enumerate(moments):
+        for tensor in moment.operands:
+            uses[tensor].append(position)
+    return dict(uses)

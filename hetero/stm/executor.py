@@ -1,0 +1,161 @@
+"""Following the plan.
+
+Owns the position in the iteration. Invariant: the schedule is a hint for speed, never a condition: operands are
+made resident at every sampling moment whatever the schedule said, and an access that it did not foresee is a
+fetch of its own, counted. What is planned is decided in `hetero.stm.cycles`; bytes are moved by `Residency`.
+"""
+
+from collections.abc import Sequence
+
+from hetero.eviction import Actions
+from hetero.msc import MemStatsCollector, Segment, SegmentKey
+from hetero.stm.cycles import CyclePlan, Cycles
+from hetero.stm.gradients import Gradients
+from hetero.stm.residency import Residency
+from hetero.stm.tensors import ManagedTensor
+
+__all__ = ["Executor"]
+
+_NOTHING = Actions()
+
+
+class Executor:
+    """Carries out schedules at sampling moments."""
+
+    def __init__(
+        self,
+        tensors: Sequence[ManagedTensor],
+        residency: Residency,
+        gradients: Gradients,
+        collector: MemStatsCollector,
+        cycles: Cycles,
+    ) -> None:
+        self._tensors = tensors
+        self._residency = residency
+        self._gradients = gradients
+        self._collector = collector
+        self._cycles = cycles
+        self._segment: Segment | None = None
+        self._plan: CyclePlan | None = None
+        self._position = 0
+        self._stop = 0
+        # What the schedule wanted and could not have yet: copies still held, prefetches that did not fit.
+        self._to_evict: list[int] = []
+        self._to_prefetch: list[int] = []
+        residency.next_use = self._next_use
+
+    @property
+    def segment(self) -> Segment | None:
+        """The segment that runs now."""
+        return self._segment
+
+    def begin_segment(self, key: SegmentKey) -> None:
+        """A forward, backward or step begins."""
+        self.finish_segment()
+        place = self._cycles.begin_segment(key)
+        self._plan, self._position, self._stop = place.plan, place.begin, place.end
+        self._to_evict.clear()
+        self._to_prefetch.clear()
+        self._segment = self._collector.begin_segment(key, sample=place.sample)
+        # Before anything is known, a gradient is handed over at once: what is measured is then the operator's
+        # own memory. Afterwards copies may overlap, within what the plan reserved for them.
+        self._gradients.in_flight_limit = 0 if self._plan is None else self._plan.gradient_reserve
+        # What runs before the segment's first managed operator has a period too.
+        self.before_operator([], key.phase.value)
+
+    def finish_segment(self) -> None:
+        """The segment, if any, is over."""
+        if self._segment is not None:
+            self._collector.end_segment()
+            self._cycles.end_segment(self._segment)
+            self._segment = self._plan = None
+
+    def before_operator(self, operands: list[ManagedTensor], name: object) -> None:
+        """The pre-op sampling moment: measure, then change the layout as planned, then make operands resident."""
+        indices = tuple([tensor.index for tensor in operands])
+        collector = self._collector
+        if collector.is_sampling:
+            self._gradients.reclaim(0)
+            held = tuple(
+                t.index for t in self._residency.resident.values() if t.is_held() and t not in operands
+            )
+            collector.moment(_label(name, operands), indices, held)
+        else:
+            collector.moment(name, indices)
+        self._change_layout(operands, indices, name)
+
+    def homes_written(self) -> None:
+        """The optimizer has stepped: copies that home has overtaken are worthless."""
+        self._collector.moment("stepped", ())
+        for tensor in self._tensors:
+            if tensor.is_stale:
+                self._collector.count_stale(tensor.index)
+        self._residency.drop_stale(self._tensors)
+        self._change_layout([], (), "stepped")
+
+    # -- helpers ------------------------------------------------------------------------------------------------
+
+    def _change_layout(self, operands: list[ManagedTensor], indices: tuple[int, ...], name: object) -> None:
+        actions = self._advance(indices)
+        limit = self._limit()
+        self._evict(actions.evict)
+        self._residency.trim(limit, keep=indices)
+        fetched = self._residency.require(operands, limit=limit, operator=lambda: _label(name, operands))
+        if fetched and self._plan is not None:
+            self._collector.count_unplanned(
+                max(0, fetched - sum(index in indices for index in actions.fetch))
+            )
+        self._prefetch(actions.fetch, limit)
+        self._collector.operands_ready()
+
+    def _advance(self, operands: tuple[int, ...]) -> Actions:
+        """The schedule's actions for the moment with these operands; skips moments that did not come."""
+        plan = self._plan
+        if plan is None:
+            return _NOTHING
+        position = self._position
+        if position < self._stop and plan.operands[position] == operands:
+            self._position = position + 1
+            return plan.schedule.actions[position]
+        found = plan.find(operands, position, self._stop)
+        if found is None:
+            return _NOTHING
+        self._position = found + 1
+        skipped = plan.schedule.actions[position : found + 1]
+        return Actions(
+            evict=tuple(index for actions in skipped for index in actions.evict),
+            fetch=tuple(index for actions in skipped for index in actions.fetch),
+        )
+
+    def _limit(self) -> int:
+        if self._plan is None:
+            return self._cycles.unplanned_limit(self._segment)
+        return self._plan.limits[max(0, self._position - 1)]
+
+    def _evict(self, planned: tuple[int, ...]) -> None:
+        if not planned and not self._to_evict:
+            return
+        self._to_evict = [
+            index for index in (*self._to_evict, *planned) if not self._residency.evict(self._tensors[index])
+            and self._tensors[index].is_resident
+        ]  # fmt: skip
+
+    def _prefetch(self, planned: tuple[int, ...], limit: int) -> None:
+        if not planned and not self._to_prefetch:
+            return
+        waiting = [index for index in (*self._to_prefetch, *planned) if not self._tensors[index].is_resident]
+        self._to_prefetch = []
+        for place, index in enumerate(waiting):
+            if not self._residency.prefetch(self._tensors[index], limit=limit):
+                self._to_prefetch = waiting[place:]  # in order: a later one must not overtake
+                break
+
+    def _next_use(self, tensor: ManagedTensor) -> float:
+        if self._plan is None:
+            return float("inf")
+        return self._plan.next_use(tensor.index, self._position)
+
+
+def _label(name: object, operands: list[ManagedTensor]) -> str:
+    text = name if isinstance(name, str) else getattr(name, "__name__", str(name))
+    return f"{text}({', '.join(tensor.name for tensor in operands)})" if operands else text

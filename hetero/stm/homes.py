@@ -1,0 +1,134 @@
+"""Homes: where parameters, buffers and optimizer states live while managed, and how they get back.
+
+Owns the change of a tensor's memory under its identity. Invariant: the Python objects the user holds stay the
+same objects before, during and after management; `give_back` leaves values, gradients and states as they
+are then, on the devices where they were at the beginning, in ordinary memory.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hetero.devices import HostArena
+from hetero.errors import ManageError
+
+__all__ = ["Homes", "set_memory"]
+
+
+@dataclass(slots=True)
+class _Moved:
+    tensor: torch.Tensor
+    device: torch.device
+    name: str
+
+
+def set_memory(tensor: torch.Tensor, data: torch.Tensor, name: str) -> None:
+    """Make ``tensor`` hold ``data``'s memory (any device), keeping its identity. Moves no gradient."""
+    if torch._has_compatible_shallow_copy_type(tensor, data):
+        tensor.data = data
+        return
+    # CPU and some backends (PrivateUse1) cannot share a TensorImpl type: exchange the whole implementation.
+    twin = nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data.detach()
+    if not isinstance(tensor, nn.Parameter):
+        twin.requires_grad_(tensor.requires_grad)
+    twin.__class__ = tensor.__class__
+    attributes = dict(tensor.__dict__)
+    hooks = tensor._post_accumulate_grad_hooks, tensor._backward_hooks
+    try:
+        torch.utils.swap_tensors(tensor, twin)
+    except RuntimeError as error:
+        raise ManageError(
+            f"{name} cannot change device now: {error} Drop graphs and losses that still refer to it, then try again"
+        ) from error
+    tensor.__dict__.update(attributes)
+    tensor._post_accumulate_grad_hooks, tensor._backward_hooks = hooks
+
+
+class Homes:
+    """Moves model data home, and back."""
+
+    def __init__(self, arena: HostArena) -> None:
+        self._arena = arena
+        self._moved: list[_Moved] = []
+
+    def take_parameters(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Homes in slab memory. Parameters that share memory go on sharing it."""
+        groups = _by_storage((name, parameter, _HOST) for name, parameter in parameters)
+        self._arena.expect(
+            sum(self._arena.slab_bytes(g[0].tensor.untyped_storage().nbytes()) for g in groups)
+        )
+        for group in groups:
+            for moved, data in zip(group, _copies(group, self._arena.empty_strided), strict=True):
+                self._move(moved.name, moved.tensor, data)
+
+    def take_tensor(self, name: str, tensor: torch.Tensor, device: torch.device) -> None:
+        """A buffer or optimizer state goes to ``device``."""
+        if tensor.device != device:
+            self._move(name, tensor, tensor.detach().to(device))
+
+    def give_back(self) -> None:
+        """Everything to where it was, in ordinary memory."""
+        while self._moved:
+            # From the end, so that an error leaves the list true.
+            group = _by_storage((m.name, m.tensor, m.device) for m in reversed(self._moved))[0]
+            for moved, data in zip(group, _copies(group, _ordinary_memory(group[0].device)), strict=True):
+                _replace(moved.name, moved.tensor, data)
+            done = {id(moved.tensor) for moved in group}
+            self._moved = [moved for moved in self._moved if id(moved.tensor) not in done]
+
+    def _move(self, name: str, tensor: torch.Tensor, data: torch.Tensor) -> None:
+        device = tensor.device
+        _replace(name, tensor, data)
+        self._moved.append(_Moved(tensor, device, name))
+
+
+_HOST = torch.device("cpu")
+_Allocate = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
+
+
+def _by_storage(tensors: Iterable[tuple[str, torch.Tensor, torch.device]]) -> list[list[_Moved]]:
+    groups: dict[tuple[int, torch.device], list[_Moved]] = defaultdict(list)
+    for name, tensor, device in tensors:
+        groups[tensor.untyped_storage()._cdata, device].append(_Moved(tensor, device, name))
+    return list(groups.values())
+
+
+def _copies(group: Sequence[_Moved], allocate: _Allocate) -> Iterator[torch.Tensor]:
+    """New memory for tensors of one storage, sharing it as they do now."""
+    tensor = group[0].tensor.detach()
+    if len(group) == 1:
+        # Its strides where they are dense, else contiguous: the rule of torch.empty_like.
+        like = torch.empty_like(tensor, device="meta")
+        yield allocate(tuple(like.size()), tuple(like.stride()), like.dtype).copy_(tensor)
+        return
+    storage = tensor.untyped_storage()
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+    copy = allocate((storage.nbytes(),), (1,), torch.uint8).copy_(flat).untyped_storage()
+    for moved in group:
+        old = moved.tensor.detach()
+        new = torch.empty(0, dtype=old.dtype, device=copy.device)
+        yield new.set_(copy, old.storage_offset(), old.size(), old.stride())
+
+
+def _ordinary_memory(device: torch.device) -> _Allocate:
+    def allocate(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+    return allocate
+
+
+def _replace(name: str, tensor: torch.Tensor, data: torch.Tensor) -> None:
+    grad = tensor.grad if tensor.is_leaf else None
+    if grad is not None:
+        tensor.grad = None
+    try:
+        set_memory(tensor, data, name)
+    except ManageError:
+        if grad is not None:
+            tensor.grad = grad
+        raise
+    if grad is not None:
+        tensor.grad = grad.to(data.device)

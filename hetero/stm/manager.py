@@ -1,0 +1,261 @@
+"""StatefulTensorMgr: the registry of managed tensors and the hub of their management.
+
+Owns the registry. Its parts each own one thing: `Ledger` the count of bytes, `Residency` the device copies,
+`Gradients` the way home, `Cycles` the plans, `Executor` the position in them. Thread-safe: autograd runs
+backward on threads of its own, so one lock guards every entry.
+"""
+
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from hetero.config import Config
+from hetero.devices import Accelerator, CopyEngine, HostArena, LinkSpeeds
+from hetero.eviction import Links, Policy
+from hetero.msc import MemStatsCollector, Phase, SegmentKey
+from hetero.stm.cycles import Cycles
+from hetero.stm.executor import Executor
+from hetero.stm.gradients import Gradients
+from hetero.stm.intercept import make_identity
+from hetero.stm.residency import Residency
+from hetero.stm.saved import modified_in_place
+from hetero.stm.state import Kind, Ledger, StatefulTensor, Tier
+from hetero.stm.tensors import ManagedTensor
+
+__all__ = ["StatefulTensorMgr"]
+
+
+class StatefulTensorMgr:
+    """Every parameter, gradient, optimizer state and buffer of one model (Gemini's STM)."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        arena: HostArena,
+        config: Config,
+        policy: Policy,
+        links: LinkSpeeds,
+        *,
+        has_optimizer: bool,
+    ) -> None:
+        self.device = accelerator.device
+        self.ledger = Ledger()
+        self.tensors: list[ManagedTensor] = []
+        self.collector = MemStatsCollector(accelerator, self.ledger)
+        self._accelerator = accelerator
+        self._lock = threading.RLock()
+        self._fixed: list[StatefulTensor] = []
+        self._optimizer_states: dict[int, StatefulTensor] = {}
+        self._pending_forwards: list[SegmentKey] = []
+        engine = CopyEngine(accelerator)
+        self.engine = engine
+        self.residency = Residency(
+            accelerator, engine, self.ledger, self.collector, policy, config.device_budget
+        )
+        self.gradients = Gradients(engine, arena, self.ledger, self.collector)
+        self.residency.reclaim = self.gradients.reclaim
+        self.cycles = Cycles(
+            self.tensors,
+            budget=config.device_budget,
+            warmup_bytes=config.warmup_bytes,
+            warmup_steps=config.warmup_steps,
+            links=Links(
+                h2d_bandwidth=links.h2d_bandwidth, d2h_bandwidth=links.d2h_bandwidth, latency=links.latency
+            ),
+            policy=policy,
+            prefetch=config.prefetch,
+            fixed_bytes=lambda: sum(tensor.nbytes(Tier.DEVICE) for tensor in self._fixed),
+            headroom=self.collector.headroom,
+            ends_with_backward=not has_optimizer,
+        )
+        self.executor = Executor(self.tensors, self.residency, self.gradients, self.collector, self.cycles)
+
+    # -- registry -------------------------------------------------------------------------------------------------
+
+    def register_parameter(self, name: str, parameter: nn.Parameter) -> ManagedTensor:
+        """``parameter`` is at home and becomes managed. Its class is changed by the caller."""
+        nbytes = parameter.numel() * parameter.element_size()
+        tensor = ManagedTensor(
+            self.ledger, name, len(self.tensors), parameter, self, self._accelerator.allocated_size(nbytes)
+        )
+        tensor.place(Tier.HOST, nbytes)
+        self.tensors.append(tensor)
+        return tensor
+
+    def register_buffer(self, name: str, buffer: torch.Tensor) -> None:
+        """``buffer`` is on the device and stays there."""
+        tensor = StatefulTensor(self.ledger, Kind.BUFFER, name)
+        tensor.place(Tier.DEVICE, self._accelerator.allocated_size(buffer.numel() * buffer.element_size()))
+        self._fixed.append(tensor)
+
+    def register_optimizer_state(self, states: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """What the optimizer keeps now. States that are gone are forgotten."""
+        known = {
+            id(tensor): entry for (_, tensor) in states if (entry := self._optimizer_states.get(id(tensor)))
+        }
+        for key, entry in self._optimizer_states.items():
+            if key not in known:
+                entry.release()
+        for name, tensor in states:
+            if id(tensor) not in known:
+                entry = StatefulTensor(self.ledger, Kind.OPTIMIZER_STATE, name)
+                tier = Tier.HOST if tensor.device.type == "cpu" else Tier.DEVICE
+                entry.place(tier, tensor.numel() * tensor.element_size())
+                known[id(tensor)] = entry
+        self._optimizer_states = known
+
+    # -- segments -------------------------------------------------------------------------------------------------
+
+    def begin_forward(self, signature: object) -> None:
+        """The managed model's forward begins."""
+        with self._lock:
+            trains = torch.is_grad_enabled()
+            key = SegmentKey(Phase.FORWARD, trains, (signature, len(self._pending_forwards) if trains else 0))
+            self.executor.begin_segment(key)
+            if trains:
+                self._pending_forwards.append(key)
+
+    def end_forward(self, *, complete: bool) -> None:
+        """It ended; ``complete`` False: by an exception."""
+        with self._lock:
+            self.residency.write_back_all()
+            segment = self.executor.segment
+            if segment is not None:
+                segment.complete = complete
+            if not complete:
+                self._pending_forwards.clear()
+                self.executor.finish_segment()
+
+    def begin_step(self) -> None:
+        """The optimizer is about to write homes: gradients have arrived, copies have been read."""
+        with self._lock:
+            self.executor.begin_segment(SegmentKey(Phase.STEP, True, None))
+            self._pending_forwards.clear()
+            self.gradients.wait_all(self.tensors)
+            self.gradients.reclaim(0)
+            self.residency.before_host_write()
+
+    def end_step(self, *, complete: bool) -> None:
+        """Homes have been written: forget older copies."""
+        with self._lock:
+            segment = self.executor.segment
+            if segment is not None:
+                segment.complete = complete
+            if complete:
+                self.executor.homes_written()
+            else:
+                self.residency.drop_stale(self.tensors)
+                self.executor.finish_segment()
+            for tensor in self.tensors:
+                tensor.used_at_home = False
+
+    def _enter_backward(self) -> None:
+        """First sign of a backward: nobody announces it."""
+        segment = self.executor.segment
+        if segment is not None and segment.key.phase is Phase.BACKWARD:
+            return
+        self.executor.begin_segment(SegmentKey(Phase.BACKWARD, True, tuple(self._pending_forwards)))
+        self._pending_forwards.clear()
+        segment = self.executor.segment
+        assert segment is not None
+
+        def complete() -> None:
+            segment.complete = True
+
+        # Runs when autograd's graph task has ended well. One that fails never says so.
+        torch.autograd.Variable._execution_engine.queue_callback(complete)  # type: ignore[attr-defined]
+
+    # -- what interception calls (`hetero.stm.intercept.Owner`) ---------------------------------------------------
+
+    def begin_operator(self, operands: list[ManagedTensor], name: object) -> None:
+        """The pre-op sampling moment; operands are resident and in COMPUTE afterwards."""
+        with self._lock:
+            if torch._C._current_graph_task_id() != -1:
+                self._enter_backward()
+            self.executor.before_operator(operands, name)
+            for tensor in operands:
+                tensor.begin_compute()
+
+    def end_operator(self, operands: list[ManagedTensor]) -> None:
+        """The operator is done."""
+        with self._lock:
+            for tensor in operands:
+                tensor.end_compute()
+
+    def copy_for(self, tensor: ManagedTensor) -> torch.Tensor:
+        """The identity where autograd records, else the bare copy."""
+        if torch.is_grad_enabled() and tensor.parameter.requires_grad:
+            if tensor.identity is None:
+                with self._lock:
+                    make_identity(tensor)
+            assert tensor.identity is not None
+            return tensor.identity
+        assert tensor.data is not None
+        return tensor.data
+
+    def load_saved(self, tensor: ManagedTensor, version: int) -> torch.Tensor:
+        """A saved parameter is about to be read by backward: its copy, after autograd's version check."""
+        with self._lock:
+            if tensor.version != version:
+                raise modified_in_place(tensor.home, tensor.version, version)
+            self._enter_backward()
+            self.executor.before_operator([tensor], "backward")
+            assert tensor.data is not None
+            # From here on the reference count of the view stands for COMPUTE: nobody tells when backward is done
+            # with it, and a copy that is held is not evicted.
+            return tensor.data
+
+    def hand_over(self, tensor: ManagedTensor, gradient: torch.Tensor) -> torch.Tensor:
+        """A parameter's gradient is complete on the device; what autograd should take for it at home."""
+        with self._lock:
+            self._enter_backward()
+            return self.gradients.hand_over(tensor, gradient)
+
+    def wait_for_gradient(self, tensor: ManagedTensor) -> None:
+        """Somebody is about to read ``p.grad``."""
+        with self._lock:
+            self.gradients.wait(tensor)
+
+    def gradient_set(self, tensor: ManagedTensor) -> None:
+        """``p.grad`` is about to be replaced or deleted."""
+        with self._lock:
+            self.gradients.forget(tensor)
+
+    def rebind_home(self, tensor: ManagedTensor, data: torch.Tensor) -> None:
+        """``p.data`` was set: that is home now."""
+        with self._lock:
+            self.residency.before_host_write()
+            self.residency.discard(tensor)
+            tensor.parameter.data = data
+            tensor.bind_home()
+
+    def relieve(self) -> int:
+        """Free what can be freed after an out-of-memory error."""
+        with self._lock:
+            freed = self.residency.evict_idle()
+            self._accelerator.release_cached()
+            return freed
+
+    def settle(self) -> None:
+        """Close the books of the iteration if its last segment is over, so that they can be read."""
+        with self._lock:
+            segment = self.executor.segment
+            if segment is not None and segment.key.phase is Phase.STEP:
+                self.executor.finish_segment()
+                self.cycles.finish()
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Homes are true, nothing is on its way, no copy is left."""
+        with self._lock:
+            self.executor.finish_segment()
+            self.residency.write_back_all()
+            self.gradients.wait_all(self.tensors)
+            self.gradients.reclaim(self.ledger.device_bytes)
+            self.residency.before_host_write()
+            for tensor in self.tensors:
+                self.residency.discard(tensor)
+                tensor.identity = None

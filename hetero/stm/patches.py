@@ -1,0 +1,72 @@
+"""The two functions of torch that are replaced while any model is managed.
+
+Owns those replacements; they are taken back when the last manager closes. Each only looks at its arguments and
+goes on to the original unless a managed parameter is involved.
+
+* ``autograd.Function.apply`` does not dispatch through ``__torch_function__``: a custom Function would receive the
+  parameter itself, at home, and its backward would return a gradient on the wrong device.
+* ``Module._apply`` (``model.to``, ``.half``, ``.cuda`` ...) would replace homes behind the manager's back.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hetero.errors import ManageError
+from hetero.stm.intercept import _collect, _replace_one, in_scope, is_managed, managed_of, plain, substituted
+from hetero.stm.tensors import ManagedTensor
+
+__all__ = ["install", "remove"]
+
+_Function = torch.autograd.function._SingleLevelFunction
+_c_apply = _Function.apply.__func__ if hasattr(_Function.apply, "__func__") else None
+_module_apply = nn.Module._apply
+_installed = 0
+
+
+def install() -> None:
+    """One more manager is active."""
+    global _installed
+    if _installed == 0:
+        _Function.apply = classmethod(_apply)  # type: ignore[assignment, method-assign]
+        nn.Module._apply = _refuse_conversion  # type: ignore[assignment, method-assign]
+    _installed += 1
+
+
+def remove() -> None:
+    """One manager fewer."""
+    global _installed
+    _installed -= 1
+    if _installed == 0:
+        del _Function.apply
+        nn.Module._apply = _module_apply  # type: ignore[method-assign]
+
+
+def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    original = super(_Function, cls).apply
+    operands: list[ManagedTensor] = []
+    _collect(args, operands)
+    # Outside a scope a Function of the user's may well be about home (a regulariser, say): device tensors decide.
+    if not operands or not (in_scope() or _has_device_operand(operands[0].owner.device, args)):  # type: ignore[attr-defined]
+        return original(*args, **kwargs)
+    with plain(), substituted(operands, cls.__name__) as copies:
+        args = tuple(_replace_one(value, copies) for value in args)
+        with torch._C._EnableTorchFunction():
+            return original(*args, **kwargs)
+
+
+def _has_device_operand(device: torch.device, args: tuple[Any, ...]) -> bool:
+    return any(
+        isinstance(value, torch.Tensor) and not is_managed(value) and value.device == device for value in args
+    )
+
+
+def _refuse_conversion(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
+    for name, parameter in self.named_parameters(recurse=recurse):
+        if is_managed(parameter):
+            raise ManageError(
+                f"{type(self).__name__}.to(...) or the like while managed: {name} ({managed_of(parameter).name}) is "
+                "moved and cast by hetero; call manager.close() first, convert, and manage again"
+            )
+    return _module_apply(self, fn, recurse)

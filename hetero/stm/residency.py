@@ -1,0 +1,251 @@
+"""Which device copies exist: fetching, evicting, making room.
+
+Owns every transfer of parameters between home and device. Invariant: model data on the device, as the ledger
+counts it, never passes the limit that was given, unless one operator's operands alone do; those may go up to
+``device_budget`` as a whole. It decides nothing about the future: whom to evict is the policy's answer, when
+to prefetch the schedule's.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+import torch
+
+from hetero.devices import Accelerator, CopyEngine
+from hetero.errors import BudgetError
+from hetero.eviction import Candidate, Policy
+from hetero.stm.state import Ledger, Tier
+from hetero.stm.tensors import ManagedTensor
+from hetero.units import format_bytes
+
+__all__ = ["Residency", "TransferMeter"]
+
+# Storage identity -> whose copy it is. Shared by all managers of the process, so that the saved-tensor hooks of
+# one model recognise the weights of another that is used inside it.
+RESIDENT: dict[int, ManagedTensor] = {}
+
+
+class TransferMeter(Protocol):
+    """Who wants to know what moved (`hetero.msc.MemStatsCollector`)."""
+
+    def count_fetch(self, nbytes: int) -> None: ...
+
+    def count_eviction(self, nbytes: int, written_back: int) -> None: ...
+
+    def count_stall(self, seconds: float) -> None: ...
+
+    def count_stale(self, index: int) -> None: ...
+
+
+class Residency:
+    """The device copies of one manager's parameters."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        engine: CopyEngine,
+        ledger: Ledger,
+        meter: TransferMeter,
+        policy: Policy,
+        device_budget: int,
+    ) -> None:
+        self._accelerator = accelerator
+        self._engine = engine
+        self._ledger = ledger
+        self._meter = meter
+        self._policy = policy
+        self._budget = device_budget
+        self._placeholders: dict[torch.dtype, torch.Tensor] = {}
+        self._clock = 0
+        self._last_upload: torch.Event | None = None
+        self.resident: dict[int, ManagedTensor] = {}
+        # Gradients on their way down still occupy the device; `hetero.stm.gradients` sets this.
+        self.reclaim: Callable[[int], None] = lambda nbytes: None
+        # When each tensor is needed next, in moments from now; `hetero.stm.executor` sets this.
+        self.next_use: Callable[[ManagedTensor], float] = lambda tensor: float("inf")
+
+    def require(self, operands: Sequence[ManagedTensor], *, limit: int, operator: Callable[[], str]) -> int:
+        """Make every operand resident and safe to read by compute. Returns how many had to be fetched now.
+
+        Raises `BudgetError` if they cannot fit; then no copy was made.
+        """
+        self._clock += 1
+        missing: dict[int, ManagedTensor] = {}
+        for tensor in operands:
+            if tensor.is_stale:
+                self._meter.count_stale(tensor.index)
+                self.discard(tensor)
+            if tensor.data is None:
+                missing[tensor.index] = tensor
+            tensor.last_use = self._clock
+        if missing:
+            wanted = sum(tensor.device_nbytes for tensor in missing.values())
+            self._make_room(wanted, limit, {tensor.index for tensor in operands}, operator)
+            for tensor in missing.values():
+                self._fetch(tensor)
+        for tensor in operands:
+            if tensor.ready is not None:
+                self._wait(tensor)
+        return len(missing)
+
+    def prefetch(self, tensor: ManagedTensor, *, limit: int) -> bool:
+        """Start fetching if it fits as things are; False if it does not."""
+        if tensor.is_stale:
+            self.discard(tensor)
+        if tensor.data is not None:
+            return True
+        if self._ledger.device_bytes + tensor.device_nbytes > limit:
+            self.reclaim(self._ledger.device_bytes + tensor.device_nbytes - limit)
+            if self._ledger.device_bytes + tensor.device_nbytes > limit:
+                return False
+        self._fetch(tensor)
+        return True
+
+    def trim(self, limit: int, *, keep: Sequence[int]) -> None:
+        """Bring model data down to ``limit`` as far as copies outside ``keep`` can be evicted."""
+        excess = self._ledger.device_bytes - limit
+        if excess > 0:
+            self.reclaim(excess)
+            self._evict_for(self._ledger.device_bytes - limit, set(keep))
+
+    def evict(self, tensor: ManagedTensor) -> bool:
+        """Drop the device copy, writing it back first if it was written. False if it is in use or held."""
+        if tensor.data is None or tensor.users or tensor.is_held():
+            return False
+        written_back = self.write_back(tensor)
+        self._meter.count_eviction(tensor.device_nbytes, written_back)
+        self._drop(tensor)
+        return True
+
+    def discard(self, tensor: ManagedTensor) -> None:
+        """Forget a copy that home has overtaken. Whoever still holds it keeps it."""
+        if tensor.data is not None:
+            tensor.identity = None
+            self._drop(tensor)
+
+    def evict_idle(self) -> int:
+        """Evict whatever no operator uses; returns the bytes freed."""
+        before = self._ledger.device_bytes
+        self.reclaim(before)
+        for tensor in list(self.resident.values()):
+            self.evict(tensor)
+        return before - self._ledger.device_bytes
+
+    def write_back(self, tensor: ManagedTensor) -> int:
+        """Bring home up to date with writes to the device copy; returns the bytes moved."""
+        if not tensor.is_dirty:
+            return 0
+        assert tensor.data is not None
+        version = tensor.version
+        if self._last_upload is not None:
+            self._engine.host_after_upload(self._last_upload)
+        event = self._engine.download(tensor.data, tensor.home)
+        self._engine.host_after_download(event, tensor.home)
+        self._engine.free_after_download(event)
+        # The copy counts as one write; autograd's check must see as many as there were on the device.
+        torch._C._autograd._unsafe_set_version_counter((tensor.home,), (version,))
+        tensor.clean_version = tensor.data._version
+        tensor.loaded_clock = tensor.home_clock
+        return tensor.device_nbytes
+
+    def write_back_all(self) -> None:
+        """Home is true for every parameter afterwards."""
+        for tensor in self.resident.values():
+            if tensor.is_dirty:
+                self._meter.count_eviction(0, self.write_back(tensor))
+
+    def before_host_write(self) -> None:
+        """Homes are about to be written: wait until no copy reads them."""
+        if self._last_upload is not None:
+            self._engine.host_after_upload(self._last_upload)
+            self._last_upload = None
+
+    def drop_stale(self, tensors: Iterable[ManagedTensor]) -> None:
+        """Forget the copies of ``tensors`` that home has overtaken, and their place in old graphs."""
+        for tensor in tensors:
+            if tensor.is_stale:
+                self.discard(tensor)
+            elif tensor.data is None:
+                tensor.identity = None
+
+    # -- helpers ------------------------------------------------------------------------------------------------
+
+    def _fetch(self, tensor: ManagedTensor) -> None:
+        # Copies made inside the user's inference_mode would be unusable for training later.
+        with torch.inference_mode(False), torch.no_grad():
+            copy = torch.empty_like(tensor.home, device=self._accelerator.device)
+            tensor.ready = self._last_upload = self._engine.upload(tensor.home, copy)
+            tensor.attach(copy)
+        RESIDENT[tensor.storage_key] = tensor
+        self.resident[tensor.index] = tensor
+        tensor.fetched_at = self._clock
+        tensor.place(Tier.DEVICE, tensor.device_nbytes)
+        self._meter.count_fetch(tensor.device_nbytes)
+
+    def _wait(self, tensor: ManagedTensor) -> None:
+        assert tensor.ready is not None
+        begin = time.perf_counter()
+        self._engine.compute_after_upload(tensor.ready)
+        tensor.ready = None
+        self._meter.count_stall(time.perf_counter() - begin)
+
+    def _drop(self, tensor: ManagedTensor) -> None:
+        if tensor.ready is not None:
+            # Its memory goes back to compute, which must not write there before the copy has.
+            self._engine.compute_after_upload(tensor.ready)
+        RESIDENT.pop(tensor.storage_key, None)
+        self.resident.pop(tensor.index, None)
+        tensor.detach(self._placeholder(tensor.home.dtype))
+        tensor.place(Tier.DEVICE, 0)
+
+    def _placeholder(self, dtype: torch.dtype) -> torch.Tensor:
+        placeholder = self._placeholders.get(dtype)
+        if placeholder is None:
+            with torch.inference_mode(False):
+                placeholder = torch.empty(0, dtype=dtype, device=self._accelerator.device)
+            self._placeholders[dtype] = placeholder
+        return placeholder
+
+    def _make_room(self, wanted: int, limit: int, keep: set[int], operator: Callable[[], str]) -> None:
+        excess = self._ledger.device_bytes + wanted - limit
+        if excess > 0:
+            self.reclaim(excess)
+            excess = self._ledger.device_bytes + wanted - limit
+        if excess > 0:
+            self._evict_for(excess, keep)
+        # The limit is for all model data; what one operator needs may pass it, the budget may not.
+        short = self._shortage(wanted)
+        if short > 0:
+            self.reclaim(short)
+            self._evict_for(self._shortage(wanted), keep)
+            short = self._shortage(wanted)
+        if short > 0:
+            held = sum(t.device_nbytes for t in self.resident.values() if t.index not in keep)
+            raise BudgetError(
+                f"{operator()} needs {format_bytes(wanted)} more on {self._accelerator.device}, where "
+                f"{format_bytes(self._accelerator.used_bytes())} of the budget of {format_bytes(self._budget)} are in "
+                f"use ({format_bytes(held)} by copies that cannot be evicted now): raise device_budget to at least "
+                f"{format_bytes(self._budget + short)} ({self._budget + short} bytes), or lower the batch size"
+            )
+
+    def _shortage(self, wanted: int) -> int:
+        return self._accelerator.used_bytes() + wanted - self._budget
+
+    def _evict_for(self, nbytes: int, keep: set[int]) -> None:
+        if nbytes <= 0:
+            return
+        candidates = [
+            Candidate(
+                tensor=tensor.index,
+                nbytes=tensor.device_nbytes,
+                next_use=self.next_use(tensor),
+                last_use=tensor.last_use,
+                fetched_at=tensor.fetched_at,
+                dirty=tensor.is_dirty,
+            )
+            for tensor in self.resident.values()
+            if tensor.index not in keep and not tensor.users and not tensor.is_held()
+        ]
+        for index in self._policy.victims(candidates, nbytes):
+            self.evict(self.resident[index])

@@ -1,0 +1,151 @@
+"""States of managed tensors, and the ledger that counts their bytes.
+
+Owns the state machine of Gemini's StatefulTensorMgr and the only count of bytes in use. Invariant: for every
+tier, kind and state, `Ledger.nbytes` is the sum over registered tensors; every change goes through
+`StatefulTensor`, so it is kept in O(1) and cannot drift. Moves nothing.
+
+    FREE     no content anywhere
+    HOLD     has content; may be kept on any tier
+    COMPUTE  an operator is using it: must stay on the compute device
+"""
+
+import enum
+
+from hetero.errors import StateError
+
+__all__ = ["Kind", "Ledger", "State", "StatefulTensor", "Tier"]
+
+
+class State(enum.IntEnum):
+    """What may be done with a tensor's content."""
+
+    FREE = 0
+    HOLD = 1
+    COMPUTE = 2
+
+
+class Tier(enum.IntEnum):
+    """Where bytes lie."""
+
+    HOST = 0
+    DEVICE = 1
+
+
+class Kind(enum.IntEnum):
+    """What a tensor is to the model."""
+
+    PARAMETER = 0
+    GRADIENT = 1
+    OPTIMIZER_STATE = 2
+    BUFFER = 3
+
+
+# The one transition table. COMPUTE -> FREE is missing on purpose: whoever frees what an operator reads has a bug.
+_ALLOWED = frozenset(
+    {
+        (State.FREE, State.HOLD),
+        (State.HOLD, State.FREE),
+        (State.HOLD, State.COMPUTE),
+        (State.COMPUTE, State.HOLD),
+    }
+)
+
+
+class Ledger:
+    """Bytes by tier, kind and state."""
+
+    def __init__(self) -> None:
+        self._cells = [[[0] * len(State) for _ in Kind] for _ in Tier]
+        self._tiers = [0] * len(Tier)
+
+    def nbytes(self, tier: Tier, kind: Kind | None = None, state: State | None = None) -> int:
+        """Bytes on ``tier``, optionally of one kind, of one state, or both. O(1)."""
+        if kind is None and state is None:
+            return self._tiers[tier]
+        kinds = Kind if kind is None else (kind,)
+        states = State if state is None else (state,)
+        return sum(self._cells[tier][k][s] for k in kinds for s in states)
+
+    @property
+    def device_bytes(self) -> int:
+        """Model data on the device."""
+        return self._tiers[Tier.DEVICE]
+
+    @property
+    def host_bytes(self) -> int:
+        """Model data on the host."""
+        return self._tiers[Tier.HOST]
+
+    def add(self, tier: Tier, kind: Kind, state: State, nbytes: int) -> None:
+        """Count ``nbytes`` more (or, negative, fewer). For `StatefulTensor` only."""
+        self._cells[tier][kind][state] += nbytes
+        self._tiers[tier] += nbytes
+
+    def move(self, tier: Tier, kind: Kind, old: State, new: State, nbytes: int) -> None:
+        """Recount ``nbytes`` from one state to another. For `StatefulTensor` only."""
+        cells = self._cells[tier][kind]
+        cells[old] -= nbytes
+        cells[new] += nbytes
+
+
+class StatefulTensor:
+    """One managed tensor: its kind, its state, and how many bytes it has on each tier.
+
+    ``users`` counts the operators that use it now; it is in COMPUTE exactly while that is not zero.
+    """
+
+    __slots__ = ("_ledger", "_tiers", "kind", "name", "state", "users")
+
+    def __init__(self, ledger: Ledger, kind: Kind, name: str) -> None:
+        self._ledger = ledger
+        self._tiers = [0] * len(Tier)
+        self.kind = kind
+        self.name = name
+        self.state = State.FREE
+        self.users = 0
+
+    def nbytes(self, tier: Tier) -> int:
+        """Bytes this tensor has on ``tier``."""
+        return self._tiers[tier]
+
+    def place(self, tier: Tier, nbytes: int) -> None:
+        """It now has ``nbytes`` on ``tier`` (0: none there). The first content makes a FREE tensor HOLD."""
+        if nbytes and self.state is State.FREE:
+            self.transition(State.HOLD)
+        self._ledger.add(tier, self.kind, self.state, nbytes - self._tiers[tier])
+        self._tiers[tier] = nbytes
+
+    def release(self) -> None:
+        """All content is gone."""
+        for tier in Tier:
+            self._ledger.add(tier, self.kind, self.state, -self._tiers[tier])
+            self._tiers[tier] = 0
+        if self.state is not State.FREE:
+            self.transition(State.FREE)
+
+    def begin_compute(self) -> None:
+        """An operator starts using it."""
+        if self.users == 0:
+            self.transition(State.COMPUTE)
+        self.users += 1
+
+    def end_compute(self) -> None:
+        """An operator is done with it."""
+        if self.users == 0:
+            raise StateError(f"{self.name}: end_compute without begin_compute, state {self.state.name}")
+        self.users -= 1
+        if self.users == 0:
+            self.transition(State.HOLD)
+
+    def transition(self, new: State) -> None:
+        """Change state. Raises `StateError` if the table does not allow it; then nothing has changed."""
+        old = self.state
+        if (old, new) not in _ALLOWED:
+            raise StateError(f"{self.name}: {old.name} -> {new.name} is not allowed")
+        self.state = new
+        for tier in Tier:
+            if self._tiers[tier]:
+                self._ledger.move(tier, self.kind, old, new, self._tiers[tier])
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r}, {self.kind.name}, {self.state.name}, {self._tiers})"

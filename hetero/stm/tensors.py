@@ -1,0 +1,188 @@
+"""One managed parameter: its home on the host and its copy on the device.
+
+Owns the three tensors behind a parameter and what is known of their versions. Invariant: `data`, when there
+is one, holds what `home` held at `loaded_clock`, plus the writes counted by its version since
+`clean_version`. Starts no copy: that is `hetero.stm.residency`.
+
+[Note: identity]
+Autograd must see one node per parameter and graph, wherever and however often its bytes are fetched: with a
+node per fetch, the gradients of a weight that is used three times would be added in another order than
+without hetero, and differ in the last bit. So the device copy that operators receive, the *identity*, is one
+non-leaf tensor (the output of `hetero.stm.intercept.Fetch`) whose storage is exchanged by ``identity.data =``:
+an empty one when the copy is evicted, a new one when it is fetched again. That is safe only while nobody else
+holds the tensor itself; whoever does (a tensor saved outside our hooks, a custom Function's ``ctx.w``) makes
+`is_held` true and the copy stays. Whoever holds a view keeps the storage alive, and counts as well.
+"""
+
+import sys
+import weakref
+
+import torch
+from torch import nn
+
+from hetero.stm.state import Kind, Ledger, StatefulTensor
+
+__all__ = ["ManagedTensor"]
+
+
+class _Probe:
+    __slots__ = ("identity",)
+
+
+def _reference_baselines() -> tuple[int, int]:
+    probe = _Probe()
+    probe.identity = torch.empty(1)
+    key = probe.identity.untyped_storage()._cdata
+    return sys.getrefcount(probe.identity), torch._C._storage_Use_Count(key) - 1
+
+
+# Measured, because they differ between versions of Python and torch: what sys.getrefcount answers for a tensor that
+# only an attribute holds, and how many uses of a storage come on top of the tensors' (its Python wrapper).
+_ONLY_OURS, _WRAPPER_USES = _reference_baselines()
+
+
+class ManagedTensor(StatefulTensor):
+    """A parameter under management. Created by `hetero.stm.manager.StatefulTensorMgr`."""
+
+    __slots__ = (
+        "_alias",
+        "_fetch_nodes",
+        "clean_version",
+        "data",
+        "device_nbytes",
+        "fetched_at",
+        "gradient_slot",
+        "home",
+        "identity",
+        "index",
+        "last_use",
+        "loaded_clock",
+        "owner",
+        "parameter",
+        "ready",
+        "storage_key",
+        "used_at_home",
+    )
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        name: str,
+        index: int,
+        parameter: nn.Parameter,
+        owner: object,
+        device_nbytes: int,
+    ) -> None:
+        super().__init__(ledger, Kind.PARAMETER, name)
+        self.index = index
+        self.parameter = parameter
+        self.owner = owner
+        self.device_nbytes = device_nbytes
+        self._alias: torch.Tensor | None = None
+        self._fetch_nodes: list[weakref.ref[object]] = []
+        self.data: torch.Tensor | None = None
+        self.identity: torch.Tensor | None = None
+        self.ready: torch.Event | None = None
+        self.storage_key = 0
+        self.clean_version = 0
+        self.loaded_clock = 0
+        self.last_use = 0
+        self.fetched_at = 0
+        self.used_at_home = False
+        self.gradient_slot: torch.UntypedStorage | None = None
+        self.home: torch.Tensor
+        self.bind_home()
+
+    def bind_home(self) -> None:
+        """Look at the parameter's present storage. Call without ``__torch_function__`` dispatch."""
+        # A detached alias shares storage and version counter with the parameter, and is a plain tensor.
+        self.home = self.parameter.detach()
+        self._alias = None
+
+    def forget_home(self) -> None:
+        """Management is over: hold nothing that keeps the parameter's memory."""
+        self.identity = self.data = self._alias = self.gradient_slot = None
+        del self.home
+
+    # -- versions ---------------------------------------------------------------------------------------------
+
+    @property
+    def home_clock(self) -> int:
+        """Moves whenever home is written, through the parameter or through its ``.data``."""
+        return self.home._version + (0 if self._alias is None else self._alias._version)
+
+    @property
+    def version(self) -> int:
+        """The version autograd's check sees: in-place writes to the parameter, at home or on the device."""
+        written = 0 if self.data is None else self.data._version - self.clean_version
+        return self.home._version + written
+
+    def data_alias(self) -> torch.Tensor:
+        """What ``p.data`` is: same memory, with a version counter of its own, which we can watch."""
+        if self._alias is None:
+            self._alias = self.home.data
+        return self._alias.detach()
+
+    @property
+    def is_resident(self) -> bool:
+        """There is a device copy (perhaps still on its way)."""
+        return self.data is not None
+
+    @property
+    def is_stale(self) -> bool:
+        """Home was written after the device copy was made."""
+        return self.data is not None and self.home_clock != self.loaded_clock
+
+    @property
+    def is_dirty(self) -> bool:
+        """The device copy was written."""
+        return self.data is not None and self.data._version != self.clean_version
+
+    # -- the device copy ----------------------------------------------------------------------------------------
+
+    def attach(self, copy: torch.Tensor) -> None:
+        """``copy`` is the device copy from now on."""
+        if self.identity is None:
+            self.data = copy
+        else:
+            self.identity.data = copy
+            self.data = self.identity.detach()
+        self.storage_key = copy.untyped_storage()._cdata
+        self.clean_version = self.data._version
+        self.loaded_clock = self.home_clock
+
+    def detach(self, placeholder: torch.Tensor) -> None:
+        """Forget the device copy. Its memory is free unless somebody else holds it."""
+        if self.identity is not None:
+            if self._identity_is_ours():
+                self.identity.data = placeholder
+            else:
+                self.identity = None
+        self.data = None
+        self.ready = None
+        self.storage_key = 0
+
+    def is_held(self) -> bool:
+        """Somebody besides us holds the copy: evicting it would free nothing."""
+        ours = _WRAPPER_USES + (1 if self.identity is None else 2)
+        return torch._C._storage_Use_Count(self.storage_key) > ours or not self._identity_is_ours()
+
+    def _identity_is_ours(self) -> bool:
+        identity = self.identity
+        if identity is None:
+            return True
+        # One more than the baseline: the local name.
+        return identity._use_count() == 1 and sys.getrefcount(identity) <= _ONLY_OURS + 1
+
+    # -- fetch nodes ----------------------------------------------------------------------------------------------
+
+    def add_fetch_node(self, node: object) -> None:
+        """A graph now reaches the parameter through ``node``."""
+        self._fetch_nodes = [ref for ref in self._fetch_nodes if ref() is not None]
+        self._fetch_nodes.append(weakref.ref(node))
+
+    def has_single_path(self) -> bool:
+        """Autograd reaches the parameter through one fetch node only, so nothing is added to its gradient."""
+        if self.used_at_home:
+            return False
+        return sum(ref() is not None for ref in self._fetch_nodes) <= 1
