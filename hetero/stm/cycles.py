@@ -52,12 +52,16 @@ class CyclePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a segment lies in a plan, and whether to measure it."""
+    """Where a segment lies in a plan, and whether to measure it.
+
+    ``missing``: what the plan expects to be resident and may not be, because something else ran before.
+    """
 
     plan: CyclePlan | None
     begin: int = 0
     end: int = 0
     sample: bool
+    missing: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -102,7 +106,7 @@ class Cycles:
         self.last_sampled: list[Segment] = []
         self.last_plan: CyclePlan | None = None
 
-    # -- segments -------------------------------------------------------------------------------------------------
+    # -- segments -------------------------------------------------------------------------------------
 
     def begin_segment(self, key: SegmentKey) -> Place:
         """Find the plan for the segment that begins. Closes the cycle before it if this begins a new one."""
@@ -115,8 +119,13 @@ class Cycles:
         if plan is None:
             return Place(plan=None, sample=not sampled)
         place = len(history.keys) - 1
-        begin, end = plan.bounds[place], plan.bounds[place + 1]
-        return Place(plan=plan, begin=begin, end=end, sample=not sampled or plan.keys not in self._verified)
+        return Place(
+            plan=plan,
+            begin=plan.bounds[place],
+            end=plan.bounds[place + 1],
+            sample=not sampled or plan.keys not in self._verified,
+            missing=plan.schedule.start if place == 0 else (),
+        )
 
     def end_segment(self, segment: Segment) -> None:
         """A segment is over; an incomplete one makes the cycle void."""
@@ -145,7 +154,7 @@ class Cycles:
         peaks = [p.peak_bytes - p.model_bytes for s in samples for p in s.periods if p.is_sampled]
         return max(room, self._budget - max(peaks)) if peaks else room
 
-    # -- cycles ---------------------------------------------------------------------------------------------------
+    # -- cycles ---------------------------------------------------------------------------------------
 
     def _close_if_over(self, coming: Phase) -> None:
         history = self._current

@@ -54,8 +54,10 @@ class Executor:
         self.finish_segment()
         place = self._cycles.begin_segment(key)
         self._plan, self._position, self._stop = place.plan, place.begin, place.end
-        self._to_evict.clear()
-        self._to_prefetch.clear()
+        self._to_evict = []
+        # A plan that is followed for the first time, or again after something else ran, finds other copies
+        # resident than it left behind.
+        self._to_prefetch = list(place.missing) if self._plan is not None else []
         self._segment = self._collector.begin_segment(key, sample=place.sample)
         # Before anything is known, a gradient is handed over at once: what is measured is then the operator's
         # own memory. Afterwards copies may overlap, within what the plan reserved for them.
@@ -84,16 +86,15 @@ class Executor:
             collector.moment(name, indices)
         self._change_layout(operands, indices, name)
 
-    def homes_written(self) -> None:
-        """The optimizer has stepped: copies that home has overtaken are worthless."""
+    def homes_written(self, tensors: Sequence[ManagedTensor]) -> None:
+        """The optimizer has stepped: copies of ``tensors`` are worthless, wherever they were."""
         self._collector.moment("stepped", ())
-        for tensor in self._tensors:
-            if tensor.is_stale:
-                self._collector.count_stale(tensor.index)
-        self._residency.drop_stale(self._tensors)
+        for tensor in tensors:
+            self._collector.count_stale(tensor.index)
+        self._residency.drop_stale(tensors)
         self._change_layout([], (), "stepped")
 
-    # -- helpers ------------------------------------------------------------------------------------------------
+    # -- helpers --------------------------------------------------------------------------------------
 
     def _change_layout(self, operands: list[ManagedTensor], indices: tuple[int, ...], name: object) -> None:
         actions = self._advance(indices)

@@ -96,7 +96,7 @@ class Gradients:
         if entry is not None:
             entry.place(Tier.HOST, 0)
 
-    # -- helpers ------------------------------------------------------------------------------------------------
+    # -- helpers --------------------------------------------------------------------------------------
 
     def _track(self, tensor: ManagedTensor, gradient: torch.Tensor, event: torch.Event) -> None:
         entry = self._entries.get(tensor.index)

@@ -122,7 +122,7 @@ def managed_of(parameter: Any) -> ManagedTensor:
     return parameter._hetero  # type: ignore[no-any-return]
 
 
-# -- operators ----------------------------------------------------------------------------------------------------
+# -- operators ---------------------------------------------------------------------------------------
 
 
 def _operator(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -268,7 +268,7 @@ def _refuse_write_to_leaf(operands: list[ManagedTensor]) -> None:
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
 
 
-# -- the fetch node -----------------------------------------------------------------------------------------------
+# -- the fetch node ----------------------------------------------------------------------------------
 
 
 class Fetch(torch.autograd.Function):
@@ -306,7 +306,7 @@ def make_identity(tensor: ManagedTensor) -> None:
     tensor.data = identity.detach()
 
 
-# -- functions that are not operators -------------------------------------------------------------------------------
+# -- functions that are not operators ----------------------------------------------------------------
 
 _Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 

@@ -49,6 +49,7 @@ class StatefulTensorMgr:
         self._fixed: list[StatefulTensor] = []
         self._optimizer_states: dict[int, StatefulTensor] = {}
         self._pending_forwards: list[SegmentKey] = []
+        self._clocks_before_step: list[int] = []
         engine = CopyEngine(accelerator)
         self.engine = engine
         self.residency = Residency(
@@ -72,7 +73,7 @@ class StatefulTensorMgr:
         )
         self.executor = Executor(self.tensors, self.residency, self.gradients, self.collector, self.cycles)
 
-    # -- registry -------------------------------------------------------------------------------------------------
+    # -- registry -------------------------------------------------------------------------------------
 
     def register_parameter(self, name: str, parameter: nn.Parameter) -> ManagedTensor:
         """``parameter`` is at home and becomes managed. Its class is changed by the caller."""
@@ -106,7 +107,7 @@ class StatefulTensorMgr:
                 known[id(tensor)] = entry
         self._optimizer_states = known
 
-    # -- segments -------------------------------------------------------------------------------------------------
+    # -- segments -------------------------------------------------------------------------------------
 
     def begin_forward(self, signature: object) -> None:
         """The managed model's forward begins."""
@@ -136,6 +137,7 @@ class StatefulTensorMgr:
             self.gradients.wait_all(self.tensors)
             self.gradients.reclaim(0)
             self.residency.before_host_write()
+            self._clocks_before_step = [tensor.home_clock for tensor in self.tensors]
 
     def end_step(self, *, complete: bool) -> None:
         """Homes have been written: forget older copies."""
@@ -143,10 +145,12 @@ class StatefulTensorMgr:
             segment = self.executor.segment
             if segment is not None:
                 segment.complete = complete
+            before = self._clocks_before_step
+            written = [t for t, clock in zip(self.tensors, before, strict=True) if t.home_clock != clock]
             if complete:
-                self.executor.homes_written()
+                self.executor.homes_written(written)
             else:
-                self.residency.drop_stale(self.tensors)
+                self.residency.drop_stale(written)
                 self.executor.finish_segment()
             for tensor in self.tensors:
                 tensor.used_at_home = False
@@ -167,7 +171,7 @@ class StatefulTensorMgr:
         # Runs when autograd's graph task has ended well. One that fails never says so.
         torch.autograd.Variable._execution_engine.queue_callback(complete)  # type: ignore[attr-defined]
 
-    # -- what interception calls (`hetero.stm.intercept.Owner`) ---------------------------------------------------
+    # -- what interception calls (`hetero.stm.intercept.Owner`) ---------------------------------------
 
     def begin_operator(self, operands: list[ManagedTensor], name: object) -> None:
         """The pre-op sampling moment; operands are resident and in COMPUTE afterwards."""
@@ -246,7 +250,7 @@ class StatefulTensorMgr:
                 self.executor.finish_segment()
                 self.cycles.finish()
 
-    # -- the end --------------------------------------------------------------------------------------------------
+    # -- the end --------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Homes are true, nothing is on its way, no copy is left."""

@@ -169,7 +169,7 @@ class Residency:
             elif tensor.data is None:
                 tensor.identity = None
 
-    # -- helpers ------------------------------------------------------------------------------------------------
+    # -- helpers --------------------------------------------------------------------------------------
 
     def _fetch(self, tensor: ManagedTensor) -> None:
         # Copies made inside the user's inference_mode would be unusable for training later.

@@ -104,7 +104,7 @@ class ManagedTensor(StatefulTensor):
         self.identity = self.data = self._alias = self.gradient_slot = None
         del self.home
 
-    # -- versions ---------------------------------------------------------------------------------------------
+    # -- versions -------------------------------------------------------------------------------------
 
     @property
     def home_clock(self) -> int:
@@ -138,7 +138,7 @@ class ManagedTensor(StatefulTensor):
         """The device copy was written."""
         return self.data is not None and self.data._version != self.clean_version
 
-    # -- the device copy ----------------------------------------------------------------------------------------
+    # -- the device copy ------------------------------------------------------------------------------
 
     def attach(self, copy: torch.Tensor) -> None:
         """``copy`` is the device copy from now on."""
@@ -174,7 +174,7 @@ class ManagedTensor(StatefulTensor):
         # One more than the baseline: the local name.
         return identity._use_count() == 1 and sys.getrefcount(identity) <= _ONLY_OURS + 1
 
-    # -- fetch nodes ----------------------------------------------------------------------------------------------
+    # -- fetch nodes ----------------------------------------------------------------------------------
 
     def add_fetch_node(self, node: object) -> None:
         """A graph now reaches the parameter through ``node``."""
