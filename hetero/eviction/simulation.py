@@ -97,7 +97,8 @@ class _Run:
             if arrival:
                 for x in moment.operands:
                     if x in arrival:
-                        start = max(start, arrival.pop(x))
+                        arrived = arrival.pop(x)
+                        start = arrived if arrived > start else start
             stalls.append(start - reached)
             held.append(self.resident + self.leaving_bytes)
             self.clock = start + moment.seconds
@@ -156,12 +157,14 @@ class _Run:
 
     def _fetch(self, tensors: tuple[int, ...]) -> float:
         busy = 0.0
-        links, saved = self.links, self.saved
-        free, clock = self.down_free, self.clock
+        latency, bandwidth = self.links.latency, self.links.h2d_bandwidth
+        sizes, saved = self.trace.sizes, self.saved
+        free = max(self.down_free, self.clock)
         for x in tensors:
-            seconds = links.latency + self.trace.sizes[x] / links.h2d_bandwidth
-            begin = max(free, clock, saved.pop(x)) if x in saved else max(free, clock)
-            free = begin + seconds
+            seconds = latency + sizes[x] / bandwidth
+            if x in saved:  # home is current only once the write back has ended
+                free = max(free, saved.pop(x))
+            free += seconds
             self.arrival[x] = free
             busy += seconds
         self.present.update(tensors)

@@ -7,8 +7,6 @@ is asked.
 """
 
 import heapq
-from collections.abc import Sequence
-from itertools import pairwise
 from math import inf
 
 import numpy as np
@@ -19,11 +17,11 @@ from hetero.eviction.policies import FarthestNextUse, FirstIn, LeastRecent
 
 __all__ = ["fill", "sweep"]
 
+_CRUMBS = 16  # copies smaller than this fraction of what is needed are not worth asking back
+
 
 def sweep(problem: Intervals, room: Ints, policy: Policy) -> Bools:
-    """The intervals that ``policy`` keeps in steady state with ``room[t]`` bytes beside the operands of
-    ``t``.
-    """
+    """What ``policy`` keeps in steady state with ``room[t]`` bytes beside the operands of ``t``."""
     if isinstance(policy, FarthestNextUse | LeastRecent | FirstIn):
         keep = _Walk(problem, room).by_rank(policy)
     else:
@@ -35,13 +33,10 @@ def fill(problem: Intervals, room: Ints, keep: Bools, order: Ints) -> Bools:
     """``keep`` and every further interval, taken in ``order``, that fits beside those already kept."""
     free = room - problem.load(keep)
     filled = keep.copy()
-    for j in order.tolist():
-        nbytes = int(problem.nbytes[j])
-        if filled[j]:
-            continue
-        begin, end = int(problem.begin[j]), int(problem.end[j])
+    columns = (order, problem.begin[order], problem.end[order], problem.nbytes[order])
+    for j, begin, end, nbytes in zip(*(column.tolist() for column in columns), strict=True):
         spans = _spans(begin, end, problem.periods)
-        if all(int(free[a:b].min()) >= nbytes for a, b in spans):
+        if all(free[a] >= nbytes and free[a:b].min() >= nbytes for a, b in spans):
             filled[j] = True
             for a, b in spans:
                 free[a:b] -= nbytes
@@ -49,148 +44,179 @@ def fill(problem: Intervals, room: Ints, keep: Bools, order: Ints) -> Bools:
 
 
 def _spans(begin: int, end: int, periods: int) -> list[tuple[int, int]]:
-    spans = [(begin, min(end, periods)), (max(begin, periods) - periods, end - periods)]
-    return [(a, b) for a, b in spans if a < b]
+    if end <= periods:
+        return [(begin, end)] if begin < end else []
+    wrapped = (max(begin - periods, 0), end - periods)
+    return [(begin, periods), wrapped] if begin < periods else [wrapped]
 
 
 class _Walk:
-    """Two iterations (one if not cyclic), starting empty; what ends or is evicted in the last one counts."""
+    """Two iterations (one if not cyclic), starting empty; what ends or is evicted in the last one counts.
+
+    [Note: instances] Interval ``j`` entered in turn ``k`` (0 or 1) is instance ``j + k * count``.
+    """
 
     def __init__(self, problem: Intervals, room: Ints) -> None:
         self.problem = problem
-        self.periods = problem.periods
         self.turns = 2 if problem.cyclic else 1
-        self.room: list[int] = room.tolist()
-        self.begin: list[int] = problem.begin.tolist()
-        self.end: list[int] = problem.end.tolist()
-        self.nbytes: list[int] = problem.nbytes.tolist()
-        worth = problem.reused | (problem.group >= 0)
-        self.worth: list[bool] = worth.tolist()
-        order = np.argsort(problem.begin, kind="stable")
-        bounds = np.searchsorted(problem.begin[order], np.arange(self.periods + 2))
-        ordered = order.tolist()
-        self.entering = [ordered[a:b] for a, b in pairwise(bounds.tolist())]
+        self.count = len(problem.use)
+        self.room: list[int] = np.tile(room, self.turns + 1).tolist()
+        self.worth = (problem.reused | (problem.group >= 0)) & (problem.end > problem.begin)
+        shift = np.repeat(np.arange(self.turns) * problem.periods, self.count)
+        self.begin = np.tile(problem.begin, self.turns) + shift
+        self.until = np.tile(problem.end, self.turns) + shift
 
     def by_rank(self, policy: Policy) -> Bools:
-        """One heap whose smallest entry is the next victim."""
-        problem, periods = self.problem, self.periods
-        begin, end, nbytes, worth = self.begin, self.end, self.nbytes, self.worth
-        farthest, first_in = isinstance(policy, FarthestNextUse), isinstance(policy, FirstIn)
-        next_use: list[int] = problem.next_use.tolist()
-        reused: list[bool] = problem.reused.tolist()
-        tensor: list[int] = problem.tensor.tolist()
-        fetched_at: dict[int, int] = {}
-        keep = np.ones(len(begin), dtype=bool)
-        keep[~np.asarray(worth, dtype=bool)] = False
-        leaving = [0] * ((self.turns + 2) * periods + 2)
-        heap: list[tuple[int, int, int, int]] = []  # rank, -bytes, interval, unrolled end
-        dropped: set[tuple[int, int]] = set()
-        load = 0
-        for now in range(1, self.turns * periods + 1):
-            moment, shift = (now - 1) % periods + 1, (now - 1) // periods * periods
+        """One heap of ``rank * instances + instance``, whose smallest entry is the next victim."""
+        instances, last = self.turns * self.count, self.turns * self.problem.periods
+        prune = isinstance(policy, FarthestNextUse)
+        first_in = _FirstIn(self) if isinstance(policy, FirstIn) else None
+        ranks = self._ranks(policy)
+        entering, bounds = self._entering(everything=first_in is not None)
+        nbytes: list[int] = np.tile(self.problem.nbytes, self.turns).tolist()
+        until: list[int] = self.until.tolist()
+        leaving = [0] * (3 * self.problem.periods + 2)
+        room, heap, dropped, load = self.room, list[int](), list[int](), 0
+        for now in range(1, last + 1):
             load -= leaving[now]
-            for j in self.entering[moment]:
-                rank = begin[j] + shift
-                if first_in:
-                    rank = fetched_at.setdefault(tensor[j], rank)
-                    if not reused[j]:
-                        del fetched_at[tensor[j]]
-                until = end[j] + shift
-                if until <= now or not worth[j] or not nbytes[j]:
-                    continue
-                if farthest:
-                    rank = -(next_use[j] + shift) if reused[j] else -(1 << 60)
-                heapq.heappush(heap, (rank, -nbytes[j], j, until))
-                leaving[until] += nbytes[j]
-                load += nbytes[j]
-            room = self.room[now % periods]
-            if load <= room:
+            for instance in entering[bounds[now] : bounds[now + 1]]:
+                if first_in is not None:
+                    rank = first_in.entered(instance, now)
+                    if until[instance] <= now:
+                        continue
+                else:
+                    rank = ranks[instance]
+                heapq.heappush(heap, rank * instances + instance)
+                leaving[until[instance]] += nbytes[instance]
+                load += nbytes[instance]
+            if load <= room[now]:
                 continue
             victims = []
-            while load > room:
+            excess = load - room[now]
+            while load > room[now]:
                 entry = heapq.heappop(heap)
-                if entry[3] <= now:
-                    continue
-                victims.append(entry)
-                load += entry[1]
+                instance = entry % instances
+                if until[instance] > now:
+                    victims.append(entry)
+                    load -= nbytes[instance]
             for entry in reversed(victims):
-                if farthest and load - entry[1] <= room:
-                    load -= entry[1]
+                instance = entry % instances
+                size = nbytes[instance]
+                if prune and load + size <= room[now] and size * _CRUMBS >= excess:
+                    load += size
                     heapq.heappush(heap, entry)
                     continue
-                _, negative, j, until = entry
-                leaving[until] += negative
-                fetched_at.pop(tensor[j], None)
-                dropped.add((j, until))
-        for j, until in dropped:
-            # The instance that ends within (last turn's start, its end] is the one that steady state repeats.
-            if not self.problem.cyclic or periods < until <= 2 * periods:
-                keep[j] = False
+                leaving[until[instance]] -= size
+                dropped.append(instance)
+                if first_in is not None:
+                    first_in.left(instance)
+        return self._steady(dropped)
+
+    def _ranks(self, policy: Policy) -> list[int]:
+        """Per instance, who leaves first: farthest next use (ties: most bytes), or oldest use."""
+        nbytes = np.tile(self.problem.nbytes, self.turns)
+        if isinstance(policy, FarthestNextUse):
+            reused = np.tile(self.problem.reused, self.turns)
+            order = np.lexsort((-nbytes, -np.where(reused, self.until, 1 << 60)))
+        else:
+            order = np.argsort(self.begin, kind="stable")
+        ranks = np.empty(len(order), dtype=np.int64)
+        ranks[order] = np.arange(len(order))
+        listed: list[int] = ranks.tolist()
+        return listed
+
+    def _entering(self, *, everything: bool) -> tuple[list[int], list[int]]:
+        """Instances in the order in which they enter, and where each moment's begin in that list.
+
+        Without ``everything``, only those that hold memory.
+        """
+        chosen = np.flatnonzero(everything | np.tile(self.worth & (self.problem.nbytes > 0), self.turns))
+        order = chosen[np.argsort(self.begin[chosen], kind="stable")]
+        moments = np.arange(self.turns * self.problem.periods + 2)
+        return order.tolist(), np.searchsorted(self.begin[order], moments).tolist()
+
+    def _steady(self, dropped: list[int]) -> Bools:
+        """What is kept, given the dropped instances: the last turn, (T, 2T] of a cyclic trace, repeats."""
+        instances = np.asarray(dropped, dtype=np.int64)
+        if self.problem.cyclic:
+            ends, periods = self.until[instances], self.problem.periods
+            instances = instances[(ends > periods) & (ends <= 2 * periods)]
+        keep = self.problem.reused | (self.problem.group >= 0)
+        keep[instances % max(self.count, 1)] = False
         return keep
 
     def by_asking(self, policy: Policy) -> Bools:
         """Show ``policy`` the live copies when room is short; what it will not name leaves by last use."""
-        problem, periods = self.problem, self.periods
-        keep = np.asarray(self.worth, dtype=bool).copy()
-        live: dict[int, tuple[int, int, int]] = {}  # tensor -> interval, unrolled begin, unrolled end
-        fetched_at: dict[int, int] = {}
-        clean: set[int] = set()  # groups already written back since their write
-        for now in range(1, self.turns * periods + 1):
-            moment, shift = (now - 1) % periods + 1, (now - 1) // periods * periods
-            for x in [x for x, (_, _, until) in live.items() if until <= now]:
-                del live[x]
-            for j in self.entering[moment]:
-                x = int(problem.tensor[j])
-                start = fetched_at.setdefault(x, now - 1)
-                if not problem.reused[j]:
-                    del fetched_at[x]
-                if problem.written[j]:
-                    clean.discard(int(problem.group[j]))
-                if self.end[j] + shift > now and self.worth[j]:
-                    live[x] = (j, start, self.end[j] + shift)
-            excess = sum(self.nbytes[j] for j, _, _ in live.values()) - self.room[now % periods]
-            if excess <= 0:
+        tensor, group, written = (self.problem.tensor, self.problem.group, self.problem.written)
+        entering, bounds = self._entering(everything=True)
+        first_in = _FirstIn(self)
+        live: dict[int, tuple[int, int]] = {}  # tensor -> instance, when fetched
+        saved: set[int] = set()  # groups written back since their write
+        dropped: list[int] = []
+        for now in range(1, self.turns * self.problem.periods + 1):
+            live = {x: copy for x, copy in live.items() if self.until[copy[0]] > now}
+            for instance in entering[bounds[now] : bounds[now + 1]]:
+                j = instance % self.count
+                fetched = first_in.entered(instance, now)
+                if written[j]:
+                    saved.discard(int(group[j]))
+                if self.worth[j]:
+                    live[int(tensor[j])] = (instance, fetched)
+            held = sum(int(self.problem.nbytes[instance % self.count]) for instance, _ in live.values())
+            if held <= self.room[now]:
                 continue
-            for x in self._victims(policy, live, clean, now, excess):
-                j, _, until = live.pop(x)
-                fetched_at.pop(x, None)
-                if problem.group[j] >= 0:
-                    clean.add(int(problem.group[j]))
-                if not problem.cyclic or periods < until <= 2 * periods:
-                    keep[j] = False
-        return keep
+            candidates = [self._candidate(live[x], now, saved) for x in sorted(live)]
+            for x in _chosen(policy, candidates, held - self.room[now]):
+                instance, _ = live.pop(x)
+                saved.add(int(group[instance % self.count]))
+                first_in.left(instance)
+                dropped.append(instance)
+        return self._steady(dropped)
 
-    def _victims(
-        self,
-        policy: Policy,
-        live: dict[int, tuple[int, int, int]],
-        clean: set[int],
-        now: int,
-        excess: int,
-    ) -> Sequence[int]:
-        problem = self.problem
-        candidates = []
-        for x, (j, start, until) in sorted(live.items()):
-            shift = until - self.end[j]
-            candidates.append(
-                Candidate(
-                    tensor=x,
-                    nbytes=self.nbytes[j],
-                    next_use=float(problem.next_use[j] + shift - now) if problem.reused[j] else inf,
-                    last_use=float(problem.use[j] + shift),
-                    fetched_at=float(start),
-                    dirty=bool(problem.group[j] >= 0 and int(problem.group[j]) not in clean),
-                )
-            )
-        chosen = [x for x in dict.fromkeys(policy.victims(candidates, excess)) if x in live]
-        freed = sum(self.nbytes[live[x][0]] for x in chosen)
-        for candidate in sorted(candidates, key=lambda c: (c.last_use, c.tensor)):
-            if freed >= excess:
-                break
-            if candidate.tensor not in chosen:
-                chosen.append(candidate.tensor)
-                freed += candidate.nbytes
-        return chosen
+    def _candidate(self, copy: tuple[int, int], now: int, saved: set[int]) -> Candidate:
+        instance, fetched = copy
+        problem, j = self.problem, instance % self.count
+        return Candidate(
+            tensor=int(problem.tensor[j]),
+            nbytes=int(problem.nbytes[j]),
+            next_use=float(self.until[instance] - now) if problem.reused[j] else inf,
+            last_use=float(self.begin[instance] - 1),
+            fetched_at=float(fetched),
+            dirty=bool(problem.group[j] >= 0) and int(problem.group[j]) not in saved,
+        )
+
+
+class _FirstIn:
+    """Since when each tensor has been resident without a break."""
+
+    def __init__(self, walk: _Walk) -> None:
+        self.tensor: list[int] = np.tile(walk.problem.tensor, walk.turns).tolist()
+        self.reused: list[bool] = np.tile(walk.problem.reused, walk.turns).tolist()
+        self.since: dict[int, int] = {}
+
+    def entered(self, instance: int, now: int) -> int:
+        """When the copy used just before ``now`` was fetched."""
+        since = self.since.setdefault(self.tensor[instance], now - 1)
+        if not self.reused[instance]:  # the next use fetches anew, whatever happens until then
+            del self.since[self.tensor[instance]]
+        return since
+
+    def left(self, instance: int) -> None:
+        self.since.pop(self.tensor[instance], None)
+
+
+def _chosen(policy: Policy, candidates: list[Candidate], nbytes: int) -> list[int]:
+    """The policy's victims; if they free too little, the longest unused follow."""
+    sizes = {candidate.tensor: candidate.nbytes for candidate in candidates}
+    chosen = [x for x in dict.fromkeys(policy.victims(candidates, nbytes)) if x in sizes]
+    freed = sum(sizes[x] for x in chosen)
+    for candidate in sorted(candidates, key=lambda c: (c.last_use, c.tensor)):
+        if freed >= nbytes:
+            break
+        if candidate.tensor not in chosen:
+            chosen.append(candidate.tensor)
+            freed += candidate.nbytes
+    return chosen
 
 
 def _repaired(problem: Intervals, room: Ints, keep: Bools) -> Bools:

@@ -6,6 +6,9 @@ Fetches are taken in the order of use and each starts at the first opportunity t
 It evicts nothing to that end; how much room there is was decided with the intervals.
 """
 
+from itertools import pairwise
+from typing import NamedTuple
+
 import numpy as np
 
 from hetero.eviction.intervals import Bools, Intervals, Ints
@@ -13,6 +16,7 @@ from hetero.eviction.model import Actions, Schedule
 
 __all__ = ["lay_out"]
 
+_NOTHING = Actions()
 _CHUNK = 256  # periods looked at together when searching backwards for the last one without room
 
 
@@ -28,24 +32,42 @@ def lay_out(
     if prefetch:
         starts = _Placement(problem, keep, fetches, leaving).starts()
     else:
-        starts = [deadline for deadline, _, _, _ in fetches]
+        starts = [fetch.deadline for fetch in fetches]
     return _schedule(problem, keep, fetches, starts, policy)
 
 
-# deadline (in [0, T)), tensor, release (unrolled, <= deadline), interval or -1
-_Fetch = tuple[int, int, int, int]
+class _Fetch(NamedTuple):
+    """A transfer that may start in ``[release, deadline]``; the release is unrolled, negative before the
+    wrap.
+    """
+
+    deadline: int
+    tensor: int
+    release: int
+    interval: int  # -1 for a first use
+    nbytes: int
+    may_stay: bool  # the copy is there until the release and could simply be kept
 
 
 def _fetches(problem: Intervals, keep: Bools) -> list[_Fetch]:
-    periods = problem.periods
+    """What the intervals that are not kept cost in fetches, in the order of use."""
     missing = np.flatnonzero((problem.next_use >= 0) & ~(keep & problem.reused))
     deadline = problem.next_use[missing]
-    turn = deadline // max(periods, 1) * periods
-    release = problem.release[missing] - turn
-    columns = (deadline - turn, problem.tensor[missing], release, missing)
-    found: list[_Fetch] = list(zip(*(column.tolist() for column in columns), strict=True))
-    found += [(use, tensor, release, -1) for tensor, use, release in problem.first_fetches]
-    return sorted(found)
+    turn = deadline // max(problem.periods, 1) * problem.periods
+    columns = (
+        deadline - turn,
+        problem.tensor[missing],
+        problem.release[missing] - turn,
+        missing,
+        problem.nbytes[missing],
+        problem.reused[missing],
+    )
+    found = list(map(_Fetch._make, zip(*(column.tolist() for column in columns), strict=True)))
+    for tensor, use, release in problem.first_fetches:
+        nbytes = int(problem.nbytes[np.searchsorted(problem.tensor, tensor)])
+        found.append(_Fetch(use, tensor, release, -1, nbytes, may_stay=False))
+    found.sort()
+    return found
 
 
 class _Placement:
@@ -74,36 +96,32 @@ class _Placement:
 
     def _place(self, earliest: int) -> tuple[list[int], int, int]:
         """The starts, and the first and last of them that are really fetched."""
-        problem = self.problem
         starts = []
         first: int | None = None
-        for deadline, tensor, release, j in self.fetches:
-            nbytes = self._nbytes(tensor, j)
+        for deadline, _, release, j, nbytes, may_stay in self.fetches:
             start = self._first_fit(max(earliest, release), deadline, nbytes)
             starts.append(start)
-            self._occupy(start, deadline, nbytes)
-            if start <= release and j >= 0 and problem.reused[j]:
+            if start < deadline:
+                self._occupy(start, deadline, nbytes)
+            if start <= release and may_stay:
                 self.keep[j] = True  # there was room all along: it need not have left
                 continue
             earliest = start
             first = start if first is None else first
         return starts, earliest if first is None else first, earliest
 
-    def _nbytes(self, tensor: int, j: int) -> int:
-        if j >= 0:
-            return int(self.problem.nbytes[j])
-        return int(self.problem.nbytes[np.searchsorted(self.problem.tensor, tensor)])
-
     def _first_fit(self, low: int, deadline: int, nbytes: int) -> int:
         """The least start >= low such that every period in ``[start, deadline)`` has ``nbytes`` free."""
         free, periods = self.free, self.problem.periods
+        if free[deadline - 1] < nbytes:  # index -1 is the last period of the iteration before
+            return deadline
         high = deadline
         while high > low:
             a = max(low, high - _CHUNK)
             if a < 0 < high:
                 a = 0
             base = a % periods
-            blocked = np.flatnonzero(free[base : base + high - a] < nbytes)
+            blocked = (free[base : base + high - a] < nbytes).nonzero()[0]
             if len(blocked):
                 return a + int(blocked[-1]) + 1
             high = a
@@ -121,40 +139,41 @@ def _schedule(
     problem: Intervals, keep: Bools, fetches: list[_Fetch], starts: list[int], policy: str
 ) -> Schedule:
     periods = problem.periods
-    evict: list[list[int]] = [[] for _ in range(periods)]
-    fetch: list[list[int]] = [[] for _ in range(periods)]
-    start_set: set[int] = set()
-    fetched = 0
-    # Copies that are invalidated as soon as their use is over, or that the trace's end finds, are not
-    # evicted.
-    stays = keep | (problem.end <= problem.begin)
+    # Copies that are invalidated as soon as their use is over, or that the trace's end finds, do not leave.
+    leaves = ~keep & (problem.end > problem.begin)
     if not problem.cyclic:
-        stays |= problem.begin >= periods
-    for x, moment in zip(problem.tensor[~stays].tolist(), problem.begin[~stays].tolist(), strict=True):
-        evict[moment % periods].append(x)
-    for (_, x, _, j), at in zip(fetches, starts, strict=True):
-        if j >= 0 and keep[j] and problem.reused[j]:
-            continue
-        fetch[at % periods].append(x)
-        fetched += int(problem.nbytes[j]) if j >= 0 else 0
-        if at < 0:
-            start_set.add(x)
+        leaves &= problem.begin < periods
+    evict = _by_moment(problem.tensor[leaves], problem.begin[leaves], periods)
+    real = [(fetch, at) for fetch, at in zip(fetches, starts, strict=True) if not _stays(fetch, keep)]
+    tensors = np.fromiter((fetch.tensor for fetch, _ in real), dtype=np.int64, count=len(real))
+    moments = np.fromiter((at for _, at in real), dtype=np.int64, count=len(real))
+    fetch = _by_moment(tensors, moments, periods)
+    start_set: set[int] = set()
     if problem.cyclic:
         across = keep & (problem.end >= periods) | (problem.begin >= periods)
-        start_set.update(problem.tensor[across].tolist())
-    else:
-        fetched += problem.compulsory_bytes - _non_first_compulsory(problem)
+        start_set.update(problem.tensor[across].tolist(), tensors[moments < 0].tolist())
     return Schedule(
         actions=tuple(
-            Actions(evict=tuple(gone), fetch=tuple(come)) for gone, come in zip(evict, fetch, strict=True)
+            Actions(evict=gone, fetch=come) if gone or come else _NOTHING
+            for gone, come in zip(evict, fetch, strict=True)
         ),
         start=tuple(sorted(start_set)),
-        fetched_bytes=fetched,
+        fetched_bytes=sum(fetch.nbytes for fetch, _ in real),
         written_back_bytes=problem.written_back_bytes(keep),
         predicted_seconds=0.0,
         policy=policy,
     )
 
 
-def _non_first_compulsory(problem: Intervals) -> int:
-    return int(problem.nbytes[(problem.next_use >= 0) & ~problem.reused].sum())
+def _stays(fetch: _Fetch, keep: Bools) -> bool:
+    """Placement found that the copy never has to leave."""
+    return fetch.may_stay and bool(keep[fetch.interval])
+
+
+def _by_moment(tensors: Ints, moments: Ints, periods: int) -> list[tuple[int, ...]]:
+    """Tensor ids per moment of the iteration, in the given order."""
+    moments = moments % max(periods, 1)
+    order = np.argsort(moments, kind="stable")
+    ordered = tensors[order].tolist()
+    bounds = np.searchsorted(moments[order], np.arange(periods + 1)).tolist()
+    return [tuple(ordered[a:b]) if a < b else () for a, b in pairwise(bounds)]

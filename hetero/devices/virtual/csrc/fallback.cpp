@@ -1,12 +1,13 @@
 // The boxed fallback: any operator that has a CPU kernel, run on device memory.
 //
-// Owns: the calling convention. Operands are shown to the CPU kernel as aliases of their own bytes; whatever the kernel allocates is
-// device memory from the start, so results are handed over, not copied, and count once. Operands must all be on the
-// device, but for 0-dim CPU tensors and the few arguments that CUDA too takes from the host.
+// Owns: the calling convention. Operands are shown to the CPU kernel as aliases of their own bytes; whatever the
+// kernel allocates is device memory from the start, so results are handed over, not copied, and count once.
+// Operands must all be on the device, but for 0-dim CPU tensors and the few arguments that CUDA too takes from the host.
+#include "fallback.h"
+
+#include <ATen/SparseTensorImpl.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/stack.h>
-#include <torch/library.h>
 
 #include <unordered_map>
 
@@ -15,7 +16,7 @@
 namespace hetero {
 namespace {
 
-// What the schema says, read once per operator.
+// What the schema says, read once per operator and thread.
 struct Plan {
   struct Argument { bool write, view; };
   c10::SmallVector<Argument, 12> arguments;
@@ -40,7 +41,7 @@ const Plan& plan_of(const c10::FunctionSchema& schema) {
   }
   plan.takes_host_tensors = starts_with_any(
       schema.name(), {"aten::index", "aten::_index_put_impl_", "aten::_unsafe_index", "aten::_unsafe_masked_index",
-                      "aten::_pack_padded_sequence", "aten::_pin_memory", "aten::_fused_"});
+                      "aten::_pack_padded_sequence", "aten::_fused_"});
   plan.returns_host_value = false;
   for (const auto& r : schema.returns()) {
     auto kind = r.type()->kind();
@@ -52,6 +53,11 @@ const Plan& plan_of(const c10::FunctionSchema& schema) {
 
 struct Operand {
   at::Tensor device, alias;
+  bool write, view;
+};
+
+struct SparseOperand {
+  at::Tensor device, alias;
   bool write;
 };
 
@@ -59,54 +65,70 @@ struct Call {
   const c10::OperatorHandle& op;
   const Plan& plan;
   c10::SmallVector<Operand, 8> operands;
-  c10::SmallVector<Use, 8> uses;
+  c10::SmallVector<SparseOperand, 1> sparse_operands;
   c10::SmallVector<std::pair<c10::StorageImpl*, c10::Storage>, 4> adopted;  // CPU storage -> device storage
   at::Tensor host_operand, host_written;
 
   at::Tensor show(const at::Tensor& t, const Plan::Argument& a);
+  at::Tensor show_sparse(const at::Tensor& t, const Plan::Argument& a);
   void show_argument(c10::IValue& v, const Plan::Argument& a);
   void check_devices() const;
+  void record(Stream& s) const;
   void write_back();
   at::Tensor take(const at::Tensor& t);
+  at::Tensor take_sparse(const at::Tensor& t);
   void take_return(c10::IValue& v);
 };
+
+at::SparseTensorImpl* sparse_impl(const at::Tensor& t) {
+  return static_cast<at::SparseTensorImpl*>(t.unsafeGetTensorImpl());
+}
 
 // The alias that the CPU kernel gets for operand t. Operands on one storage share one alias storage, so that the
 // kernel's own overlap checks hold and views of it are recognised.
 at::Tensor Call::show(const at::Tensor& t, const Plan::Argument& a) {
-  if (!t.defined()) return t;
   if (!on_device(t)) {
-    if (t.device().is_cpu()) {
+    if (t.defined() && t.device().is_cpu()) {
       if (a.write) host_written = t;
       else if (t.dim() > 0) host_operand = t;
     }
     return t;
   }
-  TORCH_CHECK_NOT_IMPLEMENTED(t.layout() == c10::kStrided, "virtual accelerator: ", op.schema().name(),
-                              " does not take a tensor of layout ", t.layout());
-  if (!a.view) uses.push_back(use_of(t, a.write));
+  if (t.layout() != c10::kStrided) return show_sparse(t, a);
   at::Tensor alias;
   for (auto& o : operands) {
     if (o.device.unsafeGetTensorImpl() == t.unsafeGetTensorImpl()) {
       o.write |= a.write;
+      o.view &= a.view;
       return o.alias;
     }
-    if (!alias.defined() && o.device.storage().unsafeGetStorageImpl() == t.storage().unsafeGetStorageImpl()) {
-      alias = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(o.alias.storage()),
-                                                       c10::DispatchKeySet(c10::DispatchKey::CPU), t.dtype());
-      alias.unsafeGetTensorImpl()->set_sizes_and_strides(t.sizes(), t.strides(), t.storage_offset());
-    }
+    if (!alias.defined() && o.device.storage().unsafeGetStorageImpl() == t.storage().unsafeGetStorageImpl())
+      alias = tensor_on(o.alias.storage(), c10::DispatchKey::CPU, t);
   }
   if (!alias.defined()) alias = alias_on_cpu(t);
-  operands.push_back({t, alias, a.write});
-  if (!a.view) uses.back().tensor = &t;
+  operands.push_back({t, alias, a.write, a.view});
+  return alias;
+}
+
+at::Tensor Call::show_sparse(const at::Tensor& t, const Plan::Argument& a) {
+  TORCH_CHECK_NOT_IMPLEMENTED(t.layout() == c10::kSparse, "virtual accelerator: ", op.schema().name(),
+                              " does not take a tensor of layout ", t.layout());
+  for (auto& o : sparse_operands)
+    if (o.device.unsafeGetTensorImpl() == t.unsafeGetTensorImpl()) return o.alias;
+  auto* impl = sparse_impl(t);
+  at::Tensor indices = show(impl->indices(), a), values = show(impl->values(), a);
+  at::Tensor alias = at::detail::make_tensor<at::SparseTensorImpl>(c10::DispatchKeySet(c10::DispatchKey::SparseCPU),
+                                                                   t.dtype());
+  sparse_impl(alias)->resize_(impl->sparse_dim(), impl->dense_dim(), t.sizes());
+  sparse_impl(alias)->set_indices_and_values_unsafe(indices, values);
+  sparse_impl(alias)->set_coalesced(impl->coalesced());
+  sparse_operands.push_back({t, alias, a.write});
   return alias;
 }
 
 void Call::show_argument(c10::IValue& v, const Plan::Argument& a) {
   if (v.isTensor()) {
-    const at::Tensor& t = v.toTensor();
-    if (t.defined()) v = show(t, a);
+    if (v.toTensor().defined()) v = show(v.toTensor(), a);
   } else if (v.isTensorList()) {
     c10::List<at::Tensor> shown;
     auto list = v.toTensorList();
@@ -126,10 +148,18 @@ void Call::show_argument(c10::IValue& v, const Plan::Argument& a) {
 }
 
 void Call::check_devices() const {
-  const bool mixed = !operands.empty() && (host_written.defined() || (host_operand.defined() && !plan.takes_host_tensors));
-  TORCH_CHECK(!mixed, "Expected all tensors to be on the same device, but found at least two devices, virtual:0 and cpu! (in ",
-              op.schema().name(), ", which got a ", describe(host_written.defined() ? host_written : host_operand),
+  if (operands.empty()) return;
+  const bool mixed = host_written.defined() || (host_operand.defined() && !plan.takes_host_tensors);
+  TORCH_CHECK(!mixed, "Expected all tensors to be on the same device, but found at least two devices, virtual:0 and cpu! (",
+              op.schema().name(), " got the tensor ", describe(host_written.defined() ? host_written : host_operand),
               " on the cpu)");
+}
+
+void Call::record(Stream& s) const {
+  c10::SmallVector<Use, 8> uses;
+  for (auto& o : operands)
+    if (!o.view) uses.push_back(use_of(o.device, o.write));
+  record_uses(s, uses);
 }
 
 // out= operators may have resized an operand, or given it other strides: carry that over to the device tensor.
@@ -149,23 +179,44 @@ void Call::write_back() {
     if (o.alias.sizes() != o.device.sizes() || o.alias.strides() != o.device.strides())
       o.device.unsafeGetTensorImpl()->set_sizes_and_strides(o.alias.sizes(), o.alias.strides(), o.alias.storage_offset());
   }
+  for (auto& o : sparse_operands) {
+    if (!o.write) continue;
+    auto *to = sparse_impl(o.device), *from = sparse_impl(o.alias);
+    to->raw_resize_(from->sparse_dim(), from->dense_dim(), o.alias.sizes());
+    to->set_indices_and_values_unsafe(take(from->indices()), take(from->values()));
+    to->set_coalesced(from->coalesced());
+  }
 }
 
 // The device tensor for what the CPU kernel returned.
 at::Tensor Call::take(const at::Tensor& t) {
   if (!t.defined() || !t.device().is_cpu()) return t;
+  if (t.layout() != c10::kStrided) return take_sparse(t);
   for (auto& o : operands)
     if (o.alias.unsafeGetTensorImpl() == t.unsafeGetTensorImpl()) return o.device;
   if (host_written.defined() && host_written.unsafeGetTensorImpl() == t.unsafeGetTensorImpl()) return t;
-  TORCH_CHECK_NOT_IMPLEMENTED(t.layout() == c10::kStrided, "virtual accelerator: ", op.schema().name(),
-                              " made a tensor of layout ", t.layout());
   auto* storage = t.storage().unsafeGetStorageImpl();
   for (auto& o : operands)
-    if (o.alias.storage().unsafeGetStorageImpl() == storage) return device_view(o.device.storage(), t);
+    if (o.alias.storage().unsafeGetStorageImpl() == storage)
+      return tensor_on(o.device.storage(), c10::DispatchKey::PrivateUse1, t);
   for (auto& [cpu, device] : adopted)
-    if (cpu == storage) return device_view(device, t);
+    if (cpu == storage) return tensor_on(device, c10::DispatchKey::PrivateUse1, t);
   at::Tensor result = adopt(t);
   adopted.emplace_back(storage, result.storage());
+  return result;
+}
+
+at::Tensor Call::take_sparse(const at::Tensor& t) {
+  TORCH_CHECK_NOT_IMPLEMENTED(t.layout() == c10::kSparse, "virtual accelerator: ", op.schema().name(),
+                              " made a tensor of layout ", t.layout());
+  for (auto& o : sparse_operands)
+    if (o.alias.unsafeGetTensorImpl() == t.unsafeGetTensorImpl()) return o.device;
+  auto* from = sparse_impl(t);
+  at::Tensor result = at::detail::make_tensor<at::SparseTensorImpl>(
+      c10::DispatchKeySet(c10::DispatchKey::SparsePrivateUse1), t.dtype());
+  sparse_impl(result)->resize_(from->sparse_dim(), from->dense_dim(), t.sizes());
+  sparse_impl(result)->set_indices_and_values_unsafe(take(from->indices()), take(from->values()));
+  sparse_impl(result)->set_coalesced(from->coalesced());
   return result;
 }
 
@@ -179,28 +230,18 @@ void Call::take_return(c10::IValue& v) {
   }
 }
 
-}  // namespace
-
-void cpu_fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack, c10::DispatchKey cpu_key) {
   const auto& schema = op.schema();
   const size_t arguments = schema.arguments().size(), returns = schema.returns().size();
   Call call{op, plan_of(schema)};
-  std::vector<c10::IValue> kept(stack->end() - arguments, stack->end());  // keeps the device operands alive
   for (size_t i = 0; i < arguments; ++i)
     call.show_argument((*stack)[stack->size() - arguments + i], call.plan.arguments[i]);
   call.check_devices();
-  for (auto& u : call.uses)
-    for (auto& o : call.operands)
-      if (u.tensor->unsafeGetTensorImpl() == o.device.unsafeGetTensorImpl()) u.tensor = &o.device;
   Stream& s = stream(current_stream());
-  record_uses(s, call.uses);
+  call.record(s);
   {
-    std::lock_guard<std::recursive_mutex> lock(s.exec);
-    s.settle();
-    AllocateOnDevice on_device;
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
-    c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKeySet(c10::DispatchKey::AutocastCPU));
-    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+    InlineWork inline_work(s);
+    op.redispatchBoxed(c10::DispatchKeySet(cpu_key), stack);
   }
   call.write_back();
   for (size_t i = 0; i < returns; ++i) call.take_return((*stack)[stack->size() - returns + i]);
@@ -210,9 +251,17 @@ void cpu_fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
 }
 
-// Operators with a CPU kernel of their own get the fallback explicitly: otherwise the dispatcher would prefer a
-// composite kernel, which is slower and may compute in another order than the CPU does.
-void register_cpu_kernels(torch::Library& library, c10::ArrayRef<std::string> own) {
+void sparse_cpu_fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  run_on_cpu(op, stack, c10::DispatchKey::SparseCPU);
+}
+
+}  // namespace
+
+void cpu_fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  run_on_cpu(op, stack, c10::DispatchKey::CPU);
+}
+
+void register_cpu_kernels(torch::Library& library) {
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const auto& name : dispatcher.getAllOpNames()) {
     if (name.name.rfind("aten::", 0) != 0) continue;
@@ -221,11 +270,14 @@ void register_cpu_kernels(torch::Library& library, c10::ArrayRef<std::string> ow
         op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1))
       continue;
     std::string full = name.name.substr(6) + (name.overload_name.empty() ? "" : "." + name.overload_name);
-    if (std::find(own.begin(), own.end(), full) != own.end()) continue;
     library.impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&cpu_fallback>());
   }
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&cpu_fallback>()); }
+
+TORCH_LIBRARY_IMPL(_, SparsePrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&sparse_cpu_fallback>());
+}
 
 }  // namespace hetero

@@ -10,13 +10,12 @@
 #include <torch/library.h>
 
 #include <cstring>
+#include <thread>
 
+#include "fallback.h"
 #include "tensors.h"
 
 namespace hetero {
-
-void cpu_fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack);
-void register_cpu_kernels(torch::Library& library, c10::ArrayRef<std::string> own);
 
 namespace {
 
@@ -64,17 +63,11 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
     copy_async(s, from, to, source, target);
     return to;
   }
-  std::lock_guard<std::recursive_mutex> lock(s.exec);
-  s.settle();
+  InlineWork inline_work(s);
   TimePoint arrival{};
   if (over_link)
     arrival = book_transfer(on_device(to) ? Direction::kToDevice : Direction::kToHost, to.numel() * to.itemsize());
-  {
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
-    AllocateOnDevice temporaries;
-    Tensor a = on_device(to) ? alias_on_cpu(to) : to;
-    a.copy_(on_device(from) ? alias_on_cpu(from) : from);
-  }
+  (on_device(to) ? alias_on_cpu(to) : to).copy_(on_device(from) ? alias_on_cpu(from) : from);
   if (over_link) {
     sleep_until(arrival);
     if (!non_blocking) {
@@ -93,8 +86,7 @@ Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
 at::Scalar local_scalar_dense(const Tensor& t) {
   Stream& s = stream(current_stream());
   record_uses(s, {use_of(t, false)});
-  std::lock_guard<std::recursive_mutex> lock(s.exec);
-  s.settle();
+  InlineWork inline_work(s);
   sleep_until(book_transfer(Direction::kToHost, t.itemsize()));
   at::Scalar value = at::native::_local_scalar_dense_cpu(alias_on_cpu(t));
   std::lock_guard<std::mutex> state(state_mutex());
@@ -149,8 +141,6 @@ bool has_compatible_shallow_copy_type(const Tensor& a, const Tensor& b) {
   return (dense(a) && dense(b)) || a.unsafeGetTensorImpl()->has_compatible_shallow_copy_type(b.key_set());
 }
 
-bool is_pinned(const Tensor&, std::optional<at::Device>) { return false; }
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
@@ -172,7 +162,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   // On the CPU these choose a kernel by the device's name: let them see CPU tensors.
   for (const char* name : {"convolution", "convolution_backward"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&cpu_fallback>());
-  register_cpu_kernels(m, {});
+  register_cpu_kernels(m);
 }
 
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {

@@ -90,18 +90,16 @@ at::Tensor alias_on_cpu(const at::Tensor& t) {
   at::DataPtr p(source->_mutable_data_ptr_no_checks().get(), nullptr, &no_delete, c10::Device(c10::DeviceType::CPU));
   auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), source->nbytes(),
                                                        std::move(p), cpu_allocator(), true);
-  auto alias = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(std::move(storage)),
-                                                        c10::DispatchKeySet(c10::DispatchKey::CPU), t.dtype());
-  copy_geometry(t, alias);
-  return alias;
+  return tensor_on(c10::Storage(std::move(storage)), c10::DispatchKey::CPU, t);
 }
 
-at::Tensor device_view(c10::Storage storage, const at::Tensor& like) {
-  auto t = at::detail::make_tensor<c10::TensorImpl>(std::move(storage),
-                                                    c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), like.dtype());
+at::Tensor tensor_on(c10::Storage storage, c10::DispatchKey key, const at::Tensor& like) {
+  auto t = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), like.dtype());
   copy_geometry(like, t);
   return t;
 }
+
+InlineWork::InlineWork(Stream& s) : exclusive(s.exec), no_autocast(c10::DispatchKey::AutocastCPU) { s.settle(); }
 
 at::Tensor adopt(const at::Tensor& cpu) {
   auto* from = cpu.storage().unsafeGetStorageImpl();
@@ -120,7 +118,7 @@ at::Tensor adopt(const at::Tensor& cpu) {
   from->set_nbytes(static_cast<size_t>(0));
   auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), nbytes, std::move(moved),
                                                        &device_allocator(), true);
-  return device_view(c10::Storage(std::move(storage)), cpu);
+  return tensor_on(c10::Storage(std::move(storage)), c10::DispatchKey::PrivateUse1, cpu);
 }
 
 void resize_storage(c10::StorageImpl* storage, size_t nbytes) {

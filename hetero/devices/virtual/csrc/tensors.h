@@ -4,6 +4,7 @@
 // copying either way; and which bytes of which block an operator touches.
 #pragma once
 #include <ATen/core/Generator.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 
 #include "memory.h"
@@ -35,8 +36,17 @@ at::Tensor alias_on_cpu(const at::Tensor& t);
 // A device tensor over the memory of a CPU tensor that was made under AllocateOnDevice; copies if it was not.
 at::Tensor adopt(const at::Tensor& cpu);
 
-// A device tensor on `storage` with the geometry of `like`.
-at::Tensor device_view(c10::Storage storage, const at::Tensor& like);
+// A tensor on `storage` with the geometry and type of `like`.
+at::Tensor tensor_on(c10::Storage storage, c10::DispatchKey key, const at::Tensor& like);
+
+// Work of s done by the calling thread, with CPU kernels: in stream order, after what is queued, allocating on the device.
+struct InlineWork {
+  explicit InlineWork(Stream& s);
+  std::lock_guard<std::recursive_mutex> exclusive;
+  AllocateOnDevice on_device;
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  c10::impl::ExcludeDispatchKeyGuard no_autocast;
+};
 
 void resize_storage(c10::StorageImpl* storage, size_t nbytes);
 

@@ -1,0 +1,237 @@
+// Composite operators that choose their way by the device's name, brought back to the CPU's way.
+//
+// Owns: the list of those operators. Without it they would compute right, but not bit for bit what the CPU computes: dropout
+// would draw another mask, attention would take the unfused path, and recurrent layers would ask for kernels that only
+// CUDA has.
+#include <ATen/NativeFunctions.h>
+#include <ATen/Functions.h>
+#include <ATen/SavedTensorHooks.h>
+#include <ATen/native/DispatchStub.h>
+#include <ATen/native/transformers/attention.h>
+#include <ATen/ops/_fused_sdp_choice.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include "tensors.h"
+
+namespace hetero {
+namespace {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// --- dropout ---
+
+Tensor dropout_noise(const Tensor& input, double p) { return at::empty_like(input).bernoulli_(1 - p).div_(1 - p); }
+
+void check_probability(double p) {
+  TORCH_CHECK(p >= 0 && p <= 1, "dropout probability has to be between 0 and 1, but got ", p);
+}
+
+Tensor dropout(const Tensor& input, double p, bool train) {
+  check_probability(p);
+  if (p == 0 || !train || input.sym_numel() == 0) return input;
+  if (p == 1) return input.mul(at::zeros({}, input.options()));
+  return input.mul(dropout_noise(input, p));
+}
+
+Tensor& dropout_(Tensor& input, double p, bool train) {
+  check_probability(p);
+  if (p == 0 || !train || input.sym_numel() == 0) return input;
+  if (p == 1) return input.mul_(at::zeros({}, input.options()));
+  return input.mul_(dropout_noise(input, p));
+}
+
+// --- attention ---
+
+// Which attention kernel the CPU would take: it looks at shapes, strides and requires_grad only.
+int64_t fused_sdp_choice(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask,
+                         double dropout_p, bool is_causal, std::optional<double> scale, bool enable_gqa) {
+  auto show = [](const Tensor& t) {
+    Tensor alias = on_device(t) ? alias_on_cpu(t) : t.detach();
+    if (at::isFloatingType(alias.scalar_type())) alias.set_requires_grad(t.requires_grad());
+    return alias;
+  };
+  std::optional<Tensor> shown_mask;
+  if (mask && mask->defined()) shown_mask = show(*mask);
+  return at::_fused_sdp_choice(show(query), show(key), show(value), shown_mask, dropout_p, is_causal, scale, enable_gqa);
+}
+
+// --- recurrent layers ---
+
+// Their CPU implementation is many operators under one name. It runs whole, on aliases; what is saved for backward are
+// the inputs, as device tensors, so that saved_tensors_hooks see them, and backward runs it again with gradients. As for
+// cuDNN's, there is no double backward.
+struct WithoutHooks {
+  at::impl::SavedTensorDefaultHooksTLS before = at::SavedTensorDefaultHooks::get_tls_state();
+  WithoutHooks() { at::SavedTensorDefaultHooks::set_tls_state({}); }
+  ~WithoutHooks() { at::SavedTensorDefaultHooks::set_tls_state(before); }
+};
+
+// The arguments of a call with every tensor taken out: enough to call again with other tensors in their places.
+struct Frame {
+  const c10::OperatorHandle* op;
+  std::vector<c10::IValue> arguments;  // for a tensor None, for a list of tensors their number
+  std::vector<char> kinds;             // 't'ensor, 'l'ist, 'o'ther
+  Tensor rng_state;                    // if it draws random numbers
+};
+
+variable_list take_out_tensors(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments, Frame& frame) {
+  variable_list tensors;
+  bool train = false;
+  double dropout = 0;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const auto& v = arguments[i];
+    const auto& name = op.schema().arguments()[i].name();
+    if (name == "train") train = v.toBool();
+    if (name == "dropout") dropout = v.toDouble();
+    if (v.isTensor()) {
+      tensors.push_back(v.toTensor());
+      frame.arguments.emplace_back();
+      frame.kinds.push_back('t');
+    } else if (v.isTensorList()) {
+      auto list = v.toTensorVector();
+      frame.arguments.emplace_back(static_cast<int64_t>(list.size()));
+      frame.kinds.push_back('l');
+      tensors.insert(tensors.end(), list.begin(), list.end());
+    } else {
+      frame.arguments.push_back(v);
+      frame.kinds.push_back('o');
+    }
+  }
+  if (train && dropout > 0) frame.rng_state = at::detail::getDefaultCPUGenerator().get_state();
+  return tensors;
+}
+
+variable_list call_frame(const c10::OperatorHandle& op, const Frame& frame, const variable_list& tensors) {
+  torch::jit::Stack stack;
+  auto next = tensors.begin();
+  for (size_t i = 0; i < frame.kinds.size(); ++i) {
+    if (frame.kinds[i] == 't') {
+      stack.emplace_back(*next++);
+    } else if (frame.kinds[i] == 'l') {
+      const auto n = frame.arguments[i].toInt();
+      stack.emplace_back(std::vector<Tensor>(next, next + n));
+      next += n;
+    } else {
+      stack.push_back(frame.arguments[i]);
+    }
+  }
+  op.callBoxed(&stack);
+  variable_list out;
+  for (const auto& v : stack) out.push_back(v.toTensor());
+  return out;
+}
+
+// Aliases of the operands, after recording that s reads them.
+variable_list show_all(Stream& s, const variable_list& tensors) {
+  c10::SmallVector<Use, 16> uses;
+  variable_list shown;
+  for (const auto& t : tensors) {
+    if (on_device(t)) uses.push_back(use_of(t, false));
+    shown.push_back(on_device(t) ? alias_on_cpu(t) : t);
+  }
+  record_uses(s, uses);
+  return shown;
+}
+
+struct FrameHolder : torch::CustomClassHolder {
+  Frame frame;
+  std::optional<c10::OperatorHandle> op;
+};
+
+struct Recomputed : torch::autograd::Function<Recomputed> {
+  static variable_list forward(AutogradContext* ctx, c10::intrusive_ptr<FrameHolder> held, const variable_list& tensors) {
+    ctx->save_for_backward(tensors);
+    ctx->saved_data["frame"] = c10::IValue::make_capsule(held);
+    Stream& s = stream(current_stream());
+    variable_list shown = show_all(s, tensors), out;
+    {
+      InlineWork inline_work(s);
+      WithoutHooks without_hooks;
+      out = call_frame(*held->op, held->frame, shown);
+    }
+    for (auto& t : out) t = adopt(t);
+    return out;
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grad_outputs) {
+    auto held = c10::static_intrusive_pointer_cast<FrameHolder>(ctx->saved_data["frame"].toCapsule());
+    variable_list tensors = ctx->get_saved_variables();
+    Stream& s = stream(current_stream());
+    variable_list shown = show_all(s, tensors), shown_grads = show_all(s, grad_outputs);
+    variable_list wanted, outputs, output_grads, result(1 + tensors.size());
+    std::vector<size_t> wanted_at;
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      if (!ctx->needs_input_grad(i)) continue;
+      shown[i].set_requires_grad(true);
+      wanted.push_back(shown[i]);
+      wanted_at.push_back(i);
+    }
+    variable_list grads;
+    {
+      InlineWork inline_work(s);
+      WithoutHooks without_hooks;
+      grads = recompute(*held, shown, shown_grads, wanted);
+    }
+    for (size_t i = 0; i < grads.size(); ++i)
+      if (grads[i].defined()) result[1 + wanted_at[i]] = adopt(grads[i]);
+    return result;
+  }
+
+ private:
+  static variable_list recompute(const FrameHolder& held, const variable_list& shown, const variable_list& shown_grads,
+                                 const variable_list& wanted) {
+    // Undo InlineWork's exclusion of autograd: this is a graph of its own.
+    c10::impl::ForceDispatchKeyGuard autograd_again(c10::default_included_set, c10::default_excluded_set);
+    at::AutoGradMode with_grad(true);
+    auto generator = at::detail::getDefaultCPUGenerator();
+    Tensor rng_now;
+    if (held.frame.rng_state.defined()) {
+      rng_now = generator.get_state();
+      generator.set_state(held.frame.rng_state);
+    }
+    variable_list out = call_frame(*held.op, held.frame, shown), roots, root_grads;
+    if (rng_now.defined()) generator.set_state(rng_now);
+    for (size_t i = 0; i < out.size(); ++i) {
+      if (!shown_grads[i].defined() || !out[i].requires_grad()) continue;
+      roots.push_back(out[i]);
+      root_grads.push_back(shown_grads[i]);
+    }
+    if (roots.empty()) return variable_list(wanted.size());
+    return torch::autograd::grad(roots, wanted, root_grads, false, false, true);
+  }
+};
+
+void recomputed(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  auto held = c10::make_intrusive<FrameHolder>();
+  held->op = op;
+  const size_t n = op.schema().arguments().size();
+  variable_list tensors =
+      take_out_tensors(op, c10::ArrayRef<c10::IValue>(stack->data() + stack->size() - n, n), held->frame);
+  torch::jit::drop(*stack, n);
+  for (auto& t : Recomputed::apply(held, tensors)) stack->emplace_back(std::move(t));
+}
+
+constexpr const char* kRecurrent[] = {"lstm.input",     "lstm.data",     "gru.input",      "gru.data",
+                                      "rnn_tanh.input", "rnn_tanh.data", "rnn_relu.input", "rnn_relu.data",
+                                      "lstm_cell",      "gru_cell"};
+
+void register_composites(torch::Library& m) {
+  m.impl("dropout", &dropout);
+  m.impl("dropout_", &dropout_);
+  for (const char* name : kRecurrent) m.impl(name, torch::CppFunction::makeFromBoxedFunction<&recomputed>());
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) { register_composites(m); }
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) { register_composites(m); }
+
+}  // namespace hetero
+
+namespace at::native {
+REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &hetero::fused_sdp_choice)
+}
