@@ -9,6 +9,7 @@ one when fake.
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,11 +17,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
+from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hetero.errors import ConfigError, PlanError
 
-__all__ = ["Faker", "fake_device", "fake_mode", "reachable"]
+__all__ = ["FakeDevice", "Faker", "fake_mode", "reachable"]
 
 
 def fake_mode() -> FakeTensorMode:
@@ -29,19 +31,32 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(shape_env=ShapeEnv(allow_dynamic_output_shape_ops=False))
 
 
-def fake_device(device: torch.device | str | None) -> torch.device | None:
-    """The device fake tensors claim to be on. Raises `ConfigError` for one whose backward this torch cannot
-    run."""
-    if device is None:
-        return None
-    wanted = torch.device(device)
-    here = torch.accelerator.current_accelerator()
-    if wanted.type == "cpu" or (here is not None and wanted.type == here.type):
-        return wanted
-    raise ConfigError(
-        f"device={str(wanted)!r}: this torch has no {wanted.type} device, and autograd cannot run backward "
-        "on fake tensors of a device it does not have; trace with device='cpu', where the sizes are the same"
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeDevice:
+    """Where fake tensors are (None: where each real one is), and what the trace calls that place.
+
+    They differ when a device is asked for that this torch does not have: autograd cannot run backward on its
+    fake tensors. They are then on the CPU, optimizers choose as they would on an accelerator, and ``called``
+    is its name.
+    """
+
+    tensors: torch.device | None
+    called: torch.device | None
+
+    @staticmethod
+    def of(device: torch.device | str | None) -> "FakeDevice":
+        """The place for a ``device`` keyword; raises `ConfigError` for ``meta``, which holds no bytes."""
+        if device is None:
+            return FakeDevice(tensors=None, called=None)
+        wanted = torch.device(device)
+        if wanted.type == "meta":
+            raise ConfigError(
+                "device='meta' holds no bytes: name the device to be predicted, 'cuda' or 'cpu'"
+            )
+        here = torch.accelerator.current_accelerator()
+        if wanted.type == "cpu" or (here is not None and wanted.type == here.type):
+            return FakeDevice(tensors=wanted, called=None)
+        return FakeDevice(tensors=torch.device("cpu"), called=torch.device(wanted.type, wanted.index or 0))
 
 
 def reachable(step: Callable[..., object]) -> list[object]:
@@ -65,11 +80,12 @@ def reachable(step: Callable[..., object]) -> list[object]:
 
 
 class Faker:
-    """Makes fake counterparts on ``device`` (default: where each tensor is; meta tensors become CPU ones)."""
+    """Makes fake counterparts on a device; meta tensors become CPU ones if none is named."""
 
-    def __init__(self, mode: FakeTensorMode, device: torch.device | None) -> None:
+    def __init__(self, mode: FakeTensorMode, device: FakeDevice) -> None:
         self._mode = mode
-        self._device = device
+        self._device = device.tensors
+        self._called = device.called
         self._bases: dict[int, torch.Tensor] = {}
         self._fakes: dict[int, torch.Tensor] = {}
         self._originals: list[torch.Tensor] = []  # held, so that no id or address above is reused
@@ -169,11 +185,24 @@ class Faker:
         undo.extend(partial(_put_back, group, dict(group)) for group in groups)
         for group in groups:
             group["params"] = [self.fake(parameter) for parameter in group["params"]]
-            for key, value in group.items():
+            if self._would_choose_foreach(group):
+                group["foreach"] = True
+            for key, value in list(group.items()):
                 if isinstance(value, torch.Tensor):
                     group[key] = self.fake(value)
         fakes = {self.fake(key): self.fake_tree(dict(value)) for key, value in state.items()}
         optimizer.state = type(state)(state.default_factory, fakes)
+
+    def _would_choose_foreach(self, group: dict[str, Any]) -> bool:
+        """Whether torch would loop over lists of this group's tensors, had they been real ones.
+
+        It looks at their type and device, and both lie. It matters: temporaries as big as the parameters.
+        """
+        undecided = group.get("foreach", False) is None and not group.get("fused")
+        if not undecided or group.get("differentiable") or isinstance(group.get("lr"), torch.Tensor):
+            return False
+        kinds = {(self._called or parameter.device).type for parameter in group["params"]}
+        return kinds <= set(_get_foreach_kernels_supported_devices())
 
 
 def _has_no_storage(tensor: torch.Tensor) -> bool:

@@ -34,6 +34,10 @@ _OVERWRITES = frozenset(
 )
 _OVERWRITES_LISTS = frozenset({"_foreach_copy_"})
 _NO_KERNEL = frozenset({"prim", "profiler", "inductor"})
+# Questions about shapes and flags: no kernel, whatever they are asked of.
+_METADATA = frozenset(
+    {"_fused_sdp_choice", "is_pinned", "is_same_size", "sym_size", "sym_stride", "sym_numel"}
+)
 _ALLOCATE_ONLY = ("empty", "new_empty")
 
 
@@ -109,7 +113,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if not self.recording or func.namespace in _NO_KERNEL:
+        if not self.recording or func.namespace in _NO_KERNEL or func._opname in _METADATA:
             return func(*args, **kwargs)
         self.running = str(func)
         if self._substitute is not None:
