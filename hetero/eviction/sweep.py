@@ -74,6 +74,7 @@ class _Walk:
         ranks = self._ranks(policy)
         entering, bounds = self._entering(everything=first_in is not None)
         nbytes: list[int] = np.tile(self.problem.nbytes, self.turns).tolist()
+        holds: list[bool] = self._holds().tolist()
         until: list[int] = self.until.tolist()
         leaving = [0] * (3 * self.problem.periods + 2)
         room, heap, dropped, load = self.room, list[int](), list[int](), 0
@@ -82,7 +83,7 @@ class _Walk:
             for instance in entering[bounds[now] : bounds[now + 1]]:
                 if first_in is not None:
                     rank = first_in.entered(instance, now)
-                    if until[instance] <= now:
+                    if not holds[instance]:
                         continue
                 else:
                     rank = ranks[instance]
@@ -130,10 +131,14 @@ class _Walk:
 
         Without ``everything``, only those that hold memory.
         """
-        chosen = np.flatnonzero(everything | np.tile(self.worth & (self.problem.nbytes > 0), self.turns))
+        chosen = np.flatnonzero(everything | self._holds())
         order = chosen[np.argsort(self.begin[chosen], kind="stable")]
         moments = np.arange(self.turns * self.problem.periods + 2)
         return order.tolist(), np.searchsorted(self.begin[order], moments).tolist()
+
+    def _holds(self) -> Bools:
+        """Instances that would hold memory if kept, and are worth it."""
+        return np.tile(self.worth & (self.problem.nbytes > 0), self.turns)
 
     def _steady(self, dropped: list[int]) -> Bools:
         """What is kept, given the dropped instances: the last turn, (T, 2T] of a cyclic trace, repeats."""
