@@ -89,10 +89,12 @@ class Faker:
         self._bases: dict[int, torch.Tensor] = {}
         self._fakes: dict[int, torch.Tensor] = {}
         self._originals: list[torch.Tensor] = []  # held, so that no id or address above is reused
+        # Gradients and states die in the step when their owner drops them: nothing of theirs is kept here.
+        self._passing: dict[int, torch.Tensor] = {}
 
     @contextmanager
-    def standing_in(self, objects: list[object]) -> Iterator[None]:
-        """Replace what the modules and optimizers among ``objects`` (containers included) hold."""
+    def standing_in(self, objects: list[object], args: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+        """Replace what modules and optimizers among ``objects`` hold (containers included); fake ``args``."""
         leaves = pytree.tree_leaves(objects)
         undo: list[Callable[[], None]] = []
         try:
@@ -101,14 +103,12 @@ class Faker:
                     self._enter_module(child, undo)
             for optimizer in _unique(leaf for leaf in leaves if isinstance(leaf, torch.optim.Optimizer)):
                 self._enter_optimizer(optimizer, undo)
-            yield
+            fake_args = pytree.tree_map_only(torch.Tensor, self.fake, args)
+            self._passing.clear()
+            yield fake_args
         finally:
             for restore in reversed(undo):
                 restore()
-
-    def fake_tree(self, value: Any) -> Any:
-        """``value`` with every tensor in it fake; modules and optimizers stay the objects they are."""
-        return pytree.tree_map_only(torch.Tensor, self.fake, value)
 
     def fake_foreign(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fake for a real tensor that turns up in the step; raises `PlanError` if it is a parameter."""
@@ -134,7 +134,7 @@ class Faker:
                 "trace a real step with fake=False"
             )
         with torch.no_grad(), self._mode:
-            fake = self._view_of_base(tensor)
+            fake = self._view_of_base(tensor, self._bases)
             if isinstance(tensor, torch.nn.Parameter):
                 fake = torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
                 vars(fake).update(vars(tensor))
@@ -143,20 +143,24 @@ class Faker:
         self._fakes[id(tensor)] = fake
         self._originals.append(tensor)
         if tensor.is_leaf and tensor.grad is not None:
-            fake.grad = self.fake(tensor.grad)
+            fake.grad = self._fake_passing(tensor.grad)
         return fake
 
-    def _view_of_base(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _fake_passing(self, tensor: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad(), self._mode:
+            return self._view_of_base(tensor, self._passing)
+
+    def _view_of_base(self, tensor: torch.Tensor, bases: dict[int, torch.Tensor]) -> torch.Tensor:
         device = self._device or (torch.device("cpu") if tensor.is_meta else tensor.device)
         if tensor.dim() == 0 and tensor.device.type == "cpu" and not isinstance(tensor, torch.nn.Parameter):
             # Optimizers count steps in such scalars and read them: keep the value, as a constant. They also
             # stay on the CPU whatever the device, as they would.
             return torch.tensor(self._value(tensor), dtype=tensor.dtype)
         storage = tensor.untyped_storage()
-        base = self._bases.get(storage._cdata)
+        base = bases.get(storage._cdata)
         if base is None:
             base = torch.empty(storage.nbytes() // tensor.itemsize, dtype=tensor.dtype, device=device)
-            self._bases[storage._cdata] = base
+            bases[storage._cdata] = base
         if base.dtype != tensor.dtype:
             base = base.view(tensor.dtype)
         return base.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
@@ -190,7 +194,10 @@ class Faker:
             for key, value in list(group.items()):
                 if isinstance(value, torch.Tensor):
                     group[key] = self.fake(value)
-        fakes = {self.fake(key): self.fake_tree(dict(value)) for key, value in state.items()}
+        fakes = {
+            self.fake(key): pytree.tree_map_only(torch.Tensor, self._fake_passing, dict(value))
+            for key, value in state.items()
+        }
         optimizer.state = type(state)(state.default_factory, fakes)
 
     def _would_choose_foreach(self, group: dict[str, Any]) -> bool:

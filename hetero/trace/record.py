@@ -185,8 +185,7 @@ def _recording(
         if fake:
             mode = fake_mode()
             faker = Faker(mode, FakeDevice.of(device))
-            stack.enter_context(faker.standing_in(objects))
-            args = faker.fake_tree(args)
+            args = stack.enter_context(faker.standing_in(objects, args))
             substitute = faker.fake_foreign
         ledger = Ledger(substitute=substitute, on_operator=watch)
         stack.enter_context(_data_dependence_explained(ledger))
