@@ -1,6 +1,9 @@
 """Recording a training step: operators, accesses, lifetimes; on real or on fake tensors."""
 
+from hetero.trace.formats import from_json, read_csv, read_json, read_trace, to_json, write_csv, write_json
+from hetero.trace.html import to_html, write_html
 from hetero.trace.record import trace_loop, trace_recipe, trace_step
+from hetero.trace.snapshot import from_snapshot, read_snapshot
 from hetero.trace.steptrace import KINDS, PHASES, Kind, Operator, Phase, StepTrace, Storage
 
 __all__ = [
@@ -11,7 +14,18 @@ __all__ = [
     "Phase",
     "StepTrace",
     "Storage",
+    "from_json",
+    "from_snapshot",
+    "read_csv",
+    "read_json",
+    "read_snapshot",
+    "read_trace",
+    "to_html",
+    "to_json",
     "trace_loop",
     "trace_recipe",
     "trace_step",
+    "write_csv",
+    "write_html",
+    "write_json",
 ]

@@ -7,20 +7,24 @@ one when fake.
 """
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
+from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hetero.errors import ConfigError, PlanError
 
-__all__ = ["Faker", "fake_device", "fake_mode", "reachable"]
+__all__ = ["FakeDevice", "Faker", "fake_mode", "reachable"]
 
 
 def fake_mode() -> FakeTensorMode:
@@ -29,19 +33,32 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(shape_env=ShapeEnv(allow_dynamic_output_shape_ops=False))
 
 
-def fake_device(device: torch.device | str | None) -> torch.device | None:
-    """The device fake tensors claim to be on. Raises `ConfigError` for one whose backward this torch cannot
-    run."""
-    if device is None:
-        return None
-    wanted = torch.device(device)
-    here = torch.accelerator.current_accelerator()
-    if wanted.type == "cpu" or (here is not None and wanted.type == here.type):
-        return wanted
-    raise ConfigError(
-        f"device={str(wanted)!r}: this torch has no {wanted.type} device, and autograd cannot run backward "
-        "on fake tensors of a device it does not have; trace with device='cpu', where the sizes are the same"
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeDevice:
+    """Where fake tensors are (None: where each real one is), and what the trace calls that place.
+
+    They differ when a device is asked for that this torch does not have: autograd cannot run backward on its
+    fake tensors. They are then on the CPU, optimizers choose as they would on an accelerator, and ``called``
+    is its name.
+    """
+
+    tensors: torch.device | None
+    called: torch.device | None
+
+    @staticmethod
+    def of(device: torch.device | str | None) -> "FakeDevice":
+        """The place for a ``device`` keyword; raises `ConfigError` for ``meta``, which holds no bytes."""
+        if device is None:
+            return FakeDevice(tensors=None, called=None)
+        wanted = torch.device(device)
+        if wanted.type == "meta":
+            raise ConfigError(
+                "device='meta' holds no bytes: name the device to be predicted, 'cuda' or 'cpu'"
+            )
+        here = torch.accelerator.current_accelerator()
+        if wanted.type == "cpu" or (here is not None and wanted.type == here.type):
+            return FakeDevice(tensors=wanted, called=None)
+        return FakeDevice(tensors=torch.device("cpu"), called=torch.device(wanted.type, wanted.index or 0))
 
 
 def reachable(step: Callable[..., object]) -> list[object]:
@@ -65,18 +82,22 @@ def reachable(step: Callable[..., object]) -> list[object]:
 
 
 class Faker:
-    """Makes fake counterparts on ``device`` (default: where each tensor is; meta tensors become CPU ones)."""
+    """Makes fake counterparts on a device; meta tensors become CPU ones if none is named."""
 
-    def __init__(self, mode: FakeTensorMode, device: torch.device | None) -> None:
+    def __init__(self, mode: FakeTensorMode, device: FakeDevice) -> None:
         self._mode = mode
-        self._device = device
+        self._device = device.tensors
+        self._called = device.called
         self._bases: dict[int, torch.Tensor] = {}
         self._fakes: dict[int, torch.Tensor] = {}
         self._originals: list[torch.Tensor] = []  # held, so that no id or address above is reused
+        # Gradients and states die in the step when their owner drops them: nothing of theirs is kept here.
+        self._passing: dict[int, torch.Tensor] = {}
+        self._overflow_flags: list[weakref.ref[torch.Tensor]] = []
 
     @contextmanager
-    def standing_in(self, objects: list[object]) -> Iterator[None]:
-        """Replace what the modules and optimizers among ``objects`` (containers included) hold."""
+    def standing_in(self, objects: list[object], args: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+        """Replace what modules and optimizers among ``objects`` hold (containers included); fake ``args``."""
         leaves = pytree.tree_leaves(objects)
         undo: list[Callable[[], None]] = []
         try:
@@ -85,14 +106,14 @@ class Faker:
                     self._enter_module(child, undo)
             for optimizer in _unique(leaf for leaf in leaves if isinstance(leaf, torch.optim.Optimizer)):
                 self._enter_optimizer(optimizer, undo)
-            yield
+            for scaler in _unique(leaf for leaf in leaves if isinstance(leaf, torch.amp.GradScaler)):
+                self._enter_scaler(scaler, undo)
+            fake_args = pytree.tree_map_only(torch.Tensor, self.fake, args)
+            self._passing.clear()
+            yield fake_args
         finally:
             for restore in reversed(undo):
                 restore()
-
-    def fake_tree(self, value: Any) -> Any:
-        """``value`` with every tensor in it fake; modules and optimizers stay the objects they are."""
-        return pytree.tree_map_only(torch.Tensor, self.fake, value)
 
     def fake_foreign(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fake for a real tensor that turns up in the step; raises `PlanError` if it is a parameter."""
@@ -104,6 +125,17 @@ class Faker:
                 "model (and the optimizer) to trace_step as arguments, or trace a real step with fake=False"
             )
         return self.fake(tensor)
+
+    def call(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator; a gradient scaler that asks whether gradients overflowed hears that they did
+        not."""
+        if func is torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default:
+            self._overflow_flags.append(weakref.ref(args[1]))
+        if func is torch.ops.aten._local_scalar_dense.default and any(
+            args[0] is flag() for flag in self._overflow_flags
+        ):
+            return 0.0
+        return func(*args, **kwargs)
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """The fake counterpart of ``tensor``, always the same one; parameters stay parameters."""
@@ -118,7 +150,7 @@ class Faker:
                 "trace a real step with fake=False"
             )
         with torch.no_grad(), self._mode:
-            fake = self._view_of_base(tensor)
+            fake = self._view_of_base(tensor, self._bases)
             if isinstance(tensor, torch.nn.Parameter):
                 fake = torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
                 vars(fake).update(vars(tensor))
@@ -127,20 +159,24 @@ class Faker:
         self._fakes[id(tensor)] = fake
         self._originals.append(tensor)
         if tensor.is_leaf and tensor.grad is not None:
-            fake.grad = self.fake(tensor.grad)
+            fake.grad = self._fake_passing(tensor.grad)
         return fake
 
-    def _view_of_base(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _fake_passing(self, tensor: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad(), self._mode:
+            return self._view_of_base(tensor, self._passing)
+
+    def _view_of_base(self, tensor: torch.Tensor, bases: dict[int, torch.Tensor]) -> torch.Tensor:
         device = self._device or (torch.device("cpu") if tensor.is_meta else tensor.device)
         if tensor.dim() == 0 and tensor.device.type == "cpu" and not isinstance(tensor, torch.nn.Parameter):
             # Optimizers count steps in such scalars and read them: keep the value, as a constant. They also
             # stay on the CPU whatever the device, as they would.
             return torch.tensor(self._value(tensor), dtype=tensor.dtype)
         storage = tensor.untyped_storage()
-        base = self._bases.get(storage._cdata)
+        base = bases.get(storage._cdata)
         if base is None:
             base = torch.empty(storage.nbytes() // tensor.itemsize, dtype=tensor.dtype, device=device)
-            self._bases[storage._cdata] = base
+            bases[storage._cdata] = base
         if base.dtype != tensor.dtype:
             base = base.view(tensor.dtype)
         return base.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
@@ -169,11 +205,35 @@ class Faker:
         undo.extend(partial(_put_back, group, dict(group)) for group in groups)
         for group in groups:
             group["params"] = [self.fake(parameter) for parameter in group["params"]]
-            for key, value in group.items():
+            if self._would_choose_foreach(group):
+                group["foreach"] = True
+            for key, value in list(group.items()):
                 if isinstance(value, torch.Tensor):
                     group[key] = self.fake(value)
-        fakes = {self.fake(key): self.fake_tree(dict(value)) for key, value in state.items()}
+        fakes = {
+            self.fake(key): pytree.tree_map_only(torch.Tensor, self._fake_passing, dict(value))
+            for key, value in state.items()
+        }
         optimizer.state = type(state)(state.default_factory, fakes)
+
+    def _enter_scaler(self, scaler: torch.amp.GradScaler, undo: list[Callable[[], None]]) -> None:
+        slots = vars(scaler)
+        undo.append(partial(_put_back, slots, dict(slots)))
+        slots["_per_optimizer_states"] = scaler._per_optimizer_states.copy()
+        for key, value in list(slots.items()):
+            if isinstance(value, torch.Tensor):
+                slots[key] = self.fake(value)
+
+    def _would_choose_foreach(self, group: dict[str, Any]) -> bool:
+        """Whether torch would loop over lists of this group's tensors, had they been real ones.
+
+        It looks at their type and device, and both lie. It matters: temporaries as big as the parameters.
+        """
+        undecided = group.get("foreach", False) is None and not group.get("fused")
+        if not undecided or group.get("differentiable") or isinstance(group.get("lr"), torch.Tensor):
+            return False
+        kinds = {(self._called or parameter.device).type for parameter in group["params"]}
+        return kinds <= set(_get_foreach_kernels_supported_devices())
 
 
 def _has_no_storage(tensor: torch.Tensor) -> bool:

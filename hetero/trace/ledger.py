@@ -34,6 +34,10 @@ _OVERWRITES = frozenset(
 )
 _OVERWRITES_LISTS = frozenset({"_foreach_copy_"})
 _NO_KERNEL = frozenset({"prim", "profiler", "inductor"})
+# Questions about shapes and flags: no kernel, whatever they are asked of.
+_METADATA = frozenset(
+    {"_fused_sdp_choice", "is_pinned", "is_same_size", "sym_size", "sym_stride", "sym_numel"}
+)
 _ALLOCATE_ONLY = ("empty", "new_empty")
 
 
@@ -66,13 +70,14 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode that records operators and storages; use inside ``with ledger:``.
 
     ``substitute`` is given every input tensor and may return another in its place (used to make foreign
-    tensors fake); ``on_operator`` is called after each recorded operator.
+    tensors fake); ``call`` runs an operator; ``on_operator`` is called after each recorded operator.
     """
 
     def __init__(
         self,
         *,
         substitute: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        call: Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any] | None = None,
         on_operator: Callable[[RecordedOperator], None] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -81,6 +86,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.running = ""
         self.recording = True
         self._substitute = substitute
+        self._call = call or _call
         self._on_operator = on_operator
         self._lives: list[_Life] = []
         self._live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
@@ -109,7 +115,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if not self.recording or func.namespace in _NO_KERNEL:
+        if not self.recording or func.namespace in _NO_KERNEL or func._opname in _METADATA:
             return func(*args, **kwargs)
         self.running = str(func)
         if self._substitute is not None:
@@ -170,7 +176,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         before = self._now
         self._now = before + 1
         try:
-            out = func(*args, **kwargs)
+            out = self._call(func, args, kwargs)
         except BaseException:
             self._now = before
             raise
@@ -336,6 +342,10 @@ class _Signature:
             overwrites=bool(written) and (only_out or bare in _OVERWRITES or bare in _OVERWRITES_LISTS),
             allocates_only=bare.startswith(_ALLOCATE_ONLY),
         )
+
+
+def _call(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -20,10 +20,10 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
 from hetero.errors import ConfigError, PlanError
-from hetero.trace.faking import Faker, fake_device, fake_mode, reachable
+from hetero.trace.faking import FakeDevice, Faker, fake_mode, reachable
 from hetero.trace.iteration import IterationFinder
 from hetero.trace.ledger import Ledger, RecordedOperator
-from hetero.trace.steptrace import StepTrace
+from hetero.trace.steptrace import StepTrace, Storage
 
 __all__ = ["trace_loop", "trace_recipe", "trace_step"]
 
@@ -57,10 +57,10 @@ def trace_step(
     CPU); for a real step, the device whose load is asked for by default. On a real accelerator the step's
     peak in the allocator's statistics is kept as ``measured_peak_nbytes``; this resets those peak statistics.
 
-    Under fake tensors ``loss.item()`` gives a symbol that can be returned and summed. Whatever depends on a
-    tensor's values (``if loss > 3``, ``nonzero``, ``GradScaler``'s check) raises `PlanError` naming the
-    operator; the fallback is to trace a real step. Raises `ConfigError` for arguments that cannot be used,
-    and whatever ``step`` raises.
+    Under fake tensors ``loss.item()`` gives a symbol that can be returned and summed, and a `GradScaler`
+    finds no overflow. Whatever else depends on a tensor's values (``if loss > 3``, ``nonzero``, LBFGS) raises
+    `PlanError` naming the operator; the fallback is to trace a real step. Raises `ConfigError` for arguments
+    that cannot be used, and whatever ``step`` raises.
     """
     if warmup < 0:
         raise ConfigError(f"warmup={warmup}: a number of unrecorded steps cannot be negative")
@@ -74,7 +74,7 @@ def trace_step(
         end = ledger.now
         peak = measured.peak()
         ledger.recording = False
-        trace = ledger.cut(begin, end, source="fake" if fake else "real", device=_name(device, fake))
+        trace = _cut(ledger, begin, end, fake=fake, device=device)
     if peak is not None and trace.device.split(":")[0] != "cpu":
         return replace(trace, measured_peak_nbytes=peak)
     return trace
@@ -145,9 +145,9 @@ def trace_loop(
         if window is None:
             raise PlanError(
                 f"the loop ended after {ledger.now} operators before an iteration repeated {repeats} times: "
-                "let it run longer (the first one differs: optimizer states are made in it), or use trace_step"
+                "let it run longer (the first one differs: it makes optimizer states), or use trace_step"
             )
-        return ledger.cut(*window, source="fake" if fake else "real", device=_name(device, fake))
+        return _cut(ledger, *window, fake=fake, device=device)
 
 
 class _IterationFoundError(BaseException):
@@ -181,14 +181,13 @@ def _recording(
 ) -> Iterator[tuple[Ledger, tuple[Any, ...]]]:
     """A running ledger that knows the storages of ``objects``, and the arguments to call the step with."""
     with ExitStack() as stack:
-        substitute = None
+        substitute, call = None, None
         if fake:
             mode = fake_mode()
-            faker = Faker(mode, fake_device(device))
-            stack.enter_context(faker.standing_in(objects))
-            args = faker.fake_tree(args)
-            substitute = faker.fake_foreign
-        ledger = Ledger(substitute=substitute, on_operator=watch)
+            faker = Faker(mode, FakeDevice.of(device))
+            args = stack.enter_context(faker.standing_in(objects, args))
+            substitute, call = faker.fake_foreign, faker.call
+        ledger = Ledger(substitute=substitute, call=call, on_operator=watch)
         stack.enter_context(_data_dependence_explained(ledger))
         if fake:
             stack.enter_context(mode)
@@ -249,12 +248,25 @@ def _devices_of(objects: list[object]) -> Iterator[torch.device]:
             yield from (parameter.device for parameter in leaf.parameters())
 
 
-def _name(device: torch.device | str | None, fake: bool) -> str | None:
-    """The trace's device as storages spell it (``cuda`` means the current index)."""
+def _cut(ledger: Ledger, begin: int, end: int, *, fake: bool, device: torch.device | str | None) -> StepTrace:
+    trace = ledger.cut(begin, end, source="fake" if fake else "real")
     if device is None:
-        return None
-    wanted = torch.device(device)
-    if wanted.type == "cpu" or ":" in str(wanted):
-        return str(wanted)
-    index = 0 if fake else torch.accelerator.current_device_index()
-    return f"{wanted.type}:{index}"
+        return trace
+    place = FakeDevice.of(device) if fake else FakeDevice(tensors=torch.device(device), called=None)
+    if place.called is None:
+        return replace(trace, device=_spelled(torch.device(device)))
+    called = str(place.called)
+    return replace(trace, device=called, storages=tuple(_moved(s, called) for s in trace.storages))
+
+
+def _moved(storage: Storage, called: str) -> Storage:
+    """``storage`` where it would be; optimizers' step counters stay on the CPU."""
+    counter = storage.kind == "state" and storage.nbytes <= 8
+    return storage if counter else replace(storage, device=called)
+
+
+def _spelled(device: torch.device) -> str:
+    """As storages spell it: ``cuda`` means the current index."""
+    if device.type == "cpu" or ":" in str(device):
+        return str(device)
+    return f"{device.type}:{torch.accelerator.current_device_index()}"
