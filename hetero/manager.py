@@ -5,7 +5,6 @@ everything as it was; after `Manager.close` nothing shows that it was there.
 """
 
 import functools
-import inspect
 import types
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -277,7 +276,7 @@ class Manager:
     _had_own_step = False
 
     def _step(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        closure = inspect.signature(inner).bind(*args, **kwargs).arguments.get("closure")
+        closure = args[0] if args else kwargs.get("closure")
         if closure is not None:
             # It runs the model: interception has to stay on. Steps of this kind are rare (LBFGS).
             result = inner(*args, **kwargs)
