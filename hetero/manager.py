@@ -5,7 +5,6 @@ everything as it was; after `Manager.close` nothing shows that it was there.
 """
 
 import functools
-import inspect
 import types
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -179,7 +178,7 @@ class Manager:
 
     def _attach(self) -> None:
         model = self._model
-        patches.install()
+        patches.install(self._stm)
         self._patched = True
         parameters = _named_parameters(model)
         self._homes.take_parameters(parameters)
@@ -218,7 +217,7 @@ class Manager:
             tensor.forget_home()
         self._homes.give_back()
         if self._patched:
-            patches.remove()
+            patches.remove(self._stm)
             self._patched = False
 
     _patched = False
@@ -242,7 +241,7 @@ class Manager:
             self._stm.begin_forward(_signature(model, args, kwargs))
             complete = False
             try:
-                with scope(), saved_tensors_as_handles():
+                with scope(), self._stm.executor.guarded(), saved_tensors_as_handles():
                     result = inner(*args, **kwargs)
                 complete = True
             finally:
@@ -279,7 +278,7 @@ class Manager:
     _had_own_step = False
 
     def _step(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        closure = inspect.signature(inner).bind(*args, **kwargs).arguments.get("closure")
+        closure = args[0] if args else kwargs.get("closure")
         if closure is not None:
             # It runs the model: interception has to stay on. Steps of this kind are rare (LBFGS).
             result = inner(*args, **kwargs)

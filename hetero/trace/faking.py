@@ -7,6 +7,7 @@ one when fake.
 """
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
@@ -91,6 +93,7 @@ class Faker:
         self._originals: list[torch.Tensor] = []  # held, so that no id or address above is reused
         # Gradients and states die in the step when their owner drops them: nothing of theirs is kept here.
         self._passing: dict[int, torch.Tensor] = {}
+        self._overflow_flags: list[weakref.ref[torch.Tensor]] = []
 
     @contextmanager
     def standing_in(self, objects: list[object], args: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
@@ -103,6 +106,8 @@ class Faker:
                     self._enter_module(child, undo)
             for optimizer in _unique(leaf for leaf in leaves if isinstance(leaf, torch.optim.Optimizer)):
                 self._enter_optimizer(optimizer, undo)
+            for scaler in _unique(leaf for leaf in leaves if isinstance(leaf, torch.amp.GradScaler)):
+                self._enter_scaler(scaler, undo)
             fake_args = pytree.tree_map_only(torch.Tensor, self.fake, args)
             self._passing.clear()
             yield fake_args
@@ -120,6 +125,17 @@ class Faker:
                 "model (and the optimizer) to trace_step as arguments, or trace a real step with fake=False"
             )
         return self.fake(tensor)
+
+    def call(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator; a gradient scaler that asks whether gradients overflowed hears that they did
+        not."""
+        if func is torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default:
+            self._overflow_flags.append(weakref.ref(args[1]))
+        if func is torch.ops.aten._local_scalar_dense.default and any(
+            args[0] is flag() for flag in self._overflow_flags
+        ):
+            return 0.0
+        return func(*args, **kwargs)
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """The fake counterpart of ``tensor``, always the same one; parameters stay parameters."""
@@ -199,6 +215,14 @@ class Faker:
             for key, value in state.items()
         }
         optimizer.state = type(state)(state.default_factory, fakes)
+
+    def _enter_scaler(self, scaler: torch.amp.GradScaler, undo: list[Callable[[], None]]) -> None:
+        slots = vars(scaler)
+        undo.append(partial(_put_back, slots, dict(slots)))
+        slots["_per_optimizer_states"] = scaler._per_optimizer_states.copy()
+        for key, value in list(slots.items()):
+            if isinstance(value, torch.Tensor):
+                slots[key] = self.fake(value)
 
     def _would_choose_foreach(self, group: dict[str, Any]) -> bool:
         """Whether torch would loop over lists of this group's tensors, had they been real ones.

@@ -8,7 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_traces import LINKS, POLICIES, traces
 
-from hetero.eviction import check, lower_bound, lower_bound_seconds, plan, resolve_policy, simulate
+from hetero.eviction import (
+    check,
+    lower_bound,
+    lower_bound_seconds,
+    plan,
+    relaxation,
+    resolve_policy,
+    simulate,
+)
 
 
 @pytest.mark.parametrize("prefetch", [True, False])
@@ -99,3 +107,27 @@ def test_a_policy_of_ones_own_gives_valid_plans_even_if_it_names_nobody(policy, 
     schedule = plan(trace, links=LINKS, policy=policy)
     check(trace, schedule)
     assert schedule.policy == policy.name
+
+
+@settings(max_examples=100, deadline=None)
+@given(trace=traces(moments=20), overlap=st.integers(0, 2))
+def test_rounding_a_relaxation_solved_in_windows_gives_valid_plans(trace, overlap):
+    whole = relaxation._MOST_PERIODS, relaxation._WINDOW, relaxation._OVERLAP
+    relaxation._MOST_PERIODS, relaxation._WINDOW, relaxation._OVERLAP = 6, 2, overlap
+    try:
+        check(trace, plan(trace, links=LINKS, policy="cost-opt"))
+    finally:
+        relaxation._MOST_PERIODS, relaxation._WINDOW, relaxation._OVERLAP = whole
+
+
+@settings(max_examples=80, deadline=None)
+@given(trace=traces(sizes=st.integers(0, 10**12)), share=st.floats(0.0, 1.0))
+def test_no_byte_of_a_large_capacity_is_exceeded_by_rounding(trace, share):
+    # The solver's tolerance on a fraction of 10^12 bytes is far more than one byte.
+    spare = int(share * sum(trace.sizes))
+    wide = replace(
+        trace, moments=tuple(replace(moment, capacity=moment.capacity + spare) for moment in trace.moments)
+    )
+    schedule = plan(wide, links=LINKS, policy="cost-opt")
+    check(wide, schedule)
+    assert schedule.moved_bytes >= lower_bound(wide)

@@ -9,7 +9,6 @@ import pytest
 from hetero.eviction import Links, check, lower_bound, lower_bound_seconds, plan, simulate
 
 LINKS = Links(h2d_bandwidth=25e9, d2h_bandwidth=25e9, latency=10e-6)
-SHARES = (0.8, 0.6, 0.4, 0.3, 0.2)
 
 
 def load(name):
@@ -22,17 +21,10 @@ def load(name):
 
 
 bench = load("eviction_traces")
-SHAPES = {
-    "full": bench.Shape(),
-    "half frozen": bench.Shape(training="half"),
-    "lora": bench.Shape(training="lora"),
-    "lora, 4 micro-batches": bench.Shape(training="lora", micro_batches=4),
-    "optimizer on device": bench.Shape(training="device"),
-    "fused": bench.Shape(training="half", layers=16, fused=True),
-}
+SHAPES = bench.SHAPES
 
 
-@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("share", bench.SHARES)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_belady_and_cost_aware_plans_move_at_most_two_percent_more_than_the_bound(shape, share):
     trace = bench.trace_of(shape, share)
@@ -43,7 +35,7 @@ def test_belady_and_cost_aware_plans_move_at_most_two_percent_more_than_the_boun
         assert bound <= schedule.moved_bytes <= 1.02 * bound
 
 
-@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("share", bench.SHARES)
 @pytest.mark.parametrize("shape", [SHAPES["full"], SHAPES["half frozen"], SHAPES["lora"]], ids=str)
 def test_prefetching_hides_what_can_be_hidden_without_moving_more(shape, share):
     trace = bench.trace_of(shape, share)

@@ -227,6 +227,39 @@ def test_a_loss_may_be_logged_but_not_formatted_under_fake_tensors() -> None:
         trace_step(lambda *things: f"{step(*things).item():.3f}", *make(), fake=True)
 
 
+def test_a_gradient_scaler_finds_no_overflow_and_stays_as_it_was() -> None:
+    scaler = torch.amp.GradScaler("cpu")
+
+    def scaled(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> None:
+        scaler.scale(nn.functional.cross_entropy(model(x), y)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    things = make()
+    fake = trace_step(scaled, *things, fake=True)
+    assert scaler._scale is None
+    real = trace_step(scaled, *things)
+    scale = scaler.get_scale()
+    assert [o.name for o in fake.operators] == [o.name for o in real.operators]
+    assert fake.peak_nbytes() == real.peak_nbytes()
+    trace_step(scaled, *things, fake=True)
+    assert scaler.get_scale() == scale
+
+
+def test_tracing_a_real_step_changes_no_number() -> None:
+    def weights(traced: bool) -> list[torch.Tensor]:
+        things = make()
+        if traced:
+            trace_step(step, *things, warmup=2)
+        else:
+            for _ in range(3):
+                step(*things)
+        return list(things[0].parameters())
+
+    assert all(torch.equal(a, b) for a, b in zip(weights(True), weights(False), strict=True))
+
+
 def test_a_predicted_accelerator_chooses_foreach_as_torch_does_there() -> None:
     things = make()
     here = trace_step(step, *things, fake=True)

@@ -178,4 +178,6 @@ def _register() -> None:
         extension = _build.load_extension()
         extension.set_race_error(StreamRaceError)
         _torch_module.register(extension)
+        # torch answers is_pinned() with False until something was pinned by its own hand.
+        torch.empty(1, pin_memory=True)
         _extension = extension
