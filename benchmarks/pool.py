@@ -28,8 +28,11 @@ def main() -> None:
     arguments = parse()
     warm_up()
     known = read_best_known(arguments.data)
-    print(f"{'instance':<42} {'buffers':>7} {'bound':>11} {'smartpool':>10} {'portfolio':>12} {'best
-    known':>11}   time") rows = []
+    print(
+        f"{'instance':<42} {'buffers':>7} {'bound':>11} {'smartpool':>10} {'portfolio':>12} "
+        f"{'best known':>11} {'time':>8}"
+    )
+    rows = []
     for path in sorted(arguments.data.glob("*.csv")):
         if path.name == "best_known.csv" or (arguments.names and path.stem not in arguments.names):
             continue
@@ -81,7 +84,8 @@ def measure(path: Path, seconds: float, known: dict[str, str] | None) -> dict[st
 def format_row(row: dict[str, object]) -> str:
     known = row["best_known"]
     return (
-        f"{row['instance']:<42} {row['buffers']:>7} {row['bound']:>11} {row['smartpool'] / row['bound']:>10.5f} "
+        f"{row['instance']:<42} {row['buffers']:>7} {row['bound']:>11} "
+        f"{row['smartpool'] / row['bound']:>10.5f} "
         f"{row['ratio']:>12.9f} {known / row['bound'] if known else float('nan'):>11.5f} "
         f"{row['portfolio_seconds']:6.2f} s {'proven' if row['proven_optimal'] else ''}"
     )
