@@ -30,9 +30,9 @@ __all__ = ["Ledger", "RecordedOperator"]
 
 # Operators that write their first argument without looking at what it held.
 _OVERWRITES = frozenset(
-    {"zero_", "fill_", "copy_", "normal_", "uniform_", "random_", "bernoulli_", "_foreach_zero_"}
+    {"zero_", "fill_", "copy_", "normal_", "uniform_", "random_", "bernoulli_"}
+    | {"_foreach_zero_", "_foreach_copy_"}
 )
-_OVERWRITES_LISTS = frozenset({"_foreach_copy_"})
 _NO_KERNEL = frozenset({"prim", "profiler", "inductor"})
 # Questions about shapes and flags: no kernel, whatever they are asked of.
 _METADATA = frozenset(
@@ -51,6 +51,7 @@ class _Life:
     kind: Kind | None
     name: str
     device: str
+    allocated: bool  # by the operator at ``begin``, and not seen there for the first time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +92,6 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._lives: list[_Life] = []
         self._live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self._now = 0
-        self._backward_starts: list[int] = []
         self._writes_of: dict[OpOverload, _Signature] = {}
 
     @property
@@ -100,8 +100,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._now
 
     def label(self, tensor: torch.Tensor, kind: Kind, name: str) -> None:
-        """Say what ``tensor``'s storage holds; the first label stays. Unknown storages count as there from
-        now."""
+        """Say what ``tensor``'s storage holds; the first label stays. An unknown one is there from now on."""
         index = self._index(tensor)
         if index is not None and self._lives[index].kind is None:
             self._lives[index].kind = kind
@@ -245,8 +244,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tuple(dict.fromkeys(i for i in indices if i is not None and i >= known))
 
     def _index(self, tensor: torch.Tensor, *, born: int | None = None) -> int | None:
-        """The life of ``tensor``'s storage, begun at ``born`` (default: now) if new; None if it holds no
-        bytes."""
+        """The life of ``tensor``'s storage; None if that has no bytes. ``born``: allocated then, if new."""
         storage = _storage_of(tensor)
         if storage is None:
             return None
@@ -261,7 +259,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None
         index = len(self._lives)
         begin = self._now if born is None else born
-        self._lives.append(_Life(int(nbytes), begin, None, None, "", _device_of(tensor)))
+        self._lives.append(_Life(int(nbytes), begin, None, None, "", _device_of(tensor), born is not None))
         self._live[key] = (index, weakref.ref(storage, partial(self._freed, key, index)))
         return index
 
@@ -293,11 +291,11 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         dies = end if life.end is None else min(life.end, end)
         kind, name = life.kind, life.name
         if kind is None:
-            maker = self.operators[life.begin] if life.begin < len(self.operators) else None
-            outside = life.begin < begin or maker is None or not self._made_by(maker, life)
+            inside = life.allocated and life.begin >= begin
             across = backward is not None and born < backward < dies
-            kind = "input" if outside else "activation" if across else "temporary"
-            name = "input" if maker is None or outside else f"{maker.module or maker.phase}: {maker.name}"
+            kind = ("activation" if across else "temporary") if inside else "input"
+            maker = self.operators[life.begin] if inside else None
+            name = f"{maker.module or maker.phase}: {maker.name}" if maker is not None else "input"
         return Storage(
             id=number,
             begin=born - begin,
@@ -306,11 +304,6 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kind=kind,
             name=name,
             device=life.device,
-        )
-
-    def _made_by(self, operator: RecordedOperator, life: _Life) -> bool:
-        return any(self._lives[i] is life for i in operator.writes) or operator.name.startswith(
-            tuple(f"aten.{prefix}" for prefix in _ALLOCATE_ONLY)
         )
 
 
@@ -339,7 +332,7 @@ class _Signature:
         return _Signature(
             name=f"{func.namespace}.{bare}",
             written=frozenset(written),
-            overwrites=bool(written) and (only_out or bare in _OVERWRITES or bare in _OVERWRITES_LISTS),
+            overwrites=bool(written) and (only_out or bare in _OVERWRITES),
             allocates_only=bare.startswith(_ALLOCATE_ONLY),
         )
 

@@ -5,7 +5,8 @@ fake recording every tensor, module and optimizer is as before. Plain Python sta
 changes (a scheduler's counter, a list of losses) is the step's own business, fake or not.
 """
 
-from collections.abc import Callable, Iterator
+import gc
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -53,31 +54,20 @@ def trace_step(
             batch = torch.zeros(1, 2048, dtype=torch.long)
         trace = hetero.trace_step(train_step, model, optimizer, batch, fake=True)
 
-    ``device`` is, for fake tensors, the device they claim to be on (default: where each tensor is, meta as
-    CPU); for a real step, the device whose load is asked for by default. On a real accelerator the step's
-    peak in the allocator's statistics is kept as ``measured_peak_nbytes``; this resets those peak statistics.
+    ``device`` is, for fake tensors, the device to predict (default: where each tensor is, meta as CPU). It
+    need not exist here: operators are then the CPU's, while optimizers choose as they would there
+    (``foreach`` needs temporaries as big as the parameters). For a real step it is the device whose load is
+    asked for by default. On a real accelerator the step's peak in the allocator's statistics is kept as
+    ``measured_peak_nbytes``; this resets those peak statistics, and it counts whatever is on the device, also
+    tensors that the step never sees.
 
     Under fake tensors ``loss.item()`` gives a symbol that can be returned and summed, and a `GradScaler`
     finds no overflow. Whatever else depends on a tensor's values (``if loss > 3``, ``nonzero``, LBFGS) raises
     `PlanError` naming the operator; the fallback is to trace a real step. Raises `ConfigError` for arguments
     that cannot be used, and whatever ``step`` raises.
     """
-    if warmup < 0:
-        raise ConfigError(f"warmup={warmup}: a number of unrecorded steps cannot be negative")
     with _recording([*args, *reachable(step)], args, fake=fake, device=device) as (ledger, arguments):
-        for _ in range(warmup):
-            step(*arguments)
-        ledger.scopes.begin_step()
-        begin = ledger.now
-        measured = _Measured(None if fake else _accelerator_of(arguments, step, device))
-        step(*arguments)
-        end = ledger.now
-        peak = measured.peak()
-        ledger.recording = False
-        trace = _cut(ledger, begin, end, fake=fake, device=device)
-    if peak is not None and trace.device.split(":")[0] != "cpu":
-        return replace(trace, measured_peak_nbytes=peak)
-    return trace
+        return _record_step(ledger, step, arguments, fake=fake, device=device, warmup=warmup)
 
 
 def trace_recipe(
@@ -89,18 +79,21 @@ def trace_recipe(
 ) -> StepTrace:
     """Trace what a recipe builds: ``recipe()`` returns ``(step, *args)`` as `trace_step` takes them.
 
-    With ``fake=True`` the recipe runs under ``torch.device("meta")``, so that a model of any size is built
-    without memory; otherwise under ``torch.device(device)``. This is what ``hetero trace FILE.py:RECIPE``
-    runs.
+    With ``fake=True`` the recipe itself runs on fake tensors, so that a model of any size is built without
+    memory, ``model.to(torch.bfloat16)`` and all; otherwise under ``torch.device(device)``. This is what
+    ``hetero trace FILE.py:RECIPE`` runs. Everything else is as in `trace_step`.
     """
-    where = torch.device("meta") if fake else torch.device(device or "cpu")
-    with where:
-        made = recipe()
-    if not isinstance(made, tuple) or not made or not callable(made[0]):
-        raise ConfigError(
-            f"a recipe returns a tuple (step, *args) with a callable step; got {type(made).__name__}"
-        )
-    return trace_step(made[0], *made[1:], fake=fake, device=device, warmup=warmup)
+    where = (FakeDevice.of(device).tensors if fake else device) or "cpu"
+    with _recording([], (), fake=fake, device=device) as (ledger, _):
+        with torch.device(where):
+            made = recipe()
+        if not isinstance(made, tuple) or not made or not callable(made[0]):
+            raise ConfigError(
+                f"a recipe returns a tuple (step, *args) with a callable step; got {type(made).__name__}"
+            )
+        step, *args = made
+        _learn(ledger, [*args, *reachable(step)], args)
+        return _record_step(ledger, step, args, fake=fake, device=device, warmup=warmup)
 
 
 def trace_loop(
@@ -109,7 +102,7 @@ def trace_loop(
     fake: bool = False,
     device: torch.device | str | None = None,
     repeats: int = 2,
-    max_operators: int = 2_000_000,
+    max_operators: int = 1_000_000,
 ) -> StepTrace:
     """Trace one iteration of a plain training loop, which may be endless, without marking its steps.
 
@@ -160,6 +153,7 @@ class _Measured:
     def __init__(self, device: torch.device | None) -> None:
         self._device = device
         if device is not None:
+            gc.collect()  # the peak is all of the device's: garbage of before does not belong to this step
             torch.accelerator.synchronize(device)
             torch.accelerator.reset_peak_memory_stats(device)
 
@@ -168,6 +162,32 @@ class _Measured:
             return None
         torch.accelerator.synchronize(self._device)
         return int(torch.accelerator.max_memory_allocated(self._device))
+
+
+def _record_step(
+    ledger: Ledger,
+    step: Callable[..., object],
+    args: Sequence[Any],
+    *,
+    fake: bool,
+    device: torch.device | str | None,
+    warmup: int,
+) -> StepTrace:
+    if warmup < 0:
+        raise ConfigError(f"warmup={warmup}: a number of unrecorded steps cannot be negative")
+    for _ in range(warmup):
+        step(*args)
+    ledger.scopes.begin_step()
+    begin = ledger.now
+    measured = _Measured(None if fake else _accelerator_of(args, step, device))
+    step(*args)
+    end = ledger.now
+    peak = measured.peak()
+    ledger.recording = False
+    trace = _cut(ledger, begin, end, fake=fake, device=device)
+    if peak is not None and trace.device.split(":")[0] != "cpu":
+        return replace(trace, measured_peak_nbytes=peak)
+    return trace
 
 
 @contextmanager
@@ -191,17 +211,21 @@ def _recording(
         stack.enter_context(_data_dependence_explained(ledger))
         if fake:
             stack.enter_context(mode)
-        for leaf in pytree.tree_leaves(objects):
-            if isinstance(leaf, torch.nn.Module):
-                ledger.scopes.learn_module(leaf)
-            elif isinstance(leaf, torch.optim.Optimizer):
-                ledger.scopes.learn_optimizer(leaf)
-        for leaf in pytree.tree_leaves(args):
-            if isinstance(leaf, torch.Tensor):
-                ledger.label(leaf, "input", "input")
+        _learn(ledger, objects, args)
         stack.enter_context(ledger.scopes)
         stack.enter_context(ledger)
         yield ledger, args
+
+
+def _learn(ledger: Ledger, objects: Sequence[object], args: Sequence[object]) -> None:
+    """Name what is known before the step: parameters, buffers, states, gradients, inputs."""
+    leaves = pytree.tree_leaves(list(objects))
+    for module in (leaf for leaf in leaves if isinstance(leaf, torch.nn.Module)):
+        ledger.scopes.learn_module(module)
+    for optimizer in (leaf for leaf in leaves if isinstance(leaf, torch.optim.Optimizer)):
+        ledger.scopes.learn_optimizer(optimizer)
+    for tensor in (leaf for leaf in pytree.tree_leaves(list(args)) if isinstance(leaf, torch.Tensor)):
+        ledger.label(tensor, "input", "input")
 
 
 @contextmanager
@@ -227,7 +251,7 @@ def _data_dependence_explained(ledger: Ledger) -> Iterator[None]:
 
 
 def _accelerator_of(
-    args: tuple[Any, ...], step: Callable[..., object], device: torch.device | str | None
+    args: Sequence[Any], step: Callable[..., object], device: torch.device | str | None
 ) -> torch.device | None:
     """The accelerator that the step's tensors are on, if its allocator keeps statistics."""
     if device is not None:

@@ -188,6 +188,21 @@ def test_what_the_step_closes_over_is_found() -> None:
     assert trace_step(partial(step, model, optimizer, x, y), fake=True).operators == closed.operators
 
 
+def test_a_name_that_is_not_bound_yet_is_no_obstacle() -> None:
+    things = make()
+
+    def run() -> None:
+        step(*things)
+        if things is None:
+            later()
+
+    trace = trace_step(run, fake=True)
+    assert trace.operators == trace_step(step, *things, fake=True).operators
+
+    def later() -> None:
+        raise AssertionError
+
+
 def test_a_model_that_cannot_be_found_is_asked_for() -> None:
     hidden = {"get": lambda: make()[0]}
     model = make()[0]
@@ -284,6 +299,29 @@ def test_recipes_are_built_without_memory_and_checked() -> None:
     assert trace.storages == trace_step(step, *make()).storages
     with pytest.raises(ConfigError, match="returns a tuple"):
         trace_recipe(lambda: None)  # type: ignore[arg-type,return-value]
+
+
+def test_a_recipe_may_convert_its_model() -> None:
+    def recipe() -> tuple[Any, ...]:
+        model = Net().to("cpu").to(torch.bfloat16)
+        optimizer = torch.optim.AdamW(model.parameters())
+        return step, model, optimizer, torch.randn(8, 16).bfloat16(), torch.zeros(8, dtype=torch.long)
+
+    swap = torch.utils.swap_tensors
+    fake, real = trace_recipe(recipe), trace_recipe(recipe, fake=False)
+    assert fake.operators == real.operators
+    assert fake.storages == real.storages
+    assert torch.utils.swap_tensors is swap
+
+
+def test_a_step_may_build_its_own_model() -> None:
+    def build_and_step() -> None:
+        step(*make(torch.optim.SGD))
+
+    fake = trace_step(build_and_step, fake=True)
+    assert fake.load_curve().tolist() == trace_step(build_and_step).load_curve().tolist()
+    there = trace_step(lambda: step(*make()), fake=True, device="cuda")
+    assert any("foreach" in o.name for o in there.operators)
 
 
 def test_arguments_that_cannot_be_used_are_refused() -> None:
