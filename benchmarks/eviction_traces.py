@@ -1,25 +1,26 @@
 """Transformer-like traces for the eviction planner, and a table of how close each policy comes to the bounds.
 
-python benchmarks/eviction_traces.py            # bytes / LP bound, predicted step / max(compute, transfer)
-python benchmarks/eviction_traces.py --speed    # planning time at 100,000 accesses
+python benchmarks/eviction_traces.py            # bytes / LP bound, predicted step / lower bounds
+python benchmarks/eviction_traces.py --speed    # processor time to plan 100,000 accesses
 """
 
 import argparse
 import time
 from dataclasses import dataclass
 
-from hetero.eviction import Links, Moment, Trace, check, lower_bound, plan, simulate
+from hetero.eviction import Links, Moment, Trace, check, lower_bound, lower_bound_seconds, plan, simulate
 
-__all__ = ["Shape", "trace_of"]
+__all__ = ["SHAPES", "SHARES", "Shape", "trace_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
     """A decoder with a tied embedding; bytes are bf16 device copies.
 
-    ``training``: ``"full"`` (every weight is stepped at home and invalidated), ``"half"`` (the lower half of the
-    layers is frozen), ``"lora"`` (base frozen, small adapters stepped), ``"device"`` (Adam runs on the device: states
-    of six times the weight's bytes are managed too; weights and states are written there, nothing is invalidated).
+    ``training``: ``"full"`` (every weight is stepped at home and invalidated), ``"half"`` (the embedding and
+    the lower half of the layers are frozen), ``"lora"`` (base frozen, small adapters stepped), ``"device"``
+    (Adam runs on the device: states of six times the weight's bytes are managed too; weights and states are
+    written there, nothing is invalidated).
     """
 
     layers: int = 32
@@ -32,9 +33,6 @@ class Shape:
     fused: bool = False  # one moment per layer half instead of one per weight
     activation_swing: float = 0.3  # share of the capacity that activations take away at their peak
     flops: float = 300e12
-
-
-_SMALL = ("norm1", "norm2", "adapter_in", "adapter_out")
 
 
 def trace_of(shape: Shape, share: float) -> Trace:
@@ -99,7 +97,7 @@ def _stepped(shape: Shape, weights: list[tuple[str, int]]) -> tuple[int, ...]:
     return tuple(
         x
         for x, (name, _) in enumerate(weights)
-        if name == "embedding" and not frozen or name != "embedding" and int(name.split(".")[0]) >= frozen
+        if (not frozen if name == "embedding" else int(name.split(".")[0]) >= frozen)
     )
 
 
@@ -110,3 +108,80 @@ def _states(shape: Shape, sizes: list[int]) -> dict[int, int]:
     first = len(sizes)
     sizes += [6 * size for size in sizes]
     return {weight: first + weight for weight in range(first)}
+
+
+SHAPES = {
+    "full": Shape(),
+    "half frozen": Shape(training="half"),
+    "lora": Shape(training="lora"),
+    "lora, 4 micro-batches": Shape(training="lora", micro_batches=4),
+    "optimizer on device": Shape(training="device"),
+    "half frozen, fused": Shape(training="half", layers=16, fused=True),
+}
+SHARES = (0.8, 0.6, 0.4, 0.3, 0.2)
+POLICIES = ("opt", "cost-opt", "lru", "fifo")
+
+
+def print_distances(links: Links) -> None:
+    """Per policy: bytes without prefetch / LP bound; with it bytes / LP bound, step / max, step / bound.
+
+    max = max(compute, H2D, D2H) of the plan's own bytes; bound = `lower_bound_seconds`.
+    """
+    print(f"{'shape':22} {'share':>5} {'bound/max':>9}  " + "  ".join(f"{name:>29}" for name in POLICIES))
+    for name, shape in SHAPES.items():
+        for share in SHARES:
+            trace = trace_of(shape, share)
+            fewest, soonest = lower_bound(trace), lower_bound_seconds(trace, links)
+            cells = []
+            ratio = 0.0
+            for policy in POLICIES:
+                late = plan(trace, links=links, policy=policy, prefetch=False)
+                schedule = plan(trace, links=links, policy=policy)
+                check(trace, late)
+                check(trace, schedule)
+                most = simulate(trace, schedule, links).bound_seconds
+                if policy == "opt":
+                    ratio = soonest / most
+                step = schedule.predicted_seconds
+                cells.append(
+                    f"{late.moved_bytes / fewest:8.4f} {schedule.moved_bytes / fewest:6.3f}"
+                    f" {step / most:6.3f} {step / soonest:6.3f}"
+                )
+            print(f"{name:22} {share:5.0%} {ratio:9.3f}  " + "  ".join(cells), flush=True)
+
+
+def print_speed(links: Links) -> None:
+    """Processor seconds per plan (not wall time: the machine may be shared)."""
+    for name, shape in {
+        "lora, 140 micro-batches": Shape(training="lora", micro_batches=140),
+        "device, 170 micro-batches": Shape(training="device", micro_batches=170),
+    }.items():
+        for share in (0.8, 0.4):
+            trace = trace_of(shape, share)
+            accesses = sum(len(moment.operands) for moment in trace.moments)
+            for policy in POLICIES:
+                began = time.process_time()
+                schedule = plan(trace, links=links, policy=policy)
+                seconds = time.process_time() - began
+                fetches = sum(len(actions.fetch) for actions in schedule.actions)
+                print(
+                    f"{name:26} {share:.0%} {accesses} accesses {fetches} fetches {policy:9} {seconds:.2f} s"
+                )
+            began = time.process_time()
+            lower_bound(trace)
+            print(f"{name:26} {share:.0%} lower_bound {time.process_time() - began:.2f} s", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--speed", action="store_true", help="time the planner instead")
+    arguments = parser.parse_args()
+    links = Links(h2d_bandwidth=25e9, d2h_bandwidth=25e9, latency=10e-6)
+    if arguments.speed:
+        print_speed(links)
+    else:
+        print_distances(links)
+
+
+if __name__ == "__main__":
+    main()

@@ -131,13 +131,16 @@ resnet18, resnet34, resnet50, resnet101 = (partial(recipe, name) for name in RES
 
 
 def main() -> None:
+    from hetero.pool.greedy import smartpool
     from hetero.trace import trace_recipe
     from hetero.units import format_bytes
 
     for name in NETWORKS:
         trace = trace_recipe(partial(recipe, name))
-        peak = format_bytes(trace.peak_nbytes())
-        print(f"{name:<10} {trace.span:6d} operators, {len(trace.storages):6d} storages, peak {peak}")
+        peak = trace.peak_nbytes()
+        ratio = smartpool(trace.to_problem()).footprint / peak
+        sizes = f"{trace.span:5d} operators, {len(trace.storages):5d} storages, peak {format_bytes(peak):>9}"
+        print(f"{name:<10}{sizes}, SmartPool {ratio:.4f} x peak")
 
 
 if __name__ == "__main__":

@@ -177,7 +177,7 @@ class Manager:
 
     def _attach(self) -> None:
         model = self._model
-        patches.install()
+        patches.install(self._stm)
         self._patched = True
         parameters = _named_parameters(model)
         self._homes.take_parameters(parameters)
@@ -216,7 +216,7 @@ class Manager:
             tensor.forget_home()
         self._homes.give_back()
         if self._patched:
-            patches.remove()
+            patches.remove(self._stm)
             self._patched = False
 
     _patched = False
@@ -240,7 +240,7 @@ class Manager:
             self._stm.begin_forward(_signature(model, args, kwargs))
             complete = False
             try:
-                with scope(), saved_tensors_as_handles():
+                with scope(), self._stm.executor.guarded(), saved_tensors_as_handles():
                     result = inner(*args, **kwargs)
                 complete = True
             finally:

@@ -16,6 +16,9 @@ __all__ = ["ALLOCATION_GRANULARITY", "Accelerator", "default_device"]
 # less than the allocator does would let the sum of small tensors break the budget.
 ALLOCATION_GRANULARITY = 512
 
+# The allocator knows one cap; several managers may each want one. By device, then by who wants it.
+_caps: dict[torch.device, dict[int, int]] = {}
+
 
 def default_device() -> torch.device:
     """The machine's accelerator, with its current index. Raises `DeviceError` if there is none."""
@@ -80,6 +83,26 @@ class Accelerator:
         free, _ = self._call("mem_get_info", self.device)
         cached = self._call("memory_reserved", self.device) - self._call("memory_allocated", self.device)
         return int(free + cached)
+
+    def cap(self, nbytes: int | None) -> None:
+        """Let the allocator refuse to pass ``nbytes``, with a true `torch.OutOfMemoryError`; None: not for us.
+
+        The least of all caps of the process holds. On CUDA a cap is on what is reserved, fragmentation included.
+        """
+        caps = _caps.setdefault(self.device, {})
+        before = min(caps.values(), default=None)
+        if nbytes is None:
+            caps.pop(id(self), None)
+        else:
+            caps[id(self)] = nbytes
+        least = min(caps.values(), default=None)
+        if least != before:
+            # Half a byte more, because a rounded-down share would refuse what exactly fits. A cap below what is in
+            # use already means the same as one at it: no more.
+            share = 1.0
+            if least is not None:
+                share = min(1.0, (max(least, self.used_bytes()) + 0.5) / self.total_bytes())
+            self._call("set_per_process_memory_fraction", share, self.device)
 
     def release_cached(self) -> None:
         """Give cached, unused memory back to the device."""

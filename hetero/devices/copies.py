@@ -105,5 +105,5 @@ class CopyEngine:
 
     def _declare_host_access(self, tensor: torch.Tensor, *, write: bool) -> None:
         # Host kernels cannot be watched, so the virtual device is told what the host is about to touch.
-        if self._virtual is not None:
+        if self._virtual is not None and tensor.is_pinned():
             self._virtual.check_host_access(tensor, write=write)

@@ -41,7 +41,9 @@ def lower_bound_seconds(trace: Trace, links: Links) -> float:
     seconds = np.fromiter((moment.seconds for moment in trace.moments), dtype=np.float64)
     capacity = np.fromiter((moment.capacity for moment in trace.moments), dtype=np.int64)
     quarters = range(0, problem.periods, max(problem.periods // 4, 1)) if trace.cyclic else (0,)
-    return max(_longest(problem, seconds, capacity, links, start) for start in quarters)
+    chain = max(_longest(problem, seconds, capacity, links, start) for start in quarters)
+    bandwidth = links.h2d_bandwidth + (links.d2h_bandwidth if problem.groups else 0.0)
+    return max(chain, lower_bound(trace) / bandwidth)
 
 
 def _longest(problem: Intervals, seconds: Floats, capacity: Ints, links: Links, start: int) -> float:

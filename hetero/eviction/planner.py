@@ -5,8 +5,9 @@ early, so several amounts are tried on the simulated step. It is a pure function
 same schedule.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -35,14 +36,23 @@ def plan(trace: Trace, *, links: Links, policy: str | Policy = "opt", prefetch: 
     """
     problem = read_intervals(trace)
     chosen = resolve_policy(policy)
-    found: list[Schedule] = []
-    for headroom in _headrooms(problem) if prefetch else [0]:
-        keep = _choose(problem, np.maximum(problem.room - headroom, 0), chosen)
-        for schedule in _timed(trace, problem, keep, links, prefetch=prefetch, policy=chosen.name):
-            found.append(replace(schedule, headroom=headroom))
+    found = list(_found(trace, problem, links, chosen, prefetch=prefetch))
     soon = min(schedule.predicted_seconds for schedule in found) * (1.0 + _WORTH)
     near = [schedule for schedule in found if schedule.predicted_seconds <= soon]
     return min(near, key=lambda schedule: (schedule.moved_bytes, schedule.predicted_seconds))
+
+
+def _found(
+    trace: Trace, problem: Intervals, links: Links, policy: Policy, *, prefetch: bool
+) -> Iterator[Schedule]:
+    """Timed schedules for each headroom, lent to copies that fit after all, or spared for transfers."""
+    small = len(problem.use) * _ROUNDS * len(_HEADROOMS) <= _AFFORDABLE_ACCESSES
+    for headroom in _headrooms(problem) if prefetch else [0]:
+        keep = _choose(problem, np.maximum(problem.room - headroom, 0), policy)
+        for spare in (False, True) if headroom and small else (False,):
+            layout = partial(lay_out, problem, keep, prefetch=prefetch, policy=policy.name, spare=spare)
+            for schedule in _timed(trace, links, layout, rounds=_ROUNDS if prefetch and small else 1):
+                yield replace(schedule, headroom=headroom)
 
 
 def _choose(problem: Intervals, room: Ints, policy: Policy) -> Bools:
@@ -63,16 +73,14 @@ def _headrooms(problem: Intervals) -> list[int]:
     return sorted({round(share * largest) for share in _HEADROOMS[:affordable]})
 
 
-def _timed(
-    trace: Trace, problem: Intervals, keep: Bools, links: Links, *, prefetch: bool, policy: str
-) -> Iterator[Schedule]:
-    """Timed schedules that keep ``keep``; each leaves room for the write backs that the one before met."""
+def _timed(trace: Trace, links: Links, layout: Callable[..., Schedule], *, rounds: int) -> Iterator[Schedule]:
+    """Timed schedules of one layout; each leaves room for the write backs that the one before met."""
     leaving: Ints | None = None
-    for _ in range(_ROUNDS):
-        schedule = lay_out(problem, keep, prefetch=prefetch, policy=policy, leaving=leaving)
+    for _ in range(rounds):
+        schedule = layout(leaving=leaving)
         result = simulate(trace, schedule, links)
         yield replace(schedule, predicted_seconds=result.step_seconds)
         behind = np.asarray(result.leaving_bytes, dtype=np.int64)
-        if not prefetch or not behind.any() or len(problem.use) * _ROUNDS > _AFFORDABLE_ACCESSES:
+        if not behind.any():
             return
         leaving = behind if leaving is None else np.maximum(leaving, behind)

@@ -9,7 +9,7 @@ import numpy as np
 from hetero.eviction.intervals import Bools, Floats, Intervals, Ints
 from hetero.eviction.policies import FarthestNextUse
 from hetero.eviction.relaxation import Relaxation, relax
-from hetero.eviction.sweep import fill, sweep
+from hetero.eviction.sweep import fill, repair, sweep
 
 __all__ = ["farthest_next_use", "fewest_bytes"]
 
@@ -37,6 +37,7 @@ def _rounded(problem: Intervals, room: Ints) -> Bools:
     relaxation = relax(problem, room, prefer_short=_PREFER_SHORT)
     keep = relaxation.kept >= _WHOLE
     keep &= problem.reused | (problem.group >= 0)
+    keep = repair(problem, room, keep)
     missing = _missing(problem, keep)
     gain = _reduced_saving(problem, relaxation)[missing]
     order = missing[np.lexsort((missing, -problem.nbytes[missing], -relaxation.kept[missing], -gain))]

@@ -15,7 +15,7 @@ from hetero.eviction.intervals import Bools, Intervals, Ints
 from hetero.eviction.model import Candidate, Policy
 from hetero.eviction.policies import FarthestNextUse, FirstIn, LeastRecent
 
-__all__ = ["fill", "sweep"]
+__all__ = ["fill", "repair", "sweep"]
 
 _CRUMBS = 16  # copies smaller than this fraction of what is needed are not worth asking back
 
@@ -26,7 +26,7 @@ def sweep(problem: Intervals, room: Ints, policy: Policy) -> Bools:
         keep = _Walk(problem, room).by_rank(policy)
     else:
         keep = _Walk(problem, room).by_asking(policy)
-    return _repaired(problem, room, keep)
+    return repair(problem, room, keep)
 
 
 def fill(problem: Intervals, room: Ints, keep: Bools, order: Ints) -> Bools:
@@ -41,6 +41,32 @@ def fill(problem: Intervals, room: Ints, keep: Bools, order: Ints) -> Bools:
             for a, b in spans:
                 free[a:b] -= nbytes
     return filled
+
+
+def repair(problem: Intervals, room: Ints, keep: Bools) -> Bools:
+    """``keep`` less what overflows ``room``, the farthest next use leaving first.
+
+    A demand walk may alternate between iterations, so its choices before and after the wrap can disagree; a
+    rounded relaxation may overflow by the solver's tolerance, or where its windows meet.
+    """
+    excess = problem.load(keep) - room
+    over = np.flatnonzero(excess > 0)
+    if not len(over):
+        return keep
+    keep = keep.copy()
+    for t in over.tolist():
+        if excess[t] <= 0:
+            continue
+        inside = (problem.begin <= t) & (t < problem.end)
+        inside |= (problem.begin <= t + problem.periods) & (t + problem.periods < problem.end)
+        live = np.flatnonzero(keep & inside & (problem.nbytes > 0))
+        for j in live[np.argsort(-problem.end[live], kind="stable")].tolist():
+            if excess[t] <= 0:
+                break
+            keep[j] = False
+            for a, b in _spans(int(problem.begin[j]), int(problem.end[j]), problem.periods):
+                excess[a:b] -= problem.nbytes[j]
+    return keep
 
 
 def _spans(begin: int, end: int, periods: int) -> list[tuple[int, int]]:
@@ -74,6 +100,7 @@ class _Walk:
         ranks = self._ranks(policy)
         entering, bounds = self._entering(everything=first_in is not None)
         nbytes: list[int] = np.tile(self.problem.nbytes, self.turns).tolist()
+        holds: list[bool] = self._holds().tolist()
         until: list[int] = self.until.tolist()
         leaving = [0] * (3 * self.problem.periods + 2)
         room, heap, dropped, load = self.room, list[int](), list[int](), 0
@@ -82,7 +109,7 @@ class _Walk:
             for instance in entering[bounds[now] : bounds[now + 1]]:
                 if first_in is not None:
                     rank = first_in.entered(instance, now)
-                    if until[instance] <= now:
+                    if not holds[instance]:
                         continue
                 else:
                     rank = ranks[instance]
@@ -130,10 +157,14 @@ class _Walk:
 
         Without ``everything``, only those that hold memory.
         """
-        chosen = np.flatnonzero(everything | np.tile(self.worth & (self.problem.nbytes > 0), self.turns))
+        chosen = np.flatnonzero(everything | self._holds())
         order = chosen[np.argsort(self.begin[chosen], kind="stable")]
         moments = np.arange(self.turns * self.problem.periods + 2)
         return order.tolist(), np.searchsorted(self.begin[order], moments).tolist()
+
+    def _holds(self) -> Bools:
+        """Instances that would hold memory if kept, and are worth it."""
+        return np.tile(self.worth & (self.problem.nbytes > 0), self.turns)
 
     def _steady(self, dropped: list[int]) -> Bools:
         """What is kept, given the dropped instances: the last turn, (T, 2T] of a cyclic trace, repeats."""
@@ -217,29 +248,3 @@ def _chosen(policy: Policy, candidates: list[Candidate], nbytes: int) -> list[in
             chosen.append(candidate.tensor)
             freed += candidate.nbytes
     return chosen
-
-
-def _repaired(problem: Intervals, room: Ints, keep: Bools) -> Bools:
-    """``keep`` less what makes it overflow when the last iteration's choices repeat; farthest next use goes
-    first.
-
-    A demand walk may alternate between iterations, so its choices before and after the wrap can disagree.
-    """
-    excess = problem.load(keep) - room
-    over = np.flatnonzero(excess > 0)
-    if not len(over):
-        return keep
-    keep = keep.copy()
-    for t in over.tolist():
-        if excess[t] <= 0:
-            continue
-        inside = (problem.begin <= t) & (t < problem.end)
-        inside |= (problem.begin <= t + problem.periods) & (t + problem.periods < problem.end)
-        live = np.flatnonzero(keep & inside & (problem.nbytes > 0))
-        for j in live[np.argsort(-problem.end[live], kind="stable")].tolist():
-            if excess[t] <= 0:
-                break
-            keep[j] = False
-            for a, b in _spans(int(problem.begin[j]), int(problem.end[j]), problem.periods):
-                excess[a:b] -= problem.nbytes[j]
-    return keep

@@ -21,14 +21,22 @@ _CHUNK = 256  # periods looked at together when searching backwards for the last
 
 
 def lay_out(
-    problem: Intervals, keep: Bools, *, prefetch: bool, policy: str, leaving: Ints | None = None
+    problem: Intervals,
+    keep: Bools,
+    *,
+    prefetch: bool,
+    policy: str,
+    spare: bool = False,
+    leaving: Ints | None = None,
 ) -> Schedule:
-    """The schedule that keeps ``keep`` (and what a prefetch could hold all along), no time predicted yet.
+    """The schedule that keeps ``keep``, no time predicted yet.
 
-    ``leaving[t]``: bytes expected to be still on their way out in period ``t``; prefetches leave them room.
+    A copy that a prefetch could hold all along is kept as well, unless ``spare`` asks to leave the room to
+    transfers. ``leaving[t]``: bytes expected to be on their way out in period ``t``; prefetches leave them
+    room.
     """
     keep = keep.copy()
-    fetches = _fetches(problem, keep)
+    fetches = _fetches(problem, keep, spare=spare)
     if prefetch:
         starts = _Placement(problem, keep, fetches, leaving).starts()
     else:
@@ -49,18 +57,19 @@ class _Fetch(NamedTuple):
     may_stay: bool  # the copy is there until the release and could simply be kept
 
 
-def _fetches(problem: Intervals, keep: Bools) -> list[_Fetch]:
+def _fetches(problem: Intervals, keep: Bools, *, spare: bool) -> list[_Fetch]:
     """What the intervals that are not kept cost in fetches, in the order of use."""
     missing = np.flatnonzero((problem.next_use >= 0) & ~(keep & problem.reused))
     deadline = problem.next_use[missing]
     turn = deadline // max(problem.periods, 1) * problem.periods
+    reused = problem.reused[missing]
     columns = (
         deadline - turn,
         problem.tensor[missing],
-        problem.release[missing] - turn,
+        problem.release[missing] - turn + (reused if spare else 0),
         missing,
         problem.nbytes[missing],
-        problem.reused[missing],
+        reused & (not spare),
     )
     found = list(map(_Fetch._make, zip(*(column.tolist() for column in columns), strict=True)))
     for tensor, use, release in problem.first_fetches:

@@ -49,7 +49,6 @@ class MemStatsCollector:
         self._period = Period(operands=())
         self.total = Period(operands=())  # sums over the manager's life
         self.largest_growth = 0
-        self._used_at_begin = 0
 
     @property
     def is_sampling(self) -> bool:
@@ -94,7 +93,7 @@ class MemStatsCollector:
             period.model_bytes = self._model_bytes.device_bytes
             period.host_model_bytes = self._model_bytes.host_bytes
             period.begin = self._event()
-            self._used_at_begin = self._accelerator.used_bytes()
+            period.used_bytes = self._accelerator.used_bytes()
 
     def count_fetch(self, nbytes: int) -> None:
         """A copy to the device was started."""
@@ -127,8 +126,11 @@ class MemStatsCollector:
 
         For periods that nobody has measured yet. Reads the device's counter.
         """
-        non_model = self._accelerator.used_bytes() - self._model_bytes.device_bytes
-        return budget - non_model - self.largest_growth
+        return budget - self.non_model_bytes() - self.largest_growth
+
+    def non_model_bytes(self) -> int:
+        """Device memory that is no model data, now. Reads the device's counter."""
+        return self._accelerator.used_bytes() - self._model_bytes.device_bytes
 
     def _close_period(self) -> None:
         period = self._period
@@ -137,7 +139,7 @@ class MemStatsCollector:
         period.end = self._event()
         period.peak_bytes = self.peaks.next_period()
         period.host_bytes = host_memory_used()
-        self.largest_growth = max(self.largest_growth, period.peak_bytes - self._used_at_begin)
+        self.largest_growth = max(self.largest_growth, period.peak_bytes - period.used_bytes)
 
     def _event(self) -> torch.Event:
         event = torch.Event(device=self._accelerator.device, enable_timing=True)

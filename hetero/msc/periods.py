@@ -36,7 +36,10 @@ class SegmentKey:
 
 @dataclass(slots=True)
 class Period:
-    """One period as it is being measured. Bytes; -1 where this period was not sampled."""
+    """One period as it is being measured. Bytes; -1 where this period was not sampled.
+
+    ``used_bytes``: on the device when the operator began, ``peak_bytes``: at most until the period's end.
+    """
 
     operands: tuple[int, ...]
     held: tuple[int, ...] = ()
@@ -48,6 +51,7 @@ class Period:
     unplanned_fetches: int = 0
     stall_seconds: float = 0.0
     model_bytes: int = -1
+    used_bytes: int = -1
     peak_bytes: int = -1
     host_model_bytes: int = -1
     host_bytes: int = -1

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from hetero.pool.placement import Placer
+from hetero.pool.placement import NO_LIMIT, Placer
 from hetero.pool.planner import register
 from hetero.pool.problem import IntArray, Problem, Solution, lower_bound, solution_from_offsets
 
@@ -54,11 +54,13 @@ def _best_of(problem: Problem, name: str, orders: Iterable[IntArray], *, best_fi
     placer = Placer(problem.begins, problem.ends, problem.sizes)
     bound = lower_bound(problem)
     best = np.zeros(len(problem), dtype=np.int64)
-    footprint: int | None = None
+    limit = NO_LIMIT
     for order in orders:
-        offsets, result = placer.place(order, best_fit=best_fit)
-        if offsets is not None and (footprint is None or result < footprint):
-            best, footprint = offsets, result
-        if footprint == bound:
-            break
+        result = placer.place(order, best_fit=best_fit, limit=limit)
+        if result is not None:
+            best, footprint = result
+            # Later orders are given up as soon as they are no better.
+            limit = footprint - 1
+            if footprint == bound:
+                break
     return solution_from_offsets(problem, best, planner=name, seconds=time.perf_counter() - started)

@@ -22,13 +22,16 @@ __all__ = ["CyclePlan", "Cycles", "Place"]
 class CyclePlan:
     """A schedule and where its segments lie in it.
 
-    ``operands[i]``, ``limits[i]``: of moment i; a limit is for all model data, gradients on their way included.
+    ``operands[i]``, ``limits[i]``, ``non_model[i]``: of moment i; a limit is for all model data, gradients on their
+    way included; non-model bytes are those in use when the operator begins. ``margin``: kept free of everything.
     """
 
     keys: tuple[SegmentKey, ...]
     bounds: tuple[int, ...]
     operands: tuple[tuple[int, ...], ...]
     limits: tuple[int, ...]
+    non_model: tuple[int, ...]
+    margin: int
     gradient_reserve: int
     trace: Trace
     schedule: Schedule
@@ -103,6 +106,7 @@ class Cycles:
         self._training = _History([], [])
         self._inference = _History([], [])
         self._current = self._training
+        self._drift = 0
         self.last_sampled: list[Segment] = []
         self.last_plan: CyclePlan | None = None
 
@@ -179,6 +183,20 @@ class Cycles:
             len(self._samples.get(key, ())) >= self._warmup_steps for key in keys
         ):
             self._plans[keys] = self.last_plan = self._make_plan(keys)
+        else:
+            self._replan_if_outgrown(keys, segments)
+
+    def note_drift(self, nbytes: int) -> None:
+        """There is more non-model data than the current plan was made for. If it is to stay, plan anew."""
+        self._drift = max(self._drift, nbytes)
+
+    def _replan_if_outgrown(self, keys: tuple[SegmentKey, ...], segments: list[Segment]) -> None:
+        """A drift that cost fetches is planned for, twice as much as was seen, so that this stays rare."""
+        missed = sum(period.unplanned_fetches for segment in segments for period in segment.periods)
+        plan = self._plans.get(keys)
+        if plan is not None and missed and self._drift > 0:
+            self._plans[keys] = self.last_plan = self._make_plan(keys, plan.margin + 2 * self._drift)
+        self._drift = 0
 
     def _matching(self, keys: tuple[SegmentKey, ...]) -> CyclePlan | None:
         if self.last_plan is not None and self.last_plan.keys[: len(keys)] == keys:
@@ -189,19 +207,20 @@ class Cycles:
                 return candidate
         return None
 
-    def _make_plan(self, keys: tuple[SegmentKey, ...]) -> CyclePlan:
+    def _make_plan(self, keys: tuple[SegmentKey, ...], margin: int = 0) -> CyclePlan:
         sizes = tuple(tensor.device_nbytes for tensor in self._tensors)
         reserve = self._gradient_reserve(keys)
         fixed = self._fixed_bytes()
         moments: list[Moment] = []
         operands: list[tuple[int, ...]] = []
         limits: list[int] = []
+        non_model: list[int] = []
         bounds = [0]
         for key in keys:
             samples = self._samples[key]
             for index, period in enumerate(samples[-1].periods):
                 mandatory = tuple(dict.fromkeys(period.operands + period.held))
-                limit = self._budget - _non_model_peak(samples, index)
+                limit = self._budget - _non_model_peak(samples, index) - margin
                 kept_free = fixed + (reserve if key.phase is Phase.BACKWARD else 0)
                 moments.append(
                     Moment(
@@ -214,6 +233,7 @@ class Cycles:
                 )
                 operands.append(period.operands)
                 limits.append(limit)
+                non_model.append(period.used_bytes - period.model_bytes)
             bounds.append(len(moments))
         trace = Trace(sizes=sizes, moments=tuple(moments))
         schedule = plan(trace, links=self._links, policy=self._policy, prefetch=self._prefetch)
@@ -222,6 +242,8 @@ class Cycles:
             bounds=tuple(bounds),
             operands=tuple(operands),
             limits=tuple(limits),
+            non_model=tuple(non_model),
+            margin=margin,
             gradient_reserve=reserve,
             trace=trace,
             schedule=schedule,

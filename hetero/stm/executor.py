@@ -5,11 +5,13 @@ made resident at every sampling moment whatever the schedule said, and an access
 fetch of its own, counted. What is planned is decided in `hetero.stm.cycles`; bytes are moved by `Residency`.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 
 from hetero.eviction import Actions
 from hetero.msc import MemStatsCollector, Segment, SegmentKey
 from hetero.stm.cycles import CyclePlan, Cycles
+from hetero.stm.guard import Guard
 from hetero.stm.gradients import Gradients
 from hetero.stm.residency import Residency
 from hetero.stm.tensors import ManagedTensor
@@ -29,12 +31,19 @@ class Executor:
         gradients: Gradients,
         collector: MemStatsCollector,
         cycles: Cycles,
+        *,
+        relieve: Callable[[], int],
+        cap: Callable[[bool], None],
     ) -> None:
         self._tensors = tensors
         self._residency = residency
         self._gradients = gradients
         self._collector = collector
         self._cycles = cycles
+        self._relieve = relieve
+        self._cap = cap
+        self._is_unplanned = False
+        self._drift = 0
         self._segment: Segment | None = None
         self._plan: CyclePlan | None = None
         self._position = 0
@@ -49,16 +58,29 @@ class Executor:
         """The segment that runs now."""
         return self._segment
 
+    @property
+    def is_unplanned(self) -> bool:
+        """What runs now, or ran last, follows no plan, or has left it."""
+        return self._is_unplanned
+
+    @contextlib.contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Around what may run out of memory: guarded unless it follows a plan (`hetero.stm.guard`)."""
+        with Guard(self._relieve) if self._is_unplanned else contextlib.nullcontext():
+            yield
+
     def begin_segment(self, key: SegmentKey) -> None:
         """A forward, backward or step begins."""
         self.finish_segment()
         place = self._cycles.begin_segment(key)
         self._plan, self._position, self._stop = place.plan, place.begin, place.end
+        self._set_unplanned(self._plan is None)
         self._to_evict = []
         # A plan that is followed for the first time, or again after something else ran, finds other copies
         # resident than it left behind.
         self._to_prefetch = list(place.missing) if self._plan is not None else []
         self._segment = self._collector.begin_segment(key, sample=place.sample)
+        self._drift = self._measure_drift()
         # Before anything is known, a gradient is handed over at once: what is measured is then the operator's
         # own memory. Afterwards copies may overlap, within what the plan reserved for them.
         self._gradients.in_flight_limit = 0 if self._plan is None else self._plan.gradient_reserve
@@ -94,6 +116,10 @@ class Executor:
         self._residency.drop_stale(tensors)
         self._change_layout([], (), "stepped")
 
+    def release_cap(self) -> None:
+        """Nothing is managed any more."""
+        self._cap(False)
+
     # -- helpers --------------------------------------------------------------------------------------
 
     def _change_layout(self, operands: list[ManagedTensor], indices: tuple[int, ...], name: object) -> None:
@@ -108,6 +134,11 @@ class Executor:
             )
         self._prefetch(actions.fetch, limit)
         self._collector.operands_ready()
+
+    def _set_unplanned(self, unplanned: bool) -> None:
+        if unplanned is not self._is_unplanned:
+            self._is_unplanned = unplanned
+            self._cap(unplanned)
 
     def _advance(self, operands: tuple[int, ...]) -> Actions:
         """The schedule's actions for the moment with these operands; skips moments that did not come."""
@@ -131,7 +162,17 @@ class Executor:
     def _limit(self) -> int:
         if self._plan is None:
             return self._cycles.unplanned_limit(self._segment)
-        return self._plan.limits[max(0, self._position - 1)]
+        return self._plan.limits[max(0, self._position - 1)] - self._drift
+
+    def _measure_drift(self) -> int:
+        """How much more non-model data there is than when this segment was measured: tensors the caller keeps,
+        a larger batch on the device. Once a segment, because reading the counter is slow on some devices."""
+        plan = self._plan
+        if plan is None:
+            return 0
+        drift = self._collector.non_model_bytes() - plan.non_model[self._position] - plan.margin
+        self._cycles.note_drift(drift)
+        return max(0, drift)
 
     def _evict(self, planned: tuple[int, ...]) -> None:
         if not planned and not self._to_evict:

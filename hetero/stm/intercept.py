@@ -281,11 +281,15 @@ class Fetch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: torch.Tensor, tensor: ManagedTensor) -> torch.Tensor:  # type: ignore[override]
         ctx.tensor = tensor
+        # Where autograd has no gradient at all, ``p.grad`` must stay None and not become zeros.
+        ctx.set_materialize_grads(False)
         assert tensor.data is not None
         return tensor.data.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:  # type: ignore[override]
+        if gradient is None:
+            return None, None
         with plain():
             return ctx.tensor.owner.hand_over(ctx.tensor, gradient), None
 
@@ -312,7 +316,7 @@ _Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 def _ask(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Metadata: home answers, nothing moves."""
+    """Metadata, and functions that take parameters without computing with them: nothing moves."""
     return func(*args, **kwargs)
 
 
@@ -371,16 +375,6 @@ def _set_data(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
             )
         tensor.owner.rebind_home(tensor, data.to(tensor.home.device))  # type: ignore[attr-defined]
     return None
-
-
-def _differentiate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``autograd.grad`` and ``backward``: gradients that were captured are about to be read."""
-    result = func(*args, **kwargs)
-    operands: list[ManagedTensor] = []
-    _collect((*args, *kwargs.values()), operands)
-    for tensor in operands:
-        tensor.owner.wait_for_gradient(tensor)  # type: ignore[attr-defined]
-    return result
 
 
 class HomeHook:
@@ -493,6 +487,6 @@ _HANDLERS: dict[Any, _Handler] = {
     **dict.fromkeys([*_setters("grad", "_grad"), _T.grad.__delete__], _set_grad),  # type: ignore[attr-defined]
     _T.data.__get__: _get_data,  # type: ignore[attr-defined]
     _T.data.__set__: _set_data,  # type: ignore[attr-defined]
-    **dict.fromkeys([torch.autograd.grad, torch.autograd.backward, _T.backward], _differentiate),
+    **dict.fromkeys([torch.autograd.grad, torch.autograd.backward, _T.backward], _ask),
     _T.register_post_accumulate_grad_hook: _register_post_accumulate,
 }

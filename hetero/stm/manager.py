@@ -5,8 +5,9 @@ Owns the registry. Its parts each own one thing: `Ledger` the count of bytes, `R
 backward on threads of its own, so one lock guards every entry.
 """
 
+import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -71,7 +72,15 @@ class StatefulTensorMgr:
             headroom=self.collector.headroom,
             ends_with_backward=not has_optimizer,
         )
-        self.executor = Executor(self.tensors, self.residency, self.gradients, self.collector, self.cycles)
+        self.executor = Executor(
+            self.tensors,
+            self.residency,
+            self.gradients,
+            self.collector,
+            self.cycles,
+            relieve=self.relieve,
+            cap=lambda on: accelerator.cap(config.device_budget if on else None),
+        )
 
     # -- registry -------------------------------------------------------------------------------------
 
@@ -128,6 +137,9 @@ class StatefulTensorMgr:
             if not complete:
                 self._pending_forwards.clear()
                 self.executor.finish_segment()
+            elif self.executor.is_unplanned:
+                # What the caller does next, the loss for instance, runs unguarded: leave all the room there is.
+                self.residency.evict_idle()
 
     def begin_step(self) -> None:
         """The optimizer is about to write homes: gradients have arrived, copies have been read."""
@@ -155,21 +167,30 @@ class StatefulTensorMgr:
             for tensor in self.tensors:
                 tensor.used_at_home = False
 
+    @contextlib.contextmanager
+    def backward(self, *, captures: bool) -> Iterator[None]:
+        """Surrounds every backward of the process, whether or not it reaches this model."""
+        complete = False
+        try:
+            with self.executor.guarded():
+                yield
+            complete = True
+        finally:
+            with self._lock:
+                segment = self.executor.segment
+                if segment is not None and segment.key.phase is Phase.BACKWARD:
+                    segment.complete = complete
+                    if not complete:
+                        self.executor.finish_segment()
+                if captures or not complete:
+                    self.gradients.wait_all(self.tensors)
+
     def _enter_backward(self) -> None:
-        """First sign of a backward: nobody announces it."""
+        """First sign that the backward that runs now reaches this model."""
         segment = self.executor.segment
-        if segment is not None and segment.key.phase is Phase.BACKWARD:
-            return
-        self.executor.begin_segment(SegmentKey(Phase.BACKWARD, True, tuple(self._pending_forwards)))
-        self._pending_forwards.clear()
-        segment = self.executor.segment
-        assert segment is not None
-
-        def complete() -> None:
-            segment.complete = True
-
-        # Runs when autograd's graph task has ended well. One that fails never says so.
-        torch.autograd.Variable._execution_engine.queue_callback(complete)  # type: ignore[attr-defined]
+        if segment is None or segment.key.phase is not Phase.BACKWARD:
+            self.executor.begin_segment(SegmentKey(Phase.BACKWARD, True, tuple(self._pending_forwards)))
+            self._pending_forwards.clear()
 
     # -- what interception calls (`hetero.stm.intercept.Owner`) ---------------------------------------
 
@@ -263,3 +284,4 @@ class StatefulTensorMgr:
             for tensor in self.tensors:
                 self.residency.discard(tensor)
                 tensor.identity = None
+            self.executor.release_cap()

@@ -1,4 +1,4 @@
-"""The two functions of torch that are replaced while any model is managed.
+"""The functions of torch that are replaced while any model is managed.
 
 Owns those replacements; they are taken back when the last manager closes. Each only looks at its arguments and
 goes on to the original unless a managed parameter is involved.
@@ -6,9 +6,13 @@ goes on to the original unless a managed parameter is involved.
 * ``autograd.Function.apply`` does not dispatch through ``__torch_function__``: a custom Function would receive the
   parameter itself, at home, and its backward would return a gradient on the wrong device.
 * ``Module._apply`` (``model.to``, ``.half``, ``.cuda`` ...) would replace homes behind the manager's back.
+* ``autograd._engine_run_backward``, through which ``backward`` and ``grad`` go: nothing else tells when a backward
+  begins, ends, or fails.
 """
 
-from typing import Any
+import contextlib
+
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -20,27 +24,45 @@ from hetero.stm.tensors import ManagedTensor
 __all__ = ["install", "remove"]
 
 _Function = torch.autograd.function._SingleLevelFunction
-_c_apply = _Function.apply.__func__ if hasattr(_Function.apply, "__func__") else None
 _module_apply = nn.Module._apply
-_installed = 0
+_run_backward = torch.autograd._engine_run_backward
 
 
-def install() -> None:
+class BackwardListener(Protocol):
+    """Who wants to know of every backward (`hetero.stm.manager.StatefulTensorMgr`)."""
+
+    def backward(self, *, captures: bool) -> contextlib.AbstractContextManager[None]:
+        """Surrounds a backward; ``captures``: it returns gradients instead of accumulating them."""
+
+
+_listeners: list[BackwardListener] = []
+
+
+def install(listener: BackwardListener) -> None:
     """One more manager is active."""
-    global _installed
-    if _installed == 0:
-        _Function.apply = classmethod(_apply)  # type: ignore[assignment, method-assign]
-        nn.Module._apply = _refuse_conversion  # type: ignore[assignment, method-assign]
-    _installed += 1
+    if not _listeners:
+        _Function.apply = classmethod(_apply)
+        nn.Module._apply = _refuse_conversion
+        torch.autograd._engine_run_backward = _announced_backward
+    _listeners.append(listener)
 
 
-def remove() -> None:
+def remove(listener: BackwardListener) -> None:
     """One manager fewer."""
-    global _installed
-    _installed -= 1
-    if _installed == 0:
+    _listeners.remove(listener)
+    if not _listeners:
         del _Function.apply
-        nn.Module._apply = _module_apply  # type: ignore[method-assign]
+        nn.Module._apply = _module_apply
+        torch.autograd._engine_run_backward = _run_backward
+
+
+def _announced_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    if torch._C._current_graph_task_id() != -1:  # a backward within a backward: a reentrant checkpoint
+        return _run_backward(outputs, *args, **kwargs)
+    with contextlib.ExitStack() as stack:
+        for listener in _listeners:
+            stack.enter_context(listener.backward(captures=not kwargs.get("accumulate_grad", True)))
+        return _run_backward(outputs, *args, **kwargs)
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:

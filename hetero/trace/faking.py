@@ -7,6 +7,7 @@ one when fake.
 """
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
@@ -89,10 +91,13 @@ class Faker:
         self._bases: dict[int, torch.Tensor] = {}
         self._fakes: dict[int, torch.Tensor] = {}
         self._originals: list[torch.Tensor] = []  # held, so that no id or address above is reused
+        # Gradients and states die in the step when their owner drops them: nothing of theirs is kept here.
+        self._passing: dict[int, torch.Tensor] = {}
+        self._overflow_flags: list[weakref.ref[torch.Tensor]] = []
 
     @contextmanager
-    def standing_in(self, objects: list[object]) -> Iterator[None]:
-        """Replace what the modules and optimizers among ``objects`` (containers included) hold."""
+    def standing_in(self, objects: list[object], args: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+        """Replace what modules and optimizers among ``objects`` hold (containers included); fake ``args``."""
         leaves = pytree.tree_leaves(objects)
         undo: list[Callable[[], None]] = []
         try:
@@ -101,14 +106,14 @@ class Faker:
                     self._enter_module(child, undo)
             for optimizer in _unique(leaf for leaf in leaves if isinstance(leaf, torch.optim.Optimizer)):
                 self._enter_optimizer(optimizer, undo)
-            yield
+            for scaler in _unique(leaf for leaf in leaves if isinstance(leaf, torch.amp.GradScaler)):
+                self._enter_scaler(scaler, undo)
+            fake_args = pytree.tree_map_only(torch.Tensor, self.fake, args)
+            self._passing.clear()
+            yield fake_args
         finally:
             for restore in reversed(undo):
                 restore()
-
-    def fake_tree(self, value: Any) -> Any:
-        """``value`` with every tensor in it fake; modules and optimizers stay the objects they are."""
-        return pytree.tree_map_only(torch.Tensor, self.fake, value)
 
     def fake_foreign(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fake for a real tensor that turns up in the step; raises `PlanError` if it is a parameter."""
@@ -120,6 +125,17 @@ class Faker:
                 "model (and the optimizer) to trace_step as arguments, or trace a real step with fake=False"
             )
         return self.fake(tensor)
+
+    def call(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator; a gradient scaler that asks whether gradients overflowed hears that they did
+        not."""
+        if func is torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default:
+            self._overflow_flags.append(weakref.ref(args[1]))
+        if func is torch.ops.aten._local_scalar_dense.default and any(
+            args[0] is flag() for flag in self._overflow_flags
+        ):
+            return 0.0
+        return func(*args, **kwargs)
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """The fake counterpart of ``tensor``, always the same one; parameters stay parameters."""
@@ -134,7 +150,7 @@ class Faker:
                 "trace a real step with fake=False"
             )
         with torch.no_grad(), self._mode:
-            fake = self._view_of_base(tensor)
+            fake = self._view_of_base(tensor, self._bases)
             if isinstance(tensor, torch.nn.Parameter):
                 fake = torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
                 vars(fake).update(vars(tensor))
@@ -143,20 +159,24 @@ class Faker:
         self._fakes[id(tensor)] = fake
         self._originals.append(tensor)
         if tensor.is_leaf and tensor.grad is not None:
-            fake.grad = self.fake(tensor.grad)
+            fake.grad = self._fake_passing(tensor.grad)
         return fake
 
-    def _view_of_base(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _fake_passing(self, tensor: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad(), self._mode:
+            return self._view_of_base(tensor, self._passing)
+
+    def _view_of_base(self, tensor: torch.Tensor, bases: dict[int, torch.Tensor]) -> torch.Tensor:
         device = self._device or (torch.device("cpu") if tensor.is_meta else tensor.device)
         if tensor.dim() == 0 and tensor.device.type == "cpu" and not isinstance(tensor, torch.nn.Parameter):
             # Optimizers count steps in such scalars and read them: keep the value, as a constant. They also
             # stay on the CPU whatever the device, as they would.
             return torch.tensor(self._value(tensor), dtype=tensor.dtype)
         storage = tensor.untyped_storage()
-        base = self._bases.get(storage._cdata)
+        base = bases.get(storage._cdata)
         if base is None:
             base = torch.empty(storage.nbytes() // tensor.itemsize, dtype=tensor.dtype, device=device)
-            self._bases[storage._cdata] = base
+            bases[storage._cdata] = base
         if base.dtype != tensor.dtype:
             base = base.view(tensor.dtype)
         return base.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
@@ -190,8 +210,19 @@ class Faker:
             for key, value in list(group.items()):
                 if isinstance(value, torch.Tensor):
                     group[key] = self.fake(value)
-        fakes = {self.fake(key): self.fake_tree(dict(value)) for key, value in state.items()}
+        fakes = {
+            self.fake(key): pytree.tree_map_only(torch.Tensor, self._fake_passing, dict(value))
+            for key, value in state.items()
+        }
         optimizer.state = type(state)(state.default_factory, fakes)
+
+    def _enter_scaler(self, scaler: torch.amp.GradScaler, undo: list[Callable[[], None]]) -> None:
+        slots = vars(scaler)
+        undo.append(partial(_put_back, slots, dict(slots)))
+        slots["_per_optimizer_states"] = scaler._per_optimizer_states.copy()
+        for key, value in list(slots.items()):
+            if isinstance(value, torch.Tensor):
+                slots[key] = self.fake(value)
 
     def _would_choose_foreach(self, group: dict[str, Any]) -> bool:
         """Whether torch would loop over lists of this group's tensors, had they been real ones.

@@ -70,13 +70,14 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode that records operators and storages; use inside ``with ledger:``.
 
     ``substitute`` is given every input tensor and may return another in its place (used to make foreign
-    tensors fake); ``on_operator`` is called after each recorded operator.
+    tensors fake); ``call`` runs an operator; ``on_operator`` is called after each recorded operator.
     """
 
     def __init__(
         self,
         *,
         substitute: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        call: Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any] | None = None,
         on_operator: Callable[[RecordedOperator], None] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -85,6 +86,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.running = ""
         self.recording = True
         self._substitute = substitute
+        self._call = call or _call
         self._on_operator = on_operator
         self._lives: list[_Life] = []
         self._live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
@@ -174,7 +176,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         before = self._now
         self._now = before + 1
         try:
-            out = func(*args, **kwargs)
+            out = self._call(func, args, kwargs)
         except BaseException:
             self._now = before
             raise
@@ -340,6 +342,10 @@ class _Signature:
             overwrites=bool(written) and (only_out or bare in _OVERWRITES or bare in _OVERWRITES_LISTS),
             allocates_only=bare.startswith(_ALLOCATE_ONLY),
         )
+
+
+def _call(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

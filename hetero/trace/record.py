@@ -57,10 +57,10 @@ def trace_step(
     CPU); for a real step, the device whose load is asked for by default. On a real accelerator the step's
     peak in the allocator's statistics is kept as ``measured_peak_nbytes``; this resets those peak statistics.
 
-    Under fake tensors ``loss.item()`` gives a symbol that can be returned and summed. Whatever depends on a
-    tensor's values (``if loss > 3``, ``nonzero``, ``GradScaler``'s check) raises `PlanError` naming the
-    operator; the fallback is to trace a real step. Raises `ConfigError` for arguments that cannot be used,
-    and whatever ``step`` raises.
+    Under fake tensors ``loss.item()`` gives a symbol that can be returned and summed, and a `GradScaler`
+    finds no overflow. Whatever else depends on a tensor's values (``if loss > 3``, ``nonzero``, LBFGS) raises
+    `PlanError` naming the operator; the fallback is to trace a real step. Raises `ConfigError` for arguments
+    that cannot be used, and whatever ``step`` raises.
     """
     if warmup < 0:
         raise ConfigError(f"warmup={warmup}: a number of unrecorded steps cannot be negative")
@@ -181,14 +181,13 @@ def _recording(
 ) -> Iterator[tuple[Ledger, tuple[Any, ...]]]:
     """A running ledger that knows the storages of ``objects``, and the arguments to call the step with."""
     with ExitStack() as stack:
-        substitute = None
+        substitute, call = None, None
         if fake:
             mode = fake_mode()
             faker = Faker(mode, FakeDevice.of(device))
-            stack.enter_context(faker.standing_in(objects))
-            args = faker.fake_tree(args)
-            substitute = faker.fake_foreign
-        ledger = Ledger(substitute=substitute, on_operator=watch)
+            args = stack.enter_context(faker.standing_in(objects, args))
+            substitute, call = faker.fake_foreign, faker.call
+        ledger = Ledger(substitute=substitute, call=call, on_operator=watch)
         stack.enter_context(_data_dependence_explained(ledger))
         if fake:
             stack.enter_context(mode)

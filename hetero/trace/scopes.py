@@ -111,7 +111,8 @@ class Scopes:
             return self._optimizer
         running = self._running[-1] if self._running else ""
         if self._phase == "forward":
-            self._module_of_node[torch._C._autograd._get_sequence_nr() - 1] = running
+            # The first operator after a node was made is its own; later ones may make no node.
+            self._module_of_node.setdefault(torch._C._autograd._get_sequence_nr() - 1, running)
             return running
         if len(self._running) > self._depth_at_backward:
             return running  # recomputation under activation checkpointing
@@ -141,4 +142,5 @@ class Scopes:
 
     def _leave_optimizer(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         self._optimizer = ""
+        self._module_of_node.clear()
         self.learn_optimizer(optimizer)

@@ -194,6 +194,11 @@ class StepTrace:
         total = sum(storage.nbytes for storage in live)
         lines = [f"{format_bytes(total)} live in {len(live)} storages on {device or self.device}"]
         lines[0] += f" at operator {index} of {self.span}{_describe(self.operators, index)}"
+        if self.measured_peak_nbytes and (difference := self.peak_difference()) is not None:
+            measured = format_bytes(self.measured_peak_nbytes)
+            lines.append(
+                f"the allocator measured a peak of {measured}: the trace is {100 * difference:+.2f} % off"
+            )
         lines += [f"  {kind:<11}{format_bytes(n):>11}{_share(n, total)}" for kind, n in _by_kind(live)]
         lines.append("largest:")
         for storage in live[:limit]:

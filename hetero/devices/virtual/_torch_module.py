@@ -184,7 +184,9 @@ def _memory_functions(extension: ModuleType) -> dict[str, Any]:
         torch.accelerator.reset_accumulated_memory_stats(_index(device))
 
     def mem_get_info(device: _Device = None) -> tuple[int, int]:
-        total = int(extension.memory_limit())
+        limit = int(extension.memory_limit())
+        # As on CUDA, a process's cap does not change how much memory the device has.
+        total = configured[0][0] if configured and configured[0][1] == limit else limit
         return total - memory_allocated(), total
 
     def empty_cache() -> None:

@@ -42,7 +42,9 @@ class BfcAllocator:
         self, *, memory_limit: int | None = None, allow_growth: bool = True, device_free: int | None = None
     ) -> None:
         if not allow_growth and memory_limit is None:
-            raise ConfigError("allow_growth=False reserves the whole memory_limit at once: set memory_limit in bytes")
+            raise ConfigError(
+                "allow_growth=False reserves the whole memory_limit at once: set memory_limit in bytes"
+            )
         if memory_limit is not None and memory_limit < _QUANTUM:
             raise ConfigError(f"memory_limit={memory_limit}: must be at least {_QUANTUM} bytes")
         self._limit = memory_limit

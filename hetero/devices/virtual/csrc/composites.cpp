@@ -3,12 +3,13 @@
 // Owns: the list of those operators. Without it they would compute right, but not bit for bit what the CPU computes: dropout
 // would draw another mask, attention would take the unfused path, and recurrent layers would ask for kernels that only
 // CUDA has.
-#include <ATen/NativeFunctions.h>
-#include <ATen/Functions.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/ops/_fused_sdp_choice.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/native/DispatchStub.h>
 #include <ATen/native/transformers/attention.h>
-#include <ATen/ops/_fused_sdp_choice.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
@@ -72,7 +73,6 @@ struct WithoutHooks {
 
 // The arguments of a call with every tensor taken out: enough to call again with other tensors in their places.
 struct Frame {
-  const c10::OperatorHandle* op;
   std::vector<c10::IValue> arguments;  // for a tensor None, for a list of tensors their number
   std::vector<char> kinds;             // 't'ensor, 'l'ist, 'o'ther
   Tensor rng_state;                    // if it draws random numbers
@@ -137,20 +137,32 @@ variable_list show_all(Stream& s, const variable_list& tensors) {
   return shown;
 }
 
+// Operators see autograd again, as if nothing above had dispatched: the graph on the CPU is one of its own.
+struct AsIfAtTheTop {
+  explicit AsIfAtTheTop(bool gradients) : mode(gradients) {}
+  c10::impl::ForceDispatchKeyGuard keys{c10::default_included_set, c10::default_excluded_set};
+  at::AutoGradMode mode;
+};
+
 struct FrameHolder : torch::CustomClassHolder {
   Frame frame;
+  bool wants_gradients;
   std::optional<c10::OperatorHandle> op;
 };
 
 struct Recomputed : torch::autograd::Function<Recomputed> {
-  static variable_list forward(AutogradContext* ctx, c10::intrusive_ptr<FrameHolder> held, const variable_list& tensors) {
+  static variable_list forward(AutogradContext* ctx, c10::intrusive_ptr<FrameHolder> held, at::TensorList list) {
+    variable_list tensors = list.vec();
     ctx->save_for_backward(tensors);
     ctx->saved_data["frame"] = c10::IValue::make_capsule(held);
     Stream& s = stream(current_stream());
     variable_list shown = show_all(s, tensors), out;
     {
+      // The CPU may choose another kernel when gradients are wanted: build a graph as it would, and drop it.
       InlineWork inline_work(s);
       WithoutHooks without_hooks;
+      AsIfAtTheTop at_the_top(held->wants_gradients);
+      for (size_t i = 0; i < shown.size(); ++i) shown[i].set_requires_grad(tensors[i].requires_grad());
       out = call_frame(*held->op, held->frame, shown);
     }
     for (auto& t : out) t = adopt(t);
@@ -184,9 +196,7 @@ struct Recomputed : torch::autograd::Function<Recomputed> {
  private:
   static variable_list recompute(const FrameHolder& held, const variable_list& shown, const variable_list& shown_grads,
                                  const variable_list& wanted) {
-    // Undo InlineWork's exclusion of autograd: this is a graph of its own.
-    c10::impl::ForceDispatchKeyGuard autograd_again(c10::default_included_set, c10::default_excluded_set);
-    at::AutoGradMode with_grad(true);
+    AsIfAtTheTop at_the_top(true);
     auto generator = at::detail::getDefaultCPUGenerator();
     Tensor rng_now;
     if (held.frame.rng_state.defined()) {
@@ -212,7 +222,9 @@ void recomputed(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   variable_list tensors =
       take_out_tensors(op, c10::ArrayRef<c10::IValue>(stack->data() + stack->size() - n, n), held->frame);
   torch::jit::drop(*stack, n);
-  for (auto& t : Recomputed::apply(held, tensors)) stack->emplace_back(std::move(t));
+  auto wants = [](const Tensor& t) { return t.requires_grad(); };
+  held->wants_gradients = at::GradMode::is_enabled() && std::any_of(tensors.begin(), tensors.end(), wants);
+  for (auto& t : Recomputed::apply(held, at::TensorList(tensors))) stack->emplace_back(std::move(t));
 }
 
 constexpr const char* kRecurrent[] = {"lstm.input",     "lstm.data",     "gru.input",      "gru.data",

@@ -4,7 +4,11 @@
 // stream: asynchronous, by that stream's thread. Anything else between host and device: on the calling thread, taking as long as the
 // link needs. Only blocking copies order the host after the stream.
 #include <ATen/EmptyTensor.h>
-#include <ATen/NativeFunctions.h>
+#include <ATen/ops/_local_scalar_dense_native.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/set_native.h>
+#include <ATen/ops/view_native.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>

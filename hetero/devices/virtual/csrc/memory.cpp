@@ -2,6 +2,7 @@
 #include "memory.h"
 
 #include <c10/core/CPUAllocator.h>
+#include <c10/util/flat_hash_map.h>
 
 #include <cstdlib>
 #include <cstring>
@@ -15,6 +16,8 @@ namespace {
 
 constexpr size_t kRounding = 512;
 constexpr int kPoison = 0xFF;  // NaN in every floating point format, -1 in every integer
+constexpr size_t kHeader = kRounding;
+static_assert(sizeof(Block) <= kHeader);
 
 struct Pool {
   size_t limit = size_t{256} << 20;
@@ -28,12 +31,23 @@ struct Pool {
   // Freed under record_stream, still in use by those streams.
   std::vector<std::pair<Block*, std::shared_ptr<Ticket>>> leaving;
   std::map<const char*, Block*> host_blocks;
+  ska::flat_hash_set<void*> live;  // the data of every device block that has not been freed
 };
 
 Pool& pool() {
   static Pool* p = new Pool;
   return *p;
 }
+
+Block* header_of(void* data) { return reinterpret_cast<Block*>(static_cast<char*>(data) - kHeader); }
+
+// Memory for a block and its header; null if the host has none.
+char* new_memory(size_t nbytes) {
+  auto* base = static_cast<char*>(std::aligned_alloc(kRounding, kHeader + nbytes));
+  return base ? base + kHeader : nullptr;
+}
+
+void free_memory(char* data) { std::free(data - kHeader); }
 
 size_t rounded(size_t nbytes) { return (nbytes + kRounding - 1) / kRounding * kRounding; }
 
@@ -48,7 +62,7 @@ std::string human(size_t nbytes) {
 
 void drop_cache_locked(Pool& p) {
   for (auto& [size, list] : p.cache)
-    for (char* data : list) std::free(data);
+    for (char* data : list) free_memory(data);
   p.cache.clear();
   p.cached = 0;
 }
@@ -104,14 +118,15 @@ std::string describe(const Block& b) {
   return text;
 }
 
-void free_device(void* context) {
-  auto* b = static_cast<Block*>(context);
+void free_device(void* data) {
+  Block* b = header_of(data);
   std::shared_ptr<Ticket> leaving;
   if (b->recorded_streams) leaving = ticket_for_streams(b->recorded_streams);
   {
     Stream& owner = stream(b->stream);
     std::lock_guard<std::mutex> lock(state_mutex());
     Pool& p = pool();
+    p.live.erase(data);
     const Clock& clock = clock_now(owner);
     if (auto e = b->history.unordered(clock, true, 0, b->nbytes, b->recorded_streams)) {
       report_race(describe(*b) + ", allocated on stream " + std::to_string(b->stream) + ", was freed while " +
@@ -162,7 +177,7 @@ struct DeviceAllocatorImpl final : c10::DeviceAllocator {
       }
     }
     if (!data) {
-      data = static_cast<char*>(std::aligned_alloc(kRounding, size));
+      data = new_memory(size);
       if (!data) {
         std::lock_guard<std::mutex> lock(state_mutex());
         pool().allocated -= size, pool().requested -= nbytes, --pool().blocks;
@@ -170,16 +185,17 @@ struct DeviceAllocatorImpl final : c10::DeviceAllocator {
       }
       std::memset(data, kPoison, size);
     }
-    auto* b = new Block(data, size, nbytes, Place::kDevice);
+    auto* b = new (header_of(data)) Block(data, size, nbytes, Place::kDevice);
     b->stream = owner.id;
     {
       // A block may be used by other streams only after they have waited for the stream it was allocated on.
       std::lock_guard<std::mutex> lock(state_mutex());
       b->history.record(owner.epoch(Access::kAllocate), clock_now(owner), host_clock(), 0, size);
+      pool().live.insert(data);
     }
-    return {data, b, &free_device, kDevice};
+    return {data, data, &free_device, kDevice};
   }
-  at::DeleterFnPtr raw_deleter() const override { return nullptr; }
+  at::DeleterFnPtr raw_deleter() const override { return &free_device; }
   void copy_data(void* to, const void* from, size_t n) const override { std::memcpy(to, from, n); }
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t = {0, 0}) override {
@@ -231,8 +247,8 @@ struct DeviceAllocatorImpl final : c10::DeviceAllocator {
 };
 
 // As torch's own pinned allocator, it keeps memory that a pending copy still uses: such a free is not a race.
-void free_pinned(void* context) {
-  auto* b = static_cast<Block*>(context);
+void free_pinned(void* data) {
+  Block* b = header_of(data);
   {
     std::lock_guard<std::mutex> lock(state_mutex());
     pool().host_blocks.erase(b->data);
@@ -243,29 +259,39 @@ void free_pinned(void* context) {
 struct PinnedAllocatorImpl final : c10::Allocator {
   at::DataPtr allocate(size_t nbytes) override {
     const size_t size = std::max(rounded(nbytes), kRounding);
-    auto* data = static_cast<char*>(std::aligned_alloc(kRounding, size));
+    char* data = new_memory(size);
     TORCH_CHECK(data, "virtual accelerator: no ", human(size), " of host memory to pin");
-    auto* b = new Block(data, size, nbytes, Place::kPinned);
+    auto* b = new (header_of(data)) Block(data, size, nbytes, Place::kPinned);
     std::lock_guard<std::mutex> lock(state_mutex());
     pool().host_blocks[data] = b;
-    return {data, b, &free_pinned, c10::Device(c10::DeviceType::CPU)};
+    return {data, data, &free_pinned, c10::Device(c10::DeviceType::CPU)};
   }
-  at::DeleterFnPtr raw_deleter() const override { return nullptr; }
+  at::DeleterFnPtr raw_deleter() const override { return &free_pinned; }
   void copy_data(void* to, const void* from, size_t n) const override { std::memcpy(to, from, n); }
 };
 
 thread_local int tls_on_device = 0;
 
+c10::Allocator* plain_cpu_allocator = nullptr;
+
+// What libraries free by bare address may have been allocated in either state.
+void free_raw(void* data) {
+  bool ours;
+  {
+    std::lock_guard<std::mutex> lock(state_mutex());
+    ours = pool().live.count(data) > 0;
+  }
+  ours ? free_device(data) : plain_cpu_allocator->raw_deleter()(data);
+}
+
 struct SteeredCpuAllocator final : c10::Allocator {
-  c10::Allocator* plain;
-  explicit SteeredCpuAllocator(c10::Allocator* plain) : plain(plain) {}
   at::DataPtr allocate(size_t nbytes) override {
-    if (tls_on_device == 0) return plain->allocate(nbytes);
+    if (tls_on_device == 0) return plain_cpu_allocator->allocate(nbytes);
     at::DataPtr p = device_allocator().allocate(nbytes);
     p.unsafe_set_device(c10::Device(c10::DeviceType::CPU));
     return p;
   }
-  at::DeleterFnPtr raw_deleter() const override { return plain->raw_deleter(); }
+  at::DeleterFnPtr raw_deleter() const override { return &free_raw; }
   void copy_data(void* to, const void* from, size_t n) const override { std::memcpy(to, from, n); }
 };
 
@@ -285,8 +311,8 @@ c10::Allocator& pinned_allocator() {
 
 Block* block_of(const c10::DataPtr& p) {
   auto deleter = p.get_deleter();
-  if (deleter == &free_device || deleter == &free_pinned) return static_cast<Block*>(p.get_context());
-  return nullptr;
+  const bool ours = p.get_context() && (deleter == &free_device || deleter == &free_pinned);
+  return ours ? header_of(p.get_context()) : nullptr;
 }
 
 Block* host_block_at(const void* address) {
@@ -303,19 +329,25 @@ void hold(Block* b) { b->holds.fetch_add(1, std::memory_order_relaxed); }
 
 void release(Block* b) {
   if (b->holds.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-  if (b->place == Place::kPinned) std::free(b->data);
-  if (b->place == Place::kDevice) {
-    std::memset(b->data, kPoison, b->nbytes);
+  const Place place = b->place;
+  char* data = b->data;
+  const size_t nbytes = b->nbytes;
+  if (place == Place::kRegistered) {
+    delete b;
+    return;
+  }
+  b->~Block();
+  if (place == Place::kDevice) {
+    std::memset(data, kPoison, nbytes);
     std::lock_guard<std::mutex> lock(state_mutex());
     Pool& p = pool();
-    if (p.allocated + p.cached + b->nbytes <= p.limit) {
-      p.cache[b->nbytes].push_back(b->data);
-      p.cached += b->nbytes;
-    } else {
-      std::free(b->data);
+    if (p.allocated + p.cached + nbytes <= p.limit) {
+      p.cache[nbytes].push_back(data);
+      p.cached += nbytes;
+      return;
     }
   }
-  delete b;
+  free_memory(data);
 }
 
 void host_register(void* address, size_t nbytes) {
@@ -382,7 +414,8 @@ AllocateOnDevice::~AllocateOnDevice() { --tls_on_device; }
 c10::Allocator* cpu_allocator() { return steered; }
 
 void install_cpu_allocator() {
-  steered = new SteeredCpuAllocator(c10::GetCPUAllocator());
+  plain_cpu_allocator = c10::GetCPUAllocator();
+  steered = new SteeredCpuAllocator;
   c10::SetCPUAllocator(steered);
 }
 

@@ -1,8 +1,8 @@
 // Device memory, pinned host memory, and the CPU allocator that lets CPU kernels write into device memory.
 //
 // Owns: every block, the cap, the statistics. Invariant: bytes in use never exceed the cap, and memory outside a live
-// block reads as 0xFF (NaN). A DataPtr of ours has the Block as its context, so block lookup is a pointer compare;
-// only raw host addresses go through a map.
+// block reads as 0xFF (NaN). A block's record lies in front of its bytes, so that finding it from a DataPtr of ours costs
+// a compare; only raw addresses go through a map.
 #pragma once
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/StorageImpl.h>

@@ -1,6 +1,6 @@
 // The Python face of the device: what torch's own API does not cover.
 #include <torch/csrc/Exceptions.h>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include "tensors.h"
 

@@ -1,0 +1,55 @@
+"""Orders in which to place the buffers of a piece: the classic ones, and random mixtures of the same measures.
+
+Owns `OrderKeys`. Invariant: equal buffers (same life and size) stay next to each other in every order, lower number first,
+which the exact search relies on. It places nothing.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from hetero.pool.problem import IntArray
+from hetero.pool.reduction import Piece
+
+__all__ = ["OrderKeys"]
+
+
+class OrderKeys:
+    """Logarithms of each buffer's size, duration (in cliques) and worst load (peak live bytes during its life)."""
+
+    def __init__(self, piece: Piece) -> None:
+        change = np.zeros(piece.horizon + 1, dtype=np.int64)
+        np.add.at(change, piece.begins, piece.sizes)
+        np.subtract.at(change, piece.ends, piece.sizes)
+        load = np.cumsum(change)
+        # reduceat over interleaved bounds: even places hold the maximum of [begin, end).
+        bounds = np.stack([piece.begins, piece.ends], axis=1).ravel()
+        worst = np.maximum.reduceat(load, bounds)[::2]
+        self.size = np.log(piece.sizes.astype(np.float64))
+        self.duration = np.log((piece.ends - piece.begins).astype(np.float64))
+        self.load = np.log(worst.astype(np.float64))
+        lives = np.stack([piece.begins, piece.ends, piece.sizes], axis=1)
+        _, kind = np.unique(lives, axis=0, return_inverse=True)
+        self._kind = kind.ravel().astype(np.int64)
+        self._kinds = int(self._kind.max()) + 1
+
+    def descending(self, key: npt.NDArray[np.float64]) -> IntArray:
+        """Order by ``key`` descending, ties by larger load, then size, then duration."""
+        return np.lexsort([self._kind, -self.duration, -self.size, -self.load, -key])
+
+    def lexical(self, names: str) -> IntArray:
+        """Order by several measures descending, first letter first: T load, A area, W duration, S size."""
+        measures = {"T": self.load, "A": self.size + self.duration, "W": self.duration, "S": self.size}
+        return np.lexsort([self._kind, *(-measures[name] for name in reversed(names))])
+
+    def mixed(self, size: float, duration: float, load: float = 0.0) -> IntArray:
+        """Order by ``size * log size + duration * log duration + load * log load``, descending."""
+        return self.descending(size * self.size + duration * self.duration + load * self.load)
+
+    def random(self, rng: np.random.Generator, scales: Sequence[float], noise: float) -> IntArray:
+        """A random mixture with weights up to ``scales`` (size, duration, load), some of them zero, plus noise."""
+        weights = rng.random(3) * np.asarray(scales) * (rng.random(3) < 0.7)
+        blur = rng.normal(size=self._kinds)[self._kind] * (noise * rng.random())
+        key = weights[0] * self.size + weights[1] * self.duration + weights[2] * self.load + blur
+        return self.descending(key)

@@ -1,0 +1,74 @@
+"""Random traces for the property tests, and an exhaustive search for the fewest bytes on tiny ones."""
+
+from itertools import chain, combinations
+
+from hypothesis import strategies as st
+
+from hetero.eviction import Links, Moment, Trace
+
+LINKS = Links(h2d_bandwidth=10.0, d2h_bandwidth=5.0, latency=0.01)
+SIZES = st.integers(0, 9)
+POLICIES = ("opt", "cost-opt", "lru", "fifo")
+
+
+@st.composite
+def traces(draw, *, tensors=7, moments=14, sizes=SIZES, clean=False, cyclic=None):
+    count = draw(st.integers(1, tensors))
+    nbytes = tuple(draw(st.lists(sizes, min_size=count, max_size=count)))
+    ids = st.integers(0, count - 1)
+    steps = []
+    for _ in range(draw(st.integers(1, moments))):
+        operands = tuple(draw(st.lists(ids, max_size=3)))
+        needed = sum(nbytes[x] for x in set(operands))
+        written = () if clean else tuple(x for x in dict.fromkeys(operands) if draw(st.integers(0, 3)) == 0)
+        loses = not clean and draw(st.integers(0, 4)) == 0
+        steps.append(
+            Moment(
+                operands=operands,
+                seconds=draw(st.sampled_from([0.0, 0.5, 1.0])),
+                capacity=needed + draw(st.integers(0, 15)),
+                dirties=written,
+                invalidates=tuple(draw(st.lists(ids, max_size=2, unique=True))) if loses else (),
+            )
+        )
+    repeats = draw(st.booleans()) if cyclic is None else cyclic
+    return Trace(sizes=nbytes, moments=tuple(steps), cyclic=repeats)
+
+
+def fewest_bytes(trace: Trace) -> int:
+    """The optimum by trying every set of evictions at every moment; for three tensors, six moments or so."""
+    if not trace.cyclic:
+        return min(_costs(trace, (frozenset(), frozenset())).values())
+    states = [
+        (frozenset(resident), frozenset(dirty))
+        for resident in _subsets(range(len(trace.sizes)))
+        for dirty in _subsets(resident)
+    ]
+    returns = [_costs(trace, state).get(state) for state in states]
+    return min(cost for cost in returns if cost is not None)
+
+
+def _costs(trace, start):
+    """Cheapest way to each (resident, dirty) at the end of the iteration."""
+    costs = {start: 0}
+    for moment in trace.moments:
+        reached = {}
+        lost, operands = frozenset(moment.invalidates), frozenset(moment.operands)
+        for (resident, dirty), cost in costs.items():
+            present, unsaved = resident - lost, dirty - lost
+            for leaving in _subsets(present - operands):
+                stays = present - set(leaving)
+                missing = operands - stays
+                holds = stays | operands
+                if sum(trace.sizes[x] for x in holds) > moment.capacity:
+                    continue
+                moved = sum(trace.sizes[x] for x in chain(missing, set(leaving) & unsaved))
+                state = (holds, (unsaved & stays) | set(moment.dirties))
+                reached[state] = min(reached.get(state, cost + moved), cost + moved)
+        costs = reached
+    return costs
+
+
+def _subsets(items):
+    items = sorted(items)
+    return chain.from_iterable(combinations(items, size) for size in range(len(items) + 1))

@@ -1,0 +1,96 @@
+"""The lower bounds against an exhaustive search on tiny traces."""
+
+import random
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_traces import LINKS, fewest_bytes, traces
+
+from hetero.eviction import Links, Moment, Trace, lower_bound, lower_bound_seconds, plan, relaxation
+from hetero.eviction.intervals import read_intervals
+from hetero.eviction.relaxation import bound_from_prices
+
+TINY = traces(tensors=3, moments=6)
+ONES = st.integers(1, 1)
+
+
+@settings(max_examples=300, deadline=None)
+@given(trace=TINY)
+def test_the_bound_never_exceeds_the_optimum(trace):
+    assert lower_bound(trace) <= fewest_bytes(trace)
+
+
+@settings(max_examples=150, deadline=None)
+@given(trace=TINY, data=st.data())
+def test_any_prices_give_a_valid_bound(trace, data):
+    prices = data.draw(st.lists(st.floats(0, 2), min_size=len(trace.moments), max_size=len(trace.moments)))
+    assert bound_from_prices(read_intervals(trace), np.array(prices)) <= fewest_bytes(trace)
+
+
+@settings(max_examples=150, deadline=None)
+@given(trace=traces(tensors=3, moments=6, sizes=ONES, clean=True, cyclic=False))
+def test_with_equal_sizes_and_clean_copies_belady_the_bound_and_the_optimum_agree(trace):
+    optimum = fewest_bytes(trace)
+    assert lower_bound(trace) == optimum
+    for policy in ("opt", "cost-opt"):
+        assert plan(trace, links=LINKS, policy=policy, prefetch=False).moved_bytes == optimum
+
+
+def seeded_trace(seed):
+    pick = random.Random(seed)
+    sizes = tuple(pick.randint(1, 9) for _ in range(3))
+    moments = []
+    for _ in range(pick.randint(3, 7)):
+        operands = tuple(pick.sample(range(3), pick.randint(0, 2)))
+        moments.append(
+            Moment(
+                operands=operands,
+                capacity=sum(sizes[x] for x in operands) + pick.randint(0, 9),
+                dirties=tuple(x for x in operands if pick.random() < 0.25),
+                invalidates=tuple(x for x in range(3) if pick.random() < 0.05),
+            )
+        )
+    return Trace(sizes=sizes, moments=tuple(moments), cyclic=pick.random() < 0.7)
+
+
+def test_cost_aware_plans_stay_within_half_a_percent_of_the_optimum_over_many_traces():
+    optimum, moved = 0, {"cost-opt": 0, "opt": 0, "lru": 0}
+    for trace in map(seeded_trace, range(200)):
+        optimum += fewest_bytes(trace)
+        for policy in moved:
+            moved[policy] += plan(trace, links=LINKS, policy=policy, prefetch=False).moved_bytes
+    assert optimum <= moved["cost-opt"] <= 1.005 * optimum
+    assert moved["cost-opt"] < moved["opt"] < moved["lru"]
+
+
+@settings(max_examples=150, deadline=None)
+@given(trace=traces(tensors=3, moments=8))
+def test_windows_of_time_give_a_valid_bound_too(trace):
+    whole = relaxation._MOST_PERIODS, relaxation._WINDOW, relaxation._OVERLAP
+    relaxation._MOST_PERIODS, relaxation._WINDOW, relaxation._OVERLAP = 4, 2, 1
+    try:
+        assert lower_bound(trace) <= fewest_bytes(trace)
+    finally:
+        relaxation._MOST_PERIODS, relaxation._WINDOW, relaxation._OVERLAP = whole
+
+
+def test_a_write_back_is_counted_once_however_often_the_clean_copy_leaves_later():
+    # Tensor 0 is written once and read twice; tensors 1 and 2 push it out after each use.
+    moments = [Moment(operands=(0,), capacity=4, dirties=(0,))]
+    moments += [Moment(operands=(x,), capacity=4) for x in (1, 0, 2)]
+    trace = Trace(sizes=(4, 4, 4), moments=tuple(moments))
+    assert lower_bound(trace) == fewest_bytes(trace) == 4 * 4 + 4
+
+
+def test_the_bound_in_seconds_sees_fetches_that_cannot_start_before_the_step():
+    # Every weight is stepped at home at moment 0: four fetches of 1 s each against 0.1 s of forward, then 10
+    # s of backward which needs nothing. Compute takes 10.4 s and transfers 4 s, but they cannot overlap.
+    forward = [
+        Moment(operands=(x,), seconds=0.1, capacity=40, invalidates=(0, 1, 2, 3) if x == 0 else ())
+        for x in range(4)
+    ]
+    trace = Trace(sizes=(10,) * 4, moments=(*forward, Moment(operands=(), seconds=10.0, capacity=40)))
+    links = Links(h2d_bandwidth=10.0, d2h_bandwidth=10.0)
+    assert lower_bound_seconds(trace, links) == 14.0
+    assert 14.0 <= plan(trace, links=links).predicted_seconds <= 14.1 + 1e-9

@@ -1,0 +1,95 @@
+"""The timing model, on cases small enough to work out by hand. Links: 10 bytes/s each way."""
+
+import pytest
+
+from hetero.eviction import Actions, Links, Moment, Schedule, Trace, check, plan, simulate
+
+LINKS = Links(h2d_bandwidth=10.0, d2h_bandwidth=10.0)
+
+
+def run(trace, *actions, start=(), fetched=0, written_back=0, links=LINKS):
+    schedule = Schedule(
+        actions=tuple(Actions(evict=evict, fetch=fetch) for evict, fetch in actions),
+        start=start,
+        fetched_bytes=fetched,
+        written_back_bytes=written_back,
+        predicted_seconds=0.0,
+        policy="by hand",
+    )
+    check(trace, schedule)
+    return simulate(trace, schedule, links)
+
+
+def test_an_operator_waits_for_its_own_fetch():
+    trace = Trace(sizes=(20,), moments=(Moment(operands=(0,), seconds=1.0, capacity=20),), cyclic=False)
+    result = run(trace, ((), (0,)), fetched=20)
+    assert result.step_seconds == 3.0
+    assert result.stall_seconds == (2.0,)
+
+
+def test_a_prefetch_hides_behind_the_operator_before():
+    moments = (
+        Moment(operands=(), seconds=1.5, capacity=20),
+        Moment(operands=(0,), seconds=1.0, capacity=20),
+    )
+    trace = Trace(sizes=(20,), moments=moments, cyclic=False)
+    result = run(trace, ((), (0,)), ((), ()), fetched=20)
+    assert result.stall_seconds == (0.0, 0.5)
+    assert result.model_bytes == (20, 20)
+
+
+def test_fetches_are_served_in_order_and_each_pays_the_latency():
+    trace = Trace(sizes=(10, 10), moments=(Moment(operands=(0, 1), capacity=20),), cyclic=False)
+    links = Links(h2d_bandwidth=10.0, d2h_bandwidth=10.0, latency=0.25)
+    result = run(trace, ((), (0, 1)), fetched=20, links=links)
+    assert result.step_seconds == result.h2d_seconds == 2.5
+
+
+def test_a_write_back_delays_whoever_needs_its_memory_and_nobody_else():
+    def trace(capacity):
+        moments = (
+            Moment(operands=(0,), seconds=1.0, capacity=20, dirties=(0,)),
+            Moment(operands=(1,), seconds=1.0, capacity=capacity),
+        )
+        return Trace(sizes=(20, 10), moments=moments, cyclic=False)
+
+    actions = (((), (0,)), ((0,), (1,)))
+    tight = run(trace(20), *actions, fetched=30, written_back=20)
+    roomy = run(trace(30), *actions, fetched=30, written_back=20)
+    assert tight.stall_seconds == (2.0, 2.0 + 1.0)  # the write back, then the fetch
+    assert roomy.stall_seconds == (2.0, 1.0)
+    assert tight.model_bytes == (20, 10)
+    assert roomy.model_bytes == (20, 30)
+
+
+def test_a_fetch_waits_until_home_is_current():
+    moments = (
+        Moment(operands=(0,), seconds=1.0, capacity=50, dirties=(0,)),
+        Moment(operands=(), seconds=0.5, capacity=50),
+        Moment(operands=(0,), seconds=1.0, capacity=50),
+    )
+    trace = Trace(sizes=(20,), moments=moments, cyclic=False)
+    result = run(trace, ((), (0,)), ((0,), ()), ((), (0,)), fetched=40, written_back=20)
+    # Written back from 3.0 to 5.0; the fetch, asked for at 3.5, runs from 5.0 to 7.0.
+    assert result.stall_seconds == (2.0, 0.0, 3.5)
+
+
+def test_a_steady_state_counts_what_the_iteration_before_started():
+    moments = (
+        Moment(operands=(0,), seconds=1.0, capacity=20),
+        Moment(operands=(1,), seconds=1.0, capacity=20),
+        Moment(operands=(2,), seconds=1.0, capacity=20),
+    )
+    trace = Trace(sizes=(10, 10, 10), moments=moments)
+    # One of three is always being fetched while another computes: 3 s of compute beside 3 s of link.
+    result = run(trace, ((2,), (1,)), ((0,), (2,)), ((1,), (0,)), start=(0, 2), fetched=30)
+    assert result.step_seconds == pytest.approx(3.0)
+    assert plan(trace, links=LINKS).predicted_seconds == pytest.approx(3.0)
+
+
+def test_planning_without_prefetch_starts_every_fetch_at_its_use():
+    moments = tuple(Moment(operands=(x,), seconds=1.0, capacity=15) for x in range(3))
+    trace = Trace(sizes=(10, 10, 10), moments=moments)
+    schedule = plan(trace, links=LINKS, prefetch=False)
+    assert [actions.fetch for actions in schedule.actions] == [(0,), (1,), (2,)]
+    assert schedule.predicted_seconds == 6.0

@@ -1,0 +1,122 @@
+"""Runs the same loop unmanaged and managed on the virtual device, and compares every number.
+
+A loop is a function ``loop(model, optimizer, device) -> observations``; observations are tensors, numbers, or
+nested lists of them. Equal means `torch.equal`.
+"""
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import hetero
+from hetero.devices import virtual
+
+Build = Callable[[], nn.Module]
+Loop = Callable[[nn.Module, torch.optim.Optimizer, torch.device], Any]
+
+
+def device(memory: str = "256MiB", **link: str) -> torch.device:
+    return hetero.virtual_device(memory=memory, **link)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    # The host and the device default to different implementations; compare one with itself.
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, foreach=False)
+
+
+def unmanaged(
+    build: Build, loop: Loop, make_optimizer: Callable[[nn.Module], Any] = adamw
+) -> tuple[Any, list[torch.Tensor], int]:
+    """Observations, final parameters and buffers, and the peak of device memory."""
+    target = device()
+    gc.collect()
+    torch.manual_seed(0)
+    model = build().to(target)
+    torch.accelerator.reset_peak_memory_stats()
+    base = torch.accelerator.memory_allocated()
+    torch.manual_seed(1)
+    seen = plain(loop(model, make_optimizer(model), target))
+    peak = torch.accelerator.max_memory_allocated()
+    state = [t.detach().cpu() for t in (*model.parameters(), *model.buffers())]
+    del model, base
+    gc.collect()
+    return seen, state, peak
+
+
+def managed(
+    build: Build,
+    loop: Loop,
+    budget: int,
+    make_optimizer: Callable[[nn.Module], Any] = adamw,
+    **keywords: Any,
+) -> tuple[Any, list[torch.Tensor], hetero.Manager]:
+    """As `unmanaged`; asserts the budget, no race and nothing left on the device."""
+    target = device()
+    gc.collect()
+    virtual.clear_races()
+    torch.manual_seed(0)
+    model = build()
+    optimizer = make_optimizer(model)
+    torch.accelerator.reset_peak_memory_stats()
+    before = torch.accelerator.memory_allocated()
+    manager = hetero.manage(model, optimizer, device=target, device_budget=before + budget, **keywords)
+    torch.manual_seed(1)
+    try:
+        seen = plain(loop(model, optimizer, target))
+        assert torch.accelerator.max_memory_allocated() <= before + budget
+        assert manager.stats.peak_device_bytes <= before + budget
+    finally:
+        manager.close()
+    state = [t.detach().cpu() for t in (*model.parameters(), *model.buffers())]
+    for parameter in model.parameters():
+        assert type(parameter) is nn.Parameter
+        assert not parameter.is_pinned()
+    assert virtual.races() == []
+    return seen, state, manager
+
+
+def assert_twins(
+    build: Build,
+    loop: Loop,
+    *,
+    share: float = 0.6,
+    budget: int | None = None,
+    make_optimizer: Callable[[nn.Module], Any] = adamw,
+    **keywords: Any,
+) -> hetero.Manager:
+    """Same observations, same parameters, under a budget of ``share`` of the unmanaged peak."""
+    seen, state, peak = unmanaged(build, loop, make_optimizer)
+    got, got_state, manager = managed(build, loop, budget or int(share * peak), make_optimizer, **keywords)
+    assert_same(got, seen, "observed")
+    assert_same(got_state, state, "state")
+    return manager
+
+
+def plain(value: Any) -> Any:
+    """A detached copy on the host."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone().cpu().as_subclass(torch.Tensor)
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value
+
+
+def assert_same(got: Any, expected: Any, where: str) -> None:
+    if isinstance(expected, torch.Tensor):
+        assert isinstance(got, torch.Tensor), where
+        assert got.dtype == expected.dtype, where
+        equal = (
+            torch.equal(got, expected)
+            or torch.equal(got.isnan(), expected.isnan())
+            and torch.equal(got.nan_to_num(), expected.nan_to_num())
+        )
+        assert equal, f"{where}: {(got - expected).abs().max()} apart"
+    elif isinstance(expected, list):
+        assert len(got) == len(expected), where
+        for index, (a, b) in enumerate(zip(got, expected, strict=True)):
+            assert_same(a, b, f"{where}[{index}]")
+    else:
+        assert got == expected, where
