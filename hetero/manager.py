@@ -5,7 +5,6 @@ everything as it was; after `Manager.close` nothing shows that it was there.
 """
 
 import functools
-import inspect
 import types
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -23,6 +22,7 @@ from hetero.devices import (
     host_memory_free,
     probe_links,
 )
+from hetero.devices.accelerator import ALLOCATION_GRANULARITY
 from hetero.devices.host import host_memory_total
 from hetero.errors import BudgetError, ManageError
 from hetero.eviction import Policy, resolve_policy
@@ -126,9 +126,10 @@ class Manager:
         self._inner_call: Callable[..., Any] | None = None
         self._had_call_slot = "_compiled_call_impl" in model.__dict__
         self._inner_step: Callable[..., Any] | None = None
-        links = probe_links(
-            accelerator, nbytes=min(16 << 20, config.device_budget // 4), pin=config.pin_memory
-        )
+        # The measurement keeps to the budget as well: what is in use already counts.
+        room = max(config.device_budget - accelerator.used_bytes(), ALLOCATION_GRANULARITY)
+        nbytes = max(min(16 << 20, room // 4), ALLOCATION_GRANULARITY)
+        links = probe_links(accelerator, nbytes=nbytes, pin=config.pin_memory)
         arena = HostArena(accelerator, pin=config.pin_memory)
         self._homes = stm.Homes(arena)
         self._stm = stm.StatefulTensorMgr(
@@ -277,7 +278,7 @@ class Manager:
     _had_own_step = False
 
     def _step(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        closure = inspect.signature(inner).bind(*args, **kwargs).arguments.get("closure")
+        closure = args[0] if args else kwargs.get("closure")
         if closure is not None:
             # It runs the model: interception has to stay on. Steps of this kind are rare (LBFGS).
             result = inner(*args, **kwargs)

@@ -42,19 +42,19 @@ def probe_links(accelerator: Accelerator, *, nbytes: int = 16 << 20, pin: bool =
     """
     engine = CopyEngine(accelerator)
     arena = HostArena(accelerator, pin=pin)
-    nbytes = max(nbytes, 16 * _SMALL_NBYTES)
+    small = min(_SMALL_NBYTES, max(1, nbytes // 16))
     arena.expect(nbytes)
     host = arena.empty_strided((nbytes,), (1,), torch.uint8).zero_()
     device = torch.empty(nbytes, dtype=torch.uint8, device=accelerator.device)
     device.zero_()
     up_small, up = (
-        _time(engine, accelerator, host[:n], device[:n], up=True) for n in (_SMALL_NBYTES, nbytes)
+        _time(engine, accelerator, host[:n], device[:n], up=True) for n in (small, nbytes)
     )
     down_small, down = (
-        _time(engine, accelerator, host[:n], device[:n], up=False) for n in (_SMALL_NBYTES, nbytes)
+        _time(engine, accelerator, host[:n], device[:n], up=False) for n in (small, nbytes)
     )
     # Two sizes give slope and intercept. Noise can make the small copy the slower one: then call it all bandwidth.
-    span = nbytes - _SMALL_NBYTES
+    span = nbytes - small
     return LinkSpeeds(
         h2d_bandwidth=span / (up - up_small) if up > up_small else nbytes / up,
         d2h_bandwidth=span / (down - down_small) if down > down_small else nbytes / down,

@@ -70,8 +70,9 @@ class Period:
         return self.peak_bytes >= 0
 
     def settle(self) -> None:
-        """Turn the events into seconds. The device must have reached them."""
+        """Turn the events into seconds; waits for the device to reach the period's end."""
         if self.begin is not None and self.end is not None:
+            self.end.synchronize()
             self.seconds = self.begin.elapsed_time(self.end) / 1e3
         self.begin = self.end = None
 

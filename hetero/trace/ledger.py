@@ -51,6 +51,7 @@ class _Life:
     kind: Kind | None
     name: str
     device: str
+    allocated: bool  # by the operator at ``begin``, and not seen there for the first time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,7 +262,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None
         index = len(self._lives)
         begin = self._now if born is None else born
-        self._lives.append(_Life(int(nbytes), begin, None, None, "", _device_of(tensor)))
+        self._lives.append(_Life(int(nbytes), begin, None, None, "", _device_of(tensor), born is not None))
         self._live[key] = (index, weakref.ref(storage, partial(self._freed, key, index)))
         return index
 
@@ -293,11 +294,11 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         dies = end if life.end is None else min(life.end, end)
         kind, name = life.kind, life.name
         if kind is None:
-            maker = self.operators[life.begin] if life.begin < len(self.operators) else None
-            outside = life.begin < begin or maker is None or not self._made_by(maker, life)
+            inside = life.allocated and life.begin >= begin
             across = backward is not None and born < backward < dies
-            kind = "input" if outside else "activation" if across else "temporary"
-            name = "input" if maker is None or outside else f"{maker.module or maker.phase}: {maker.name}"
+            kind = ("activation" if across else "temporary") if inside else "input"
+            maker = self.operators[life.begin] if inside else None
+            name = f"{maker.module or maker.phase}: {maker.name}" if maker is not None else "input"
         return Storage(
             id=number,
             begin=born - begin,
@@ -306,11 +307,6 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kind=kind,
             name=name,
             device=life.device,
-        )
-
-    def _made_by(self, operator: RecordedOperator, life: _Life) -> bool:
-        return any(self._lives[i] is life for i in operator.writes) or operator.name.startswith(
-            tuple(f"aten.{prefix}" for prefix in _ALLOCATE_ONLY)
         )
 
 

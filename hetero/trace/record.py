@@ -5,6 +5,7 @@ fake recording every tensor, module and optimizer is as before. Plain Python sta
 changes (a scheduler's counter, a list of losses) is the step's own business, fake or not.
 """
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -56,6 +57,7 @@ def trace_step(
     ``device`` is, for fake tensors, the device they claim to be on (default: where each tensor is, meta as
     CPU); for a real step, the device whose load is asked for by default. On a real accelerator the step's
     peak in the allocator's statistics is kept as ``measured_peak_nbytes``; this resets those peak statistics.
+    It counts whatever is on the device, also tensors that the step never sees.
 
     Under fake tensors ``loss.item()`` gives a symbol that can be returned and summed, and a `GradScaler`
     finds no overflow. Whatever else depends on a tensor's values (``if loss > 3``, ``nonzero``, LBFGS) raises
@@ -160,6 +162,7 @@ class _Measured:
     def __init__(self, device: torch.device | None) -> None:
         self._device = device
         if device is not None:
+            gc.collect()  # the peak is all of the device's: garbage of before does not belong to this step
             torch.accelerator.synchronize(device)
             torch.accelerator.reset_peak_memory_stats(device)
 

@@ -1,0 +1,529 @@
+"""What users do between steps, at any point, while their model is managed."""
+
+import copy
+import gc
+import io
+
+import pytest
+import torch
+from test_semantics_autograd import batch, mlp, train
+from torch import nn
+from twins import adamw, assert_same, assert_twins, device, managed, plain, unmanaged
+
+import hetero
+
+
+def test_state_dict_save_and_load_between_steps(tmp_path):
+    def loop(model, optimizer, target):
+        seen = [train(model, optimizer, target, 2)]
+        torch.save(
+            {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "checkpoint.pt"
+        )
+        seen.append(train(model, optimizer, target, 2))
+        saved = torch.load(tmp_path / "checkpoint.pt", map_location="cpu")
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        seen.append([train(model, optimizer, target, 2), list(saved["model"].values())])
+        return seen
+
+    assert_twins(mlp, loop)
+
+
+def test_a_checkpoint_holds_plain_tensors_of_their_own_size():
+    target = device()
+    model = mlp()
+    with hetero.manage(model, None, device=target, device_budget="2MiB"):
+        model(batch(target))
+        buffer = io.BytesIO()
+        torch.save({"one": model[0].weight, "state": model[0].state_dict()}, buffer)
+        nbytes = model[0].weight.nbytes + model[0].bias.nbytes
+        assert len(buffer.getvalue()) < nbytes + 8192  # not the slab with all the others
+        buffer.seek(0)
+        loaded = torch.load(buffer, weights_only=True)
+        assert type(loaded["one"]) is nn.Parameter
+        assert torch.equal(loaded["one"], model[0].weight)
+
+
+def test_deepcopy_and_pickle_of_a_managed_model_are_plain_models():
+    def loop(model, optimizer, target):
+        seen = [train(model, optimizer, target, 2)]
+        twin = copy.deepcopy(model)
+        assert all(type(p) is nn.Parameter for p in twin.parameters())
+        assert "_compiled_call_impl" not in twin.__dict__
+        pickled = io.BytesIO()
+        torch.save(model, pickled)
+        pickled.seek(0)
+        loaded = torch.load(pickled, weights_only=False)
+        assert all(type(p) is nn.Parameter for p in loaded.parameters())
+        x = batch(target).cpu()
+        seen.append([twin.cpu()(x), loaded.cpu()(x), list(twin.parameters())])
+        seen.append(train(model, optimizer, target, 2))
+        return seen
+
+    assert_twins(mlp, loop, share=0.9)
+
+
+def test_moving_averages_at_home():
+    def loop(model, optimizer, target):
+        average = copy.deepcopy(model)
+        seen = []
+        for _ in range(3):
+            seen.append(train(model, optimizer, target, 1))
+            with torch.no_grad():
+                for a, p in zip(average.parameters(), model.parameters(), strict=True):
+                    a.lerp_(p, 0.1)
+        return [seen, list(average.parameters())]
+
+    assert_twins(mlp, loop, share=0.9)
+
+
+def test_torch_swa_averaged_model():
+    def loop(model, optimizer, target):
+        # The default averages with another kernel on the device than on the host.
+        average = torch.optim.swa_utils.AveragedModel(model, avg_fn=lambda a, p, n: a + (p - a) / (n + 1))
+        for _ in range(3):
+            train(model, optimizer, target, 1)
+            average.update_parameters(model)
+        return list(average.parameters())
+
+    assert_twins(mlp, loop, share=0.9)
+
+
+def test_clipping_schedulers_and_printing():
+    def loop(model, optimizer, target):
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=20)
+        seen = []
+        for _ in range(4):
+            loss = model(batch(target)).square().mean()
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            torch.nn.utils.clip_grad_value_(model.parameters(), 1e-4)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            assert "Parameter" in repr(model[0].weight)
+            seen.append(
+                [loss, norm, scheduler.get_last_lr(), model[0].weight.norm(), model[0].weight.mean().item()]
+            )
+        return seen
+
+    assert_twins(mlp, loop)
+
+
+def test_a_scheduler_made_before_manage():
+    def make(model):
+        optimizer = adamw(model)
+        optimizer.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
+        return optimizer
+
+    def loop(model, optimizer, target):
+        seen = []
+        for _ in range(4):
+            seen.append(train(model, optimizer, target, 1))
+            optimizer.scheduler.step()
+            seen.append(optimizer.scheduler.get_last_lr())
+        return seen
+
+    assert_twins(mlp, loop, make_optimizer=make)
+
+
+def test_grad_scaler_with_a_forced_inf():
+    def loop(model, optimizer, target):
+        # The scaler's own state lives where gradients do: on the host while managed.
+        place = "cpu" if next(model.parameters()).device.type == "cpu" else "virtual"
+        scaler = torch.amp.GradScaler(place, init_scale=2.0**10, growth_interval=2)
+        seen = []
+        for step in range(5):
+            loss = model(batch(target)).square().mean()
+            scaler.scale(loss).backward()
+            if step == 2:
+                next(model.parameters()).grad.view(-1)[0] = float("inf")
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            seen.append([loss, scaler.get_scale()])
+        return seen
+
+    assert_twins(mlp, loop)
+
+
+def test_gradients_right_after_backward_and_accumulation():
+    def loop(model, optimizer, target):
+        seen = []
+        for _ in range(3):
+            for _ in range(3):
+                (model(batch(target)).square().mean() / 3).backward()
+                seen.append([p.grad for p in model.parameters()])
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            seen.append([p.grad for p in model.parameters()])
+        return seen
+
+    assert_twins(mlp, loop)
+
+
+def test_a_gradient_kept_by_the_user_is_not_overwritten():
+    def loop(model, optimizer, target):
+        kept = []
+        for _ in range(3):
+            model(batch(target)).square().mean().backward()
+            kept.append([p.grad for p in model.parameters()])
+            optimizer.step()
+            optimizer.zero_grad()
+        return kept
+
+    assert_twins(mlp, loop, share=0.9)
+
+
+def test_eval_between_steps_and_changing_shapes():
+    def loop(model, optimizer, target):
+        seen = []
+        for step in range(6):
+            rows = (8, 8, 4, 8, 4, 12)[step]
+            loss = model(batch(target, rows)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                seen.append([loss, *[model(batch(target, 4)) for _ in range(2)]])
+            with torch.inference_mode():
+                seen.append(model(batch(target, 2)).clone())
+        return seen
+
+    assert_twins(mlp, loop)
+
+
+def test_frozen_then_thawed_layers_and_parameters_without_gradient():
+    class Partial(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = mlp(depth=3), mlp(depth=1)
+
+        def forward(self, x):
+            return self.used(x)
+
+    def loop(model, optimizer, target):
+        seen = [train_partial(model, optimizer, target)]
+        model.used[0].requires_grad_(False)
+        seen.append(train_partial(model, optimizer, target))
+        model.used[0].requires_grad_(True)
+        seen.append(train_partial(model, optimizer, target))
+        return seen
+
+    def train_partial(model, optimizer, target):
+        seen = []
+        for _ in range(2):
+            loss = model(batch(target)).square().mean()
+            loss.backward()
+            seen.append([loss, [p.grad is None for p in model.parameters()]])
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    assert_twins(Partial, loop)
+
+
+def test_lbfgs_with_a_closure():
+    def loop(model, optimizer, target):
+        x = batch(target)
+        seen = []
+
+        def closure():
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            seen.append(optimizer.step(closure).item())
+        return seen
+
+    assert_twins(mlp, loop, make_optimizer=lambda m: torch.optim.LBFGS(m.parameters(), max_iter=3))
+
+
+class Buffers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(inplace=True), nn.Dropout(0.5), nn.Linear(64, 64)
+        )
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long), persistent=False)
+
+    def forward(self, x):
+        self.calls += 1
+        return self.layers(x)
+
+
+def test_buffers_are_written_on_the_device_and_come_back():
+    manager = assert_twins(Buffers, train, share=0.9)
+    assert manager.stats.by_kind["device"]["buffer"] > 0
+
+
+def test_close_leaves_nothing_behind():
+    target = device()
+    torch.manual_seed(0)
+    model = mlp()
+    optimizer = adamw(model)
+    before = {
+        "identities": [id(p) for p in model.parameters()],
+        "dict": set(model.__dict__),
+        "step": "step" in optimizer.__dict__,
+        "apply": nn.Module._apply,
+        "attributes": [set(p.__dict__) for p in model.parameters()],
+    }
+    allocated = torch.accelerator.memory_allocated()
+    with hetero.manage(model, optimizer, device=target, device_budget="2MiB"):
+        train(model, optimizer, target)
+        model(batch(target)).sum().backward()
+    assert [id(p) for p in model.parameters()] == before["identities"]
+    assert set(model.__dict__) == before["dict"]
+    assert ("step" in optimizer.__dict__) == before["step"]
+    assert nn.Module._apply is before["apply"]
+    assert [set(p.__dict__) for p in model.parameters()] == before["attributes"]
+    assert all(
+        type(p) is nn.Parameter and p.grad is not None and not p.is_pinned() for p in model.parameters()
+    )
+    gc.collect()
+    assert torch.accelerator.memory_allocated() == allocated
+    # Ordinary training goes on, on the host.
+    model(torch.randn(2, 64)).sum().backward()
+    optimizer.step()
+
+
+def test_a_model_that_was_on_the_device_returns_there():
+    target = device()
+
+    def run(manage):
+        torch.manual_seed(0)
+        model = mlp().to(target)
+        optimizer = adamw(model)
+        seen = plain(train(model, optimizer, target, 2))
+        budget = torch.accelerator.memory_allocated()
+        if manage:
+            with hetero.manage(model, optimizer, device=target, device_budget=budget):
+                assert all(p.device.type == "cpu" for p in model.parameters())
+                seen += plain(train(model, optimizer, target, 2))
+        else:
+            seen += plain(train(model, optimizer, target, 2))
+        assert all(p.device == target for p in model.parameters())
+        assert all(s["exp_avg"].device == target for s in optimizer.state.values())
+        return seen + plain(train(model, optimizer, target, 2))
+
+    expected = run(manage=False)
+    gc.collect()
+    assert_same(run(manage=True), expected, "seen")
+
+
+def test_an_exception_in_forward_leaves_training_able_to_go_on():
+    class Fragile(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = mlp()
+            self.fail = False
+
+        def forward(self, x):
+            x = self.body[:8](x)
+            if self.fail:
+                raise KeyboardInterrupt
+            return self.body[8:](x)
+
+    def loop(model, optimizer, target):
+        seen = []
+        for step in range(6):
+            model.fail = step in (0, 3)
+            try:
+                seen.append(train(model, optimizer, target, 1))
+            except KeyboardInterrupt:
+                seen.append("interrupted")
+                assert not hetero.stm.intercept.in_scope()
+        return seen
+
+    assert_twins(Fragile, loop)
+
+
+def test_an_exception_in_backward_leaves_training_able_to_go_on():
+    class Raises(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            raise ValueError("on purpose")
+
+    class Fragile(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = mlp()
+            self.fail = False
+
+        def forward(self, x):
+            x = self.body[:8](x)
+            return self.body[8:](Raises.apply(x) if self.fail else x)
+
+    def loop(model, optimizer, target):
+        seen = []
+        for step in range(6):
+            model.fail = step in (0, 3)
+            try:
+                seen.append(train(model, optimizer, target, 1))
+            except ValueError:
+                seen.append("failed")
+                optimizer.zero_grad()
+        return seen
+
+    assert_twins(Fragile, loop)
+
+
+# -- refusals ------------------------------------------------------------------------------------------------
+
+
+def snapshot(model):
+    return [(id(p), type(p), p.detach().clone(), p.device) for p in model.parameters()]
+
+
+def assert_untouched(model, before):
+    for parameter, (identity, kind, value, place) in zip(model.parameters(), before, strict=True):
+        assert id(parameter) == identity
+        assert type(parameter) is kind
+        assert parameter.device == place
+        assert torch.equal(parameter, value)
+
+
+def test_a_budget_too_small_for_one_parameter_is_refused_at_once():
+    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(8, 8))
+    before = snapshot(model)
+    with pytest.raises(hetero.BudgetError, match=r"0\.weight .* need 262144 bytes .*100000 bytes"):
+        hetero.manage(model, None, device=device(), device_budget=100_000)
+    assert_untouched(model, before)
+
+
+def test_a_budget_too_small_for_one_operator_names_it_and_the_least_that_would_do():
+    target = device()
+    model = nn.Sequential(nn.Linear(64, 64), nn.Bilinear(64, 64, 32))
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Parameter(torch.randn(256, 64))
+            self.second = nn.Parameter(torch.randn(64, 256))
+
+        def forward(self, x):
+            return x @ torch.mm(self.second, self.first)
+
+    model = Two()
+    optimizer = adamw(model)
+    x = batch(target)
+    gc.collect()
+    base = torch.accelerator.memory_allocated()
+    budget = base + (100 << 10)  # either of the two 64 KiB weights, not both
+    manager = hetero.manage(model, optimizer, device=target, device_budget=budget)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(hetero.BudgetError, match=r"mm\(second, first\) needs 128\.0 KiB more") as caught:
+        model(x)
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    manager.close()
+    # The least budget it names lets this operator run.
+    least = int(str(caught.value).split("(")[-1].split(" bytes")[0])
+    with hetero.manage(model, optimizer, device=target, device_budget=least), torch.no_grad():
+        torch.mm(model.second, torch.zeros(256, 1, device=target))
+    assert least > budget
+
+
+def test_refusals_name_the_cure():
+    target = device()
+    model = mlp(depth=1)
+    with hetero.manage(model, None, device=target, device_budget="1MiB"):
+        with pytest.raises(hetero.ManageError, match="managed already"):
+            hetero.manage(model, None, device=target, device_budget="1MiB")
+        for convert in (lambda: model.to(target), lambda: model.half(), lambda: model[0].cpu()):
+            with pytest.raises(hetero.ManageError, match=r"manager\.close"):
+                convert()
+    model.half().float()
+    with pytest.raises(hetero.ManageError, match="meta device"):
+        hetero.manage(nn.Linear(2, 2, device="meta"), None, device=target)
+    with pytest.raises(hetero.ManageError, match="none of the model's"):
+        hetero.manage(mlp(), adamw(mlp()), device=target)
+    with pytest.raises(hetero.ManageError, match="lazy"):
+        hetero.manage(nn.LazyLinear(3), None, device=target)
+    with pytest.raises(hetero.ManageError, match="no parameters"):
+        hetero.manage(nn.ReLU(), None, device=target)
+    with pytest.raises(hetero.DeviceError, match="no accelerator"):
+        hetero.manage(mlp(), None, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("keyword", "value", "message"),
+    [
+        ("device_budget", "20G", "ambiguous"),
+        ("device_budget", 1.5, "share"),
+        ("device_budget", "10TiB", "the device has only"),
+        ("device_budget", 0, "positive"),
+        ("host_budget", "5 apples", "unknown unit"),
+        ("warmup_budget", 0.0, "fraction"),
+        ("warmup_budget", 2, "fraction"),
+        ("warmup_steps", 0, "at least 1"),
+        ("policy", "random", "'opt'"),
+        ("prefetch", "yes", "True or False"),
+        ("pin_memory", 1, "True or False"),
+    ],
+)
+def test_keywords_are_validated_at_once(keyword, value, message):
+    model = mlp(depth=1)
+    before = snapshot(model)
+    with pytest.raises(hetero.ConfigError, match=message) as caught:
+        hetero.manage(model, None, device=device(), **{"device_budget": "1MiB", keyword: value})
+    assert keyword in str(caught.value)
+    assert_untouched(model, before)
+
+
+def test_host_budget_is_a_cap():
+    model = mlp()
+    with pytest.raises(hetero.BudgetError, match="host_budget"):
+        hetero.manage(model, None, device=device(), device_budget="1MiB", host_budget=1000)
+
+
+@pytest.mark.parametrize("policy", ["opt", "cost-opt", "lru", "fifo"])
+@pytest.mark.parametrize("keywords", [{}, {"prefetch": False}, {"pin_memory": False}, {"warmup_steps": 2}])
+def test_every_policy_and_keyword_trains_the_same(policy, keywords):
+    assert_twins(mlp, lambda m, o, d: train(m, o, d, 5), policy=policy, **keywords)
+
+
+def test_a_policy_of_the_users():
+    class Alphabetical:
+        name = "alphabetical"
+
+        def victims(self, candidates, nbytes):
+            chosen = []
+            for candidate in sorted(candidates, key=lambda c: c.tensor):
+                if nbytes <= 0:
+                    break
+                chosen.append(candidate.tensor)
+                nbytes -= candidate.nbytes
+            return chosen
+
+    assert_twins(mlp, train, policy=Alphabetical())
+
+
+def test_without_an_optimizer_gradients_are_the_users():
+    target = device()
+
+    def loop(model, optimizer, target):
+        seen = []
+        for _ in range(3):
+            loss = model(batch(target)).square().mean()
+            loss.backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p -= 0.1 * p.grad
+                    p.grad = None
+            seen.append(loss)
+        return seen
+
+    expected, state, peak = unmanaged(mlp, loop)
+    got, got_state, _ = managed(mlp, loop, int(0.6 * peak), make_optimizer=lambda m: None)
+    assert_same(got, expected, "seen")
+    assert_same(got_state, state, "state")
+    assert target.type == "virtual"
