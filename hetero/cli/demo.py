@@ -30,8 +30,8 @@ _SHOWN_LOSSES = 8
 def demo(
     steps: Annotated[int, typer.Option(min=3, help="Training steps, each way.")] = 20,
     device_budget: Annotated[
-        str, typer.Option(help="Device memory to use: '100MiB', or a share of the model data: '30%'.")
-    ] = "30%",
+        str, typer.Option(help="Device memory to use: '100MiB', or a share of the model data: '25%'.")
+    ] = "25%",
     device: Annotated[
         str | None, typer.Option(help="Default: the machine's accelerator, else 'virtual'.")
     ] = None,

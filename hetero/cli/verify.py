@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from torch import Tensor, nn
 
 from hetero.cli.comparison import Difference, compare
@@ -30,8 +30,8 @@ def verify(
     device_budget: Annotated[
         str | None,
         typer.Option(
-            help="Device memory: '1GiB', or a share of the unmanaged run's peak: '60%'. Default: that peak "
-            "less half of the model data."
+            help="Device memory: '1GiB', or a share of the unmanaged run's peak: '60%'. Default: little "
+            "enough that parameters have to leave."
         ),
     ] = None,
     device: Annotated[
@@ -165,9 +165,12 @@ def _unmanaged(console: Console, job: Job, place: torch.device, title: str) -> O
 
 def _budget(asked: str | None, unmanaged: Outcome) -> int:
     peak = unmanaged.peak_device_bytes
-    if asked is None:
-        return max(1, peak - unmanaged.model_data_bytes // 2)
-    return parse_budget(asked, peak, name="--device-budget")
+    if asked is not None:
+        return parse_budget(asked, peak, name="--device-budget")
+    parameters = [value.nbytes for (kind, _), value in unmanaged.tensors.items() if kind == "parameter"]
+    # Half of the parameters, but room for the largest, its gradient, and the next one.
+    room = max(sum(parameters) // 2, 3 * max(parameters, default=0))
+    return peak - unmanaged.model_data_bytes + room
 
 
 def _print_table(console: Console, differences: list[Difference]) -> None:
@@ -179,7 +182,7 @@ def _print_table(console: Console, differences: list[Difference]) -> None:
             losses.add_row(row.name.removeprefix("step "), row.fault or "equal")
     console.print(losses)
     columns = [kind for kind in kinds if kind != "loss"]
-    table = Table("tensor", *columns)
+    table = Table(Column("tensor", overflow="fold"), *columns)
     for name in dict.fromkeys(row.name for row in differences if row.kind != "loss"):
         found = [cells.get((kind, name)) for kind in columns]
         table.add_row(name, *("" if row is None else row.fault or "equal" for row in found))
