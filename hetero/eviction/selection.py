@@ -6,6 +6,7 @@ fits.
 
 import numpy as np
 
+from hetero.eviction.exchange import exchange
 from hetero.eviction.intervals import Bools, Floats, Intervals, Ints
 from hetero.eviction.policies import FarthestNextUse
 from hetero.eviction.relaxation import Relaxation, relax
@@ -14,6 +15,7 @@ from hetero.eviction.sweep import fill, repair, sweep
 __all__ = ["farthest_next_use", "fewest_bytes"]
 
 _PREFER_SHORT = 1e-4  # decides between equal savings; cannot cost more than that share of the bytes
+_AFFORDABLE = 500_000  # exchanges x intervals looked at
 _WHOLE = 1.0 - 1e-6  # the solver's tolerance on a fraction of one interval
 
 
@@ -27,8 +29,11 @@ def farthest_next_use(problem: Intervals, room: Ints) -> Bools:
 
 
 def fewest_bytes(problem: Intervals, room: Ints) -> Bools:
-    """The better of the rounded relaxation and Belady's choice."""
+    """The better of the rounded relaxation and Belady's choice, both improved by exchanges."""
     choices = [_rounded(problem, room), farthest_next_use(problem, room)]
+    trials = _AFFORDABLE // max(len(problem.use), 1)
+    if trials:
+        choices = [exchange(problem, room, keep, trials=trials) for keep in choices]
     return min(choices, key=problem.moved_bytes)
 
 

@@ -15,7 +15,7 @@ from hetero.eviction.intervals import Bools, Intervals, Ints
 from hetero.eviction.model import Candidate, Policy
 from hetero.eviction.policies import FarthestNextUse, FirstIn, LeastRecent
 
-__all__ = ["fill", "repair", "sweep"]
+__all__ = ["fill", "repair", "spans", "sweep"]
 
 _CRUMBS = 16  # copies smaller than this fraction of what is needed are not worth asking back
 
@@ -35,10 +35,10 @@ def fill(problem: Intervals, room: Ints, keep: Bools, order: Ints) -> Bools:
     filled = keep.copy()
     columns = (order, problem.begin[order], problem.end[order], problem.nbytes[order])
     for j, begin, end, nbytes in zip(*(column.tolist() for column in columns), strict=True):
-        spans = _spans(begin, end, problem.periods)
-        if all(free[a] >= nbytes and free[a:b].min() >= nbytes for a, b in spans):
+        parts = spans(begin, end, problem.periods)
+        if all(free[a] >= nbytes and free[a:b].min() >= nbytes for a, b in parts):
             filled[j] = True
-            for a, b in spans:
+            for a, b in parts:
                 free[a:b] -= nbytes
     return filled
 
@@ -64,12 +64,13 @@ def repair(problem: Intervals, room: Ints, keep: Bools) -> Bools:
             if excess[t] <= 0:
                 break
             keep[j] = False
-            for a, b in _spans(int(problem.begin[j]), int(problem.end[j]), problem.periods):
+            for a, b in spans(int(problem.begin[j]), int(problem.end[j]), problem.periods):
                 excess[a:b] -= problem.nbytes[j]
     return keep
 
 
-def _spans(begin: int, end: int, periods: int) -> list[tuple[int, int]]:
+def spans(begin: int, end: int, periods: int) -> list[tuple[int, int]]:
+    """The periods of an unrolled interval as at most two slices of the iteration, none empty."""
     if end <= periods:
         return [(begin, end)] if begin < end else []
     wrapped = (max(begin - periods, 0), end - periods)

@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 from random_traces import LINKS, fewest_bytes, traces
 
 from hetero.eviction import Links, Moment, Trace, lower_bound, lower_bound_seconds, plan, relaxation
+from hetero.eviction.exchange import exchange
 from hetero.eviction.intervals import read_intervals
 from hetero.eviction.relaxation import bound_from_prices
+from hetero.eviction.selection import farthest_next_use
 
 TINY = traces(tensors=3, moments=6)
 ONES = st.integers(1, 1)
@@ -94,3 +96,26 @@ def test_the_bound_in_seconds_sees_fetches_that_cannot_start_before_the_step():
     links = Links(h2d_bandwidth=10.0, d2h_bandwidth=10.0)
     assert lower_bound_seconds(trace, links) == 14.0
     assert 14.0 <= plan(trace, links=links).predicted_seconds <= 14.1 + 1e-9
+
+
+@settings(max_examples=100, deadline=None)
+@given(trace=traces(moments=20), trials=st.integers(1, 30))
+def test_exchanges_never_cost_bytes_and_never_overflow(trace, trials):
+    problem = read_intervals(trace)
+    before = farthest_next_use(problem, problem.room)
+    after = exchange(problem, problem.room, before, trials=trials)
+    assert problem.moved_bytes(after) <= problem.moved_bytes(before)
+    assert (problem.load(after) <= problem.room).all()
+
+
+def test_an_exchange_drops_two_small_copies_for_a_more_valuable_large_one():
+    # Room for 10 beside moment 1: keeping tensors 1 and 2 saves 7, keeping tensor 0 saves 9.
+    moments = (
+        Moment(operands=(0, 1, 2), capacity=16),
+        Moment(operands=(), capacity=10),
+        Moment(operands=(0, 1, 2), capacity=16),
+    )
+    problem = read_intervals(Trace(sizes=(9, 4, 3), moments=moments, cyclic=False))
+    wrong = np.array([x != 0 for x in problem.tensor]) & problem.reused
+    right = exchange(problem, problem.room, wrong, trials=9)
+    assert (problem.moved_bytes(wrong), problem.moved_bytes(right)) == (16 + 9, 16 + 7)
