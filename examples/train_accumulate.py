@@ -38,10 +38,8 @@ def main() -> None:
             model.eval()
             with torch.no_grad():
                 right = (model(inputs[0]).flatten(0, 1).argmax(-1) == targets[0]).float().mean()
-            print(
-                f"step {step}: loss {total:.4f}, gradient norm {norm:.3f}, lr {scheduler.get_last_lr()[0]:.4f}, "
-                f"right {right:.0%}"
-            )
+            rate = scheduler.get_last_lr()[0]
+            print(f"step {step}: loss {total:.4f}, norm {norm:.3f}, rate {rate:.4f}, right {right:.0%}")
         stats = manager.stats
 
     print(f"budget {stats.device_budget:,} bytes, peak {stats.peak_device_bytes:,}")

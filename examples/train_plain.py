@@ -1,4 +1,4 @@
-"""A plain training loop whose model data do not fit the device. One line differs from the loop without hetero.
+"""A plain training loop whose model data do not fit the device. One line is hetero's.
 
 Run it: ``python examples/train_plain.py``. Without an accelerator it makes a virtual one.
 """

@@ -1,6 +1,6 @@
 """Comparing two runs tensor by tensor, bit for bit.
 
-Owns what "identical" means here: equal shape, dtype and every element, where NaN equals NaN. No tolerance.
+Owns what "identical" means here: equal shape, dtype and bytes. No tolerance.
 """
 
 from collections.abc import Iterator
@@ -56,10 +56,14 @@ def _fault(ours: Any, theirs: Any) -> str:
         return f"{tuple(ours.shape)} {ours.dtype}, unmanaged {tuple(theirs.shape)} {theirs.dtype}".replace(
             "torch.", ""
         )
-    same = ours == theirs
-    if ours.is_floating_point() or ours.is_complex():
-        same |= ours.isnan() & theirs.isnan()
-    if same.all():
+    different = (_bits(ours) != _bits(theirs)).any(-1)
+    if not different.any():
         return ""
-    apart = (ours.to(torch.float64) - theirs.to(torch.float64)).abs()[~same].max().item()
-    return f"{int((~same).sum())} of {same.numel()} differ, by {apart:.3g} at most"
+    wide = torch.complex128 if ours.is_complex() else torch.float64
+    apart = (ours.to(wide) - theirs.to(wide)).abs().flatten()[different].max().item()
+    return f"{int(different.sum())} of {different.numel()} differ, by {apart:.3g} at most"
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Of shape (elements, bytes of one): so that -0.0 is not 0.0, and a NaN is itself."""
+    return tensor.contiguous().flatten().view(torch.uint8).view(tensor.numel(), tensor.element_size())

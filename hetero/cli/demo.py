@@ -88,7 +88,9 @@ class DemoResult:
     def holds(self) -> bool:
         """What the demo claims."""
         fits = self.managed.peak_device_bytes <= self.budget < self.managed.model_data_bytes
-        return fits and self.bit_identical
+        # A run gone wrong both ways, all NaN, would prove nothing.
+        trained = all(bool(loss.isfinite()) for loss in self.managed.losses)
+        return fits and trained and self.bit_identical
 
     def to_dict(self) -> dict[str, object]:
         """Bytes and seconds, ready for JSON."""

@@ -170,7 +170,8 @@ def _budget(asked: str | None, unmanaged: Outcome) -> int:
     parameters = [value.nbytes for (kind, _), value in unmanaged.tensors.items() if kind == "parameter"]
     # Half of the parameters, but room for the largest, its gradient, and the next one.
     room = max(sum(parameters) // 2, 3 * max(parameters, default=0))
-    return peak - unmanaged.model_data_bytes + room
+    budget: int = peak - unmanaged.model_data_bytes + room
+    return budget
 
 
 def _print_table(console: Console, differences: list[Difference]) -> None:
