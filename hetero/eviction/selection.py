@@ -4,18 +4,21 @@ Owns the rounding of the relaxation and the choice between it and demand evictio
 fits.
 """
 
+from dataclasses import replace
+
 import numpy as np
 
 from hetero.eviction.exchange import exchange
 from hetero.eviction.intervals import Bools, Floats, Intervals, Ints
 from hetero.eviction.policies import FarthestNextUse
-from hetero.eviction.relaxation import Relaxation, relax
+from hetero.eviction.relaxation import Relaxation, bound_from_prices, relax
 from hetero.eviction.sweep import fill, repair, sweep
 
 __all__ = ["farthest_next_use", "fewest_bytes"]
 
 _PREFER_SHORT = 1e-4  # decides between equal savings; cannot cost more than that share of the bytes
 _AFFORDABLE = 500_000  # exchanges x intervals looked at
+_NEAR = 1.001  # of the bound: not worth improving
 _WHOLE = 1.0 - 1e-6  # the solver's tolerance on a fraction of one interval
 
 
@@ -30,16 +33,17 @@ def farthest_next_use(problem: Intervals, room: Ints) -> Bools:
 
 def fewest_bytes(problem: Intervals, room: Ints) -> Bools:
     """The better of the rounded relaxation and Belady's choice, both improved by exchanges."""
-    choices = [_rounded(problem, room), farthest_next_use(problem, room)]
+    relaxation = relax(problem, room, prefer_short=_PREFER_SHORT)
+    choices = [_rounded(problem, room, relaxation), farthest_next_use(problem, room)]
     trials = _AFFORDABLE // max(len(problem.use), 1)
-    if trials:
+    bound = bound_from_prices(replace(problem, room=room), relaxation.price)
+    if min(map(problem.moved_bytes, choices)) > _NEAR * bound:
         choices = [exchange(problem, room, keep, trials=trials) for keep in choices]
     return min(choices, key=problem.moved_bytes)
 
 
-def _rounded(problem: Intervals, room: Ints) -> Bools:
+def _rounded(problem: Intervals, room: Ints, relaxation: Relaxation) -> Bools:
     """What the relaxation keeps whole, then by reduced saving: what it would have kept next comes first."""
-    relaxation = relax(problem, room, prefer_short=_PREFER_SHORT)
     keep = relaxation.kept >= _WHOLE
     keep &= problem.reused | (problem.group >= 0)
     keep = repair(problem, room, keep)
