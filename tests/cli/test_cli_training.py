@@ -47,10 +47,10 @@ def test_stepping_on_the_host_gives_the_plain_runs_bits_where_arithmetic_is_the_
     }
 
 
-def test_a_changed_seed_of_the_data_would_be_seen() -> None:
+def test_a_change_in_one_batch_is_seen_from_its_step_on() -> None:
     device = choose_device("virtual")
     one, other = job(), job()
-    other.batches[2]["x"] += 1e-6
+    other.batches[2]["x"][0] += 0.01
     ran = [train_unmanaged(each, device, step_on_host=False, on_step=ignore) for each in (one, other)]
     faulty = [row.name for row in compare(*ran) if row.fault and row.kind == "loss"]
     assert faulty == ["step 2", "step 3"]
