@@ -110,10 +110,17 @@ def _register(accelerator: Accelerator, address: int, nbytes: int):  # type: ign
         from hetero.devices import virtual
 
         virtual.host_register(address, nbytes)
-        return lambda: virtual.host_unregister(address)
-    if accelerator.device.type == "cuda":  # ROCm answers to the same names
+        unregister = virtual.host_unregister
+    elif accelerator.device.type == "cuda":  # ROCm answers to the same names
         runtime = torch.cuda.cudart()
         if int(runtime.cudaHostRegister(address, nbytes, 0)) != 0:
             return None
-        return lambda: runtime.cudaHostUnregister(address)
-    return None
+        unregister = runtime.cudaHostUnregister
+    else:
+        return None
+
+    def undo() -> None:
+        accelerator.synchronize()  # a copy nobody waited for may still be reading this memory
+        unregister(address)
+
+    return undo

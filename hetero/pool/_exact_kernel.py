@@ -1,18 +1,21 @@
 """The exact canonical search on plain arrays, written for Numba: import it only through `hetero.pool.exact`.
 
-Owns one depth-first search for a placement of at most ``capacity`` bytes; the ideas are those of MiniMalloc (Moffitt 2023).
+Owns one depth-first search for a placement of at most ``capacity`` bytes; the ideas are those of MiniMalloc
+(Moffitt 2023).
 
 [Note: canonical search]
-Every placement can be slid down until each buffer rests on the floor or on another, and then be built by ascending
-offset. A node is a set of unplaced buffers, each with the lowest offset that it may still have, sorted by (offset,
-number); a branch places one of them there.
-* Monotonic floor: whoever is placed later has a larger (offset, number). Those passed over are *stuck*: they would not
-  rest on anything at the new floor, so they wait until a buffer alive with them lifts them.
-* Dominance: a buffer that would start at or above the lowest possible top of another leaves room for that other.
+Every placement can be slid down until each buffer rests on the floor or on another, and then be built by
+ascending offset. A node is a set of unplaced buffers, each with the lowest offset that it may still have,
+sorted by (offset, number); a branch places one of them there.
+* Monotonic floor: whoever is placed later has a larger (offset, number). Those passed over are *stuck*:
+  they would not rest on anything at the new floor, so they wait until a buffer alive with them lifts them.
+* Dominance: a buffer that would start at or above the lowest possible top of another leaves room for that
+  other.
 * Twins: of buffers equal in life and size, the lower number goes first.
-* Section bound: at each moment, the lowest offset of any unplaced buffer plus the sum of all must fit the capacity.
-* Temporal decomposition: unplaced buffers that share no moment are solved separately, the tightest first; a part that
-  cannot be placed fails its parent at once, whatever the other parts allow.
+* Section bound: at each moment and for each unplaced buffer alive, its lowest offset plus its size and
+  those of all unplaced buffers that cannot lie lower must fit the capacity.
+* Temporal decomposition: unplaced buffers that share no moment are solved separately, the tightest first; a
+  part that cannot be placed fails its parent at once, whatever the other parts allow.
 """
 
 import numpy as np
@@ -41,15 +44,16 @@ def search(
 ) -> tuple[int, int]:
     """Fill ``offsets`` with a placement within ``capacity``; return the outcome and the branches tried.
 
-    Buffers are numbered by preference, equal ones next to each other. `FOUND`: done. `EXHAUSTED`: there is none.
-    `STOPPED`: ``nodes`` ran out.
+    Buffers are numbered by preference, equal ones next to each other. `FOUND`: done. `EXHAUSTED`: there is
+    none. `STOPPED`: ``nodes`` ran out.
     """
     n = len(sizes)
     room = n * (n + 1) // 2 + n + 1
     member = np.empty(room, dtype=np.int32)
     lowest = np.empty(room, dtype=np.int64)
     stuck = np.zeros(room, dtype=np.bool_)
-    # One frame a level: its part of `member`, the next position to try, the end of memory in use, its children.
+    # One frame a level: its part of `member`, the next position to try, the end of memory in use, its
+    # children.
     low, high = np.zeros(n + 2, dtype=np.int64), np.zeros(n + 2, dtype=np.int64)
     cursor, top = np.zeros(n + 2, dtype=np.int64), np.zeros(n + 2, dtype=np.int64)
     child_first = np.zeros(n + 2, dtype=np.int64)
@@ -58,7 +62,7 @@ def search(
     group = np.empty(n + 1, dtype=np.int32)
     group_low = np.empty(n + 1, dtype=np.int64)
     group_stuck = np.zeros(n + 1, dtype=np.bool_)
-    sections = np.empty((4, horizon + 2), dtype=np.int64)
+    sections = np.empty((3, horizon + 2), dtype=np.int64)
     for i in range(n):
         member[i] = i
         lowest[i] = 0
@@ -105,7 +109,8 @@ def search(
             continue
         offsets[member[chosen]] = lowest[chosen]
         child_first[level], child_count[level], child_next[level] = first, count, 0
-        # A branch is done once its last part is; then comes the next part of the nearest level that has one left.
+        # A branch is done once its last part is; then comes the next part of the nearest level that has one
+        # left.
         while child_next[level] == child_count[level]:
             if level == 0:
                 return FOUND, tried
@@ -166,7 +171,8 @@ def _branch(
     i, offset = member[chosen], lowest[chosen]
     begin, end, roof = begins[i], ends[i], offset + sizes[i]
     room = len(group)
-    # Those lifted onto the chosen one are collected at the back of `group`, those left at the floor at its front.
+    # Those lifted onto the chosen one are collected at the back of `group`, those left at the floor at its
+    # front.
     level, lifted = 0, room
     for position in range(low, high):
         j = member[position]
@@ -226,51 +232,42 @@ def _split(
     group_low: IntArray,
     group_stuck: _Flags,
 ) -> int:
-    """Check every section of the members in [low, high), then sort them into independent parts; their number, or -1."""
+    """Check every section of the members in [low, high), then sort them into independent parts; their
+    number, or -1.
+    """
     if low == high:
         return 0
-    load, floor, skip, label = sections[0], sections[1], sections[2], sections[3]
+    load, floor, label = sections[0], sections[1], sections[2]
     t_low, t_high = begins[member[low]], ends[member[low]]
     for position in range(low + 1, high):
         t_low = min(t_low, begins[member[position]])
         t_high = max(t_high, ends[member[position]])
     for t in range(t_low, t_high + 1):
-        load[t] = label[t] = floor[t] = 0
-        skip[t] = t
-    for position in range(low, high):
+        load[t] = label[t] = 0
+    # Highest offsets first: whatever is at or above this one in a section must fit between it and the
+    # capacity.
+    for position in range(high - 1, low - 1, -1):
         j = member[position]
-        load[begins[j]] += sizes[j]
-        load[ends[j]] -= sizes[j]
+        size, low_j, most = sizes[j], lowest[position], 0
+        for t in range(begins[j], ends[j]):
+            total = load[t] + size
+            load[t], floor[t] = total, low_j
+            most = max(most, total)
+        if low_j + most > capacity:
+            return -1
         # Counts the lives that cross from the section before into this one.
         label[begins[j] + 1] += 1
         label[ends[j]] -= 1
-        # Offsets ascend, so the first to reach a section sets its floor; `skip` jumps over sections already set.
-        t = begins[j]
-        while t < ends[j]:
-            if skip[t] == t:
-                floor[t] = lowest[position]
-                skip[t] = t + 1
-                t += 1
-            else:
-                jump = skip[t]
-                while jump < ends[j] and skip[jump] != jump:
-                    jump = skip[jump]
-                skip[t] = jump
-                t = jump
-    live, crossing, part = 0, 0, -1
+    crossing, part = 0, -1
     for t in range(t_low, t_high):
-        live += load[t]
         crossing += label[t]
-        if live == 0:
+        if load[t] == 0:
             continue
-        need = floor[t] + live
-        if need > capacity:
-            return -1
         if crossing == 0:
             part += 1
             parts[first + part, 1] = 0
         label[t] = part
-        parts[first + part, 1] = max(parts[first + part, 1], need)
+        parts[first + part, 1] = max(parts[first + part, 1], floor[t] + load[t])
     if part == 0:
         parts[first, 0], parts[first, 1] = low, high
         return 1
@@ -304,7 +301,9 @@ def _sort_into_parts(
     group_low: IntArray,
     group_stuck: _Flags,
 ) -> None:
-    """Regroup members by part, in their order within each; ``parts[:, 1]`` holds each part's need on entry."""
+    """Regroup members by part, in their order within each; ``parts[:, 1]`` holds each part's need on
+    entry.
+    """
     count = len(parts)
     rank = np.argsort(-parts[:, 1])
     place = np.zeros(count, dtype=np.int64)

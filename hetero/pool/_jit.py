@@ -1,27 +1,28 @@
 """Compiling inner loops with Numba where it is installed, and running them as plain Python where it is not.
 
-Owns the one place that imports Numba. Modules whose functions are decorated with `jit` are imported by their callers
-inside functions, because importing Numba costs about a second that users who never plan should not pay.
+Owns the one place that imports Numba. Modules whose functions are decorated with `jit` are imported by
+their callers inside functions, because importing Numba costs about a second that users who never plan
+should not pay.
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 __all__ = ["COMPILED", "jit"]
 
-_Function = TypeVar("_Function", bound=Callable[..., object])
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 try:
     import numba
 except ImportError:
-    numba = None
-
-COMPILED = numba is not None
+    COMPILED = False
+else:
+    COMPILED = True
 
 
 def jit(function: _Function) -> _Function:
     """``function`` compiled on first call, the machine code cached beside the source; or itself."""
-    if numba is None:
+    if not COMPILED:
         return function
-    compiled: _Function = numba.njit(cache=True, nogil=True)(function)
-    return compiled
+    compiled: Any = numba.njit(cache=True, nogil=True)(function)
+    return cast(_Function, compiled)

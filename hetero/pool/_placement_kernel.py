@@ -1,8 +1,8 @@
 """The inner loops of placement by order, written for Numba: import it only through `hetero.pool.placement`.
 
-Owns `place` (holes, with repair of the order) and `skyline` (lowest offset first) on plain arrays. Invariant of `place`:
-each list of the index (see `hetero.pool.placement`) holds the placed buffers that touch its window, by ascending offset.
-Nothing is validated here.
+Owns `place` (holes, with repair of the order) and `skyline` (lowest offset first) on plain arrays.
+Invariant of `place`: each list of the index (see `hetero.pool.placement`) holds the placed buffers that
+touch its window, by ascending offset. Nothing is validated here.
 """
 
 import numpy as np
@@ -37,8 +37,9 @@ def place(
 ) -> tuple[int, int]:
     """Place ``order[depth:]``; return how many are placed in the end and how many repairs that took.
 
-    A buffer that would end above ``limit`` moves to an earlier place in ``order``, a random distance forward that is
-    short more often than long, and placing resumes from there; one draw (uniform in [0, 1)) a repair, until none is left.
+    A buffer that would end above ``limit`` moves to an earlier place in ``order``, a random distance
+    forward that is short more often than long, and placing resumes from there; one draw (uniform in [0, 1))
+    a repair, until none is left.
     """
     repairs = 0
     while depth < len(order):
@@ -68,16 +69,15 @@ def skyline(begins: IntArray, ends: IntArray, sizes: IntArray, limit: int, offse
 
     Fill ``offsets``; return the footprint, or ``-1 - i`` when buffer ``i`` would end above ``limit``.
     """
-    count = len(sizes)
+    count, footprint, chosen = len(sizes), 0, 0
     number = np.arange(count)
     begin, end = begins.astype(np.int32), ends.astype(np.int32)
     lowest = np.zeros(count, dtype=np.int64)
-    chosen, footprint = 0, 0
     while count > 0:
         i = number[chosen]
         top = lowest[chosen] + sizes[i]
         if top > limit:
-            return -1 - i
+            return int(-1 - i)
         offsets[i] = lowest[chosen]
         footprint = max(footprint, top)
         chosen_begin, chosen_end = begin[chosen], end[chosen]
@@ -95,7 +95,7 @@ def skyline(begins: IntArray, ends: IntArray, sizes: IntArray, limit: int, offse
             out += 1
         chosen = following
         count -= 1
-    return footprint
+    return int(footprint)
 
 
 @jit

@@ -1,7 +1,7 @@
 """Planners that hand out whole blocks: max block, binary block and GE's two-level merging.
 
-Owns the three, described from Ascend GE's public account of its memory reuse (2024). Invariant: a block is held by one
-buffer at a time; only the two-level planner then lays blocks inside larger ones.
+Owns the three, described from Ascend GE's public account of its memory reuse (2024). Invariant: a block is
+held by one buffer at a time; only the two-level planner then lays blocks inside larger ones.
 """
 
 import heapq
@@ -24,7 +24,9 @@ _SMALLEST_CLASS = 1024
 
 @register("max-block")
 def max_block(problem: Problem) -> Solution:
-    """One class of block: any free block is reused in order of begin, then each shrinks to its largest member."""
+    """One class of block: any free block is reused in order of begin, then each shrinks to its largest
+    member.
+    """
     return _shrunk_blocks(problem, np.zeros(len(problem), dtype=np.int64), "max-block")
 
 
@@ -43,9 +45,9 @@ def binary_block(problem: Problem) -> Solution:
 def ge_two_level(problem: Problem) -> Solution:
     """GE two-level: reuse between equal sizes gives blocks; larger blocks then take in smaller ones.
 
-    Blocks go by size descending. Each lies at the lowest place inside an existing root block where nothing that it
-    touches there is alive with any of its members; if there is none, it becomes a new root behind the others. The
-    footprint is the sum of the roots.
+    Blocks go by size descending. Each lies at the lowest place inside an existing root block where nothing
+    that it touches there is alive with any of its members; if there is none, it becomes a new root behind
+    the others. The footprint is the sum of the roots.
     """
     started = time.perf_counter()
     _, distinct = np.unique(problem.sizes, return_inverse=True)
@@ -71,7 +73,9 @@ def _shrunk_blocks(problem: Problem, classes: IntArray, name: str) -> Solution:
 
 
 def _reuse(problem: Problem, classes: IntArray) -> list[list[int]]:
-    """Members of each block, blocks in order of creation: by begin, the oldest free block of the class is taken."""
+    """Members of each block, blocks in order of creation: by begin, the oldest free block of the class is
+    taken.
+    """
     blocks: list[list[int]] = []
     free: dict[int, list[int]] = defaultdict(list)
     held: list[tuple[int, int]] = []
@@ -93,8 +97,8 @@ def _reuse(problem: Problem, classes: IntArray) -> list[list[int]]:
 def _merge(problem: Problem, blocks: Iterable[list[int]]) -> tuple[IntArray, int]:
     """Offsets of buffers and the sum of the root blocks.
 
-    Rows of ``placed`` by ascending offset: offset, top, begin, end. Ends of roots are kept as rows of no bytes that live
-    always, so that no hole reaches across two roots.
+    Rows of ``placed`` by ascending offset: offset, top, begin, end. Ends of roots are kept as rows of no
+    bytes that live always, so that no hole reaches across two roots.
     """
     placed = np.empty((4, 2 * len(problem)), dtype=np.int64)
     always = int(problem.begins.min(initial=0)) - 1, int(problem.ends.max(initial=0)) + 1
@@ -124,7 +128,8 @@ def _lowest_hole(problem: Problem, placed: IntArray, members: list[int], size: i
         i = members[0]
         clash = (begin < problem.ends[i]) & (end > problem.begins[i])
     else:
-        # Members' lives are disjoint and ascending: a row clashes if the first life ending after its begin has begun.
+        # Members' lives are disjoint and ascending: a row clashes if the first life ending after its begin
+        # has begun.
         after = np.searchsorted(problem.ends[members], begin, side="right")
         starts = np.append(problem.begins[members], np.iinfo(np.int64).max)
         clash = starts[after] < end

@@ -1,8 +1,9 @@
 """Searches that improve the placement of one piece, a bounded attempt at a time.
 
-Owns the `Engine` protocol and its heuristic engines: random keys by hole and by skyline, and repair (hill-climbing on the
-bottleneck). The exact engine is in `hetero.pool.exact`. Invariant: what an attempt returns is valid and within the limit that
-it was given. No engine knows of the others or of the clock; `hetero.pool.portfolio` shares out the time.
+Owns the `Engine` protocol and its heuristic engines: random keys by hole and by skyline, and repair
+(hill-climbing on the bottleneck). The exact engine is in `hetero.pool.exact`. Invariant: what an attempt
+returns is valid and within the limit that it was given. No engine knows of the others or of the clock;
+`hetero.pool.portfolio` shares out the time.
 """
 
 from dataclasses import dataclass
@@ -20,7 +21,9 @@ __all__ = ["Attempt", "Engine", "RandomKeys", "RepairedOrder", "Skyline", "size_
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Attempt:
-    """What an attempt found: ``offsets`` (bytes, above the piece's base) or None, and a lower bound if it proved one."""
+    """What an attempt found: ``offsets`` (bytes, above the piece's base) or None, and a lower bound if it
+    proved one.
+    """
 
     offsets: IntArray | None = None
     proven_bound: int = 0
@@ -33,7 +36,9 @@ class Engine(Protocol):
     finished: bool
 
     def attempt(self, goal: int, limit: int) -> Attempt:
-        """Look for a footprint of at most ``limit`` bytes, ``goal`` being as good as any; about a second at most."""
+        """Look for a footprint of at most ``limit`` bytes, ``goal`` being as good as any; about a second at
+        most.
+        """
 
 
 def size_step(sizes: IntArray) -> int:
@@ -44,7 +49,8 @@ def size_step(sizes: IntArray) -> int:
 class RandomKeys:
     """Random orders, placed into the smallest or the first hole in turn.
 
-    Key: log size + a log duration + noise, a about 0.35 where long lives nest; first the classic greedy orders.
+    Key: log size + a log duration + noise, a about 0.35 where long lives nest; first the classic greedy
+    orders.
     """
 
     name = "random-keys"
@@ -92,8 +98,8 @@ class Skyline:
 class RepairedOrder:
     """Orders repaired under a falling limit: whoever would end above it moves forward.
 
-    The limit aims below what is asked, between it and the goal, as long as that succeeds; it comes back when repairs
-    stop helping, and a new order is drawn when even the plain limit is out of reach.
+    The limit aims below what is asked, between it and the goal, as long as that succeeds; it comes back
+    when repairs stop helping, and a new order is drawn when even the plain limit is out of reach.
     """
 
     name = "hill-climb"
@@ -113,7 +119,11 @@ class RepairedOrder:
     def _restart(self) -> None:
         weight = 0.35 if self._starts < 2 else self._rng.uniform(0.0, 0.6)
         blur = 0.0 if self._starts < 2 else 0.2 * self._rng.random()
-        key = self._keys.size + weight * self._keys.duration + blur * self._rng.normal(size=len(self._keys.size))
+        key = (
+            self._keys.size
+            + weight * self._keys.duration
+            + blur * self._rng.normal(size=len(self._keys.size))
+        )
         self._repair = Repair(self._placer, self._keys.descending(key), best_fit=self._starts % 2 == 0)
         self._starts += 1
         self._ambition = 0.0

@@ -1,8 +1,8 @@
 """The exact search as an engine and as a planner.
 
-Owns the choice of capacities and preference orders for the canonical search of `hetero.pool._exact_kernel`, and what its outcomes
-prove. Invariant: a bound is reported as proven only when a search ran out of branches. Memory grows with the square of the
-number of buffers: `MOST_BUFFERS` is the limit.
+Owns the choice of capacities and preference orders for the canonical search of `hetero.pool._exact_kernel`,
+and what its outcomes prove. Invariant: a bound is reported as proven only when a search ran out of
+branches. Memory grows with the square of the number of buffers: `MOST_BUFFERS` is the limit.
 """
 
 import time
@@ -23,8 +23,8 @@ _SECONDS_AN_ATTEMPT = 0.25
 class Exact:
     """Canonical search under preference orders in turn, each with a node budget that grows.
 
-    First at the goal. Once that is refuted, at capacities between the proven bound and the limit: the lowest, the middle
-    and the highest in turn, whichever can be decided first.
+    First at the goal. Once that is refuted, at capacities between the proven bound and the limit: the
+    lowest, the middle and the highest in turn, whichever can be decided first.
     """
 
     name = "exact"
@@ -55,7 +55,13 @@ class Exact:
         offsets = np.zeros(len(piece), dtype=np.int64)
         started = time.perf_counter()
         outcome, tried = _exact_kernel.search(
-            piece.begins[order], piece.ends[order], piece.sizes[order], piece.horizon, capacity, self._nodes, offsets
+            piece.begins[order],
+            piece.ends[order],
+            piece.sizes[order],
+            piece.horizon,
+            capacity,
+            self._nodes,
+            offsets,
         )
         self._adapt(tried, time.perf_counter() - started)
         if outcome == _exact_kernel.EXHAUSTED:
@@ -69,7 +75,9 @@ class Exact:
         return Attempt(offsets=placed, proven_bound=self._proven)
 
     def _capacity(self, goal: int, limit: int) -> int:
-        """Goal first; between goal and limit later, when the goal resists and every order has been tried on it."""
+        """Goal first; between goal and limit later, when the goal resists and every order has been tried on
+        it.
+        """
         turn = self._tries // 4 % 3 if self._tries > 40 or self._refuted else 0
         return (goal, (goal + limit) // 2, limit)[turn]
 
@@ -82,7 +90,9 @@ class Exact:
         return self._keys.random(self._rng, (1.0, 1.0, 4.0), 0.3)
 
     def _adapt(self, tried: int, seconds: float) -> None:
-        """Node budget: what fits into an attempt, reached by and by; many short searches beat few long ones."""
+        """Node budget: what fits into an attempt, reached by and by; many short searches beat few long
+        ones.
+        """
         if self._tries == 1:
             # The first search may include compiling.
             return

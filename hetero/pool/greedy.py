@@ -1,7 +1,8 @@
 """Planners that place each buffer once, in an order fixed beforehand.
 
-Owns SmartPool (Zhang et al. 2019: size descending, best fit by default, or first fit), TensorFlow Lite's greedy by
-size (first gap), and XLA's best of several orders. Invariant: one pass of `Placer` an order; no search.
+Owns SmartPool (Zhang et al. 2019: size descending, best fit by default, or first fit), TensorFlow Lite's
+greedy by size (first gap), and XLA's best of several orders. Invariant: one pass of `Placer` an order; no
+search.
 """
 
 import time

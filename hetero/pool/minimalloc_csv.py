@@ -1,12 +1,14 @@
 """Problems and solutions as MiniMalloc CSV files: ``id,lower,upper,size`` and, in a solution, ``offset``.
 
-Owns reading and writing that format. Invariants: a malformed row is a `PlanError` with its line number, and a file
-is written whole or not at all. Columns may come in any order; MiniMalloc's own optional columns are accepted where
-they say nothing (alignment 1, no gaps) and refused otherwise, rather than ignored. It validates no placement.
+Owns reading and writing that format. Invariants: a malformed row is a `PlanError` with its line number, and
+a file is written whole or not at all. Columns may come in any order; MiniMalloc's own optional columns are
+accepted where they say nothing (alignment 1, no gaps) and refused otherwise, rather than ignored. It
+validates no placement.
 """
 
 import csv
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -17,6 +19,7 @@ from hetero.pool.problem import Buffer, BufferId, Problem, Solution
 __all__ = ["read_problem", "read_solution", "write_problem", "write_solution"]
 
 _REQUIRED = ("id", "lower", "upper", "size")
+_INTEGER = re.compile(r"[+-]?[0-9]{1,30}")
 _INERT = {"alignment": ("", "1"), "gaps": ("",), "hint": ("", "-1")}
 
 
@@ -31,7 +34,9 @@ def read_problem(path: str | os.PathLike[str]) -> Problem:
 
 
 def read_solution(path: str | os.PathLike[str]) -> tuple[Problem, Solution]:
-    """A problem and the solution in its ``offset`` column, not yet validated; ``planner`` is the file's name."""
+    """A problem and the solution in its ``offset`` column, not yet validated; ``planner`` is the file's
+    name.
+    """
     source = Path(path)
     rows = _rows(source)
     problem = _problem(source, rows)
@@ -118,18 +123,18 @@ def _refuse_meaningful_extras(source: Path, line: int, row: dict[str, str]) -> N
     for column, inert in _INERT.items():
         if row.get(column, "") not in inert:
             raise PlanError(
-                f"{source}, line {line}: {column} {row[column]!r} is not supported; round sizes up to a multiple of "
-                "an alignment, split a buffer at its gaps, and drop the column"
+                f"{source}, line {line}: {column} {row[column]!r} is not supported; round sizes up to a "
+                "multiple of an alignment, split a buffer at its gaps, and drop the column"
             )
 
 
 def _integer(source: Path, line: int, row: dict[str, str], column: str) -> int:
     if column not in row:
         raise PlanError(f"{source}, line 1: no column {column}; this is a problem, not a solution")
-    try:
-        return int(row[column])
-    except ValueError:
-        raise PlanError(f"{source}, line {line}: {column} {row[column]!r} is not an integer") from None
+    # int() alone would accept underscores and other scripts' digits.
+    if not _INTEGER.fullmatch(row[column]):
+        raise PlanError(f"{source}, line {line}: {column} {row[column]!r} is not an integer")
+    return int(row[column])
 
 
 def _identity(text: str) -> BufferId:

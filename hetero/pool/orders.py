@@ -1,7 +1,8 @@
-"""Orders in which to place the buffers of a piece: the classic ones, and random mixtures of the same measures.
+"""Orders in which to place the buffers of a piece: the classic ones, and random mixtures of the same
+measures.
 
-Owns `OrderKeys`. Invariant: equal buffers (same life and size) stay next to each other in every order, lower number first,
-which the exact search relies on. It places nothing.
+Owns `OrderKeys`. Invariant: equal buffers (same life and size) stay next to each other in every order,
+lower number first, which the exact search relies on. It places nothing.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,9 @@ __all__ = ["OrderKeys"]
 
 
 class OrderKeys:
-    """Logarithms of each buffer's size, duration (in cliques) and worst load (peak live bytes during its life)."""
+    """Logarithms of each buffer's size, duration (in cliques) and worst load (peak live bytes during its
+    life).
+    """
 
     def __init__(self, piece: Piece) -> None:
         change = np.zeros(piece.horizon + 1, dtype=np.int64)
@@ -48,7 +51,9 @@ class OrderKeys:
         return self.descending(size * self.size + duration * self.duration + load * self.load)
 
     def random(self, rng: np.random.Generator, scales: Sequence[float], noise: float) -> IntArray:
-        """A random mixture with weights up to ``scales`` (size, duration, load), some of them zero, plus noise."""
+        """A random mixture with weights up to ``scales`` (size, duration, load), some of them zero, plus
+        noise.
+        """
         weights = rng.random(3) * np.asarray(scales) * (rng.random(3) < 0.7)
         blur = rng.normal(size=self._kinds)[self._kind] * (noise * rng.random())
         key = weights[0] * self.size + weights[1] * self.duration + weights[2] * self.load + blur

@@ -1,8 +1,10 @@
-"""Placing buffers one after another: each in a hole left by those alive at the same time, or by lowest offset first.
+"""Placing buffers one after another: each in a hole left by those alive at the same time, or by lowest
+offset first.
 
-Owns `Placer`, the engine under the greedy planners and the order searches. Invariant: a buffer is put into the first, or
-the smallest, hole that fits among the buffers already placed whose lives overlap its own, or on top of them. Which order is
-good is the caller's business. Compiled with Numba where installed; otherwise the same rules in NumPy.
+Owns `Placer`, the engine under the greedy planners and the order searches. Invariant: a buffer is put into
+the first, or the smallest, hole that fits among the buffers already placed whose lives overlap its own, or
+on top of them. Which order is good is the caller's business. Compiled with Numba where installed; otherwise
+the same rules in NumPy.
 """
 
 import numpy as np
@@ -53,10 +55,12 @@ class Placer:
 
 
 class Repair:
-    """One order under repair: a buffer that would end above the limit moves forward in it, and placing goes on.
+    """One order under repair: a buffer that would end above the limit moves forward in it, and placing goes
+    on.
 
-    This is hill-climbing on the bottleneck, also known as squeaky wheel optimisation. What lies before the buffer's
-    new place stays placed, so most repairs are cheap. Plain Python where Numba is missing: for small problems only.
+    This is hill-climbing on the bottleneck, also known as squeaky wheel optimisation. What lies before the
+    buffer's new place stays placed, so most repairs are cheap. Plain Python where Numba is missing: for
+    small problems only.
     """
 
     def __init__(self, placer: Placer, order: IntArray, *, best_fit: bool) -> None:
@@ -74,10 +78,11 @@ class Repair:
     def run(
         self, limit: int, draws: np.ndarray[tuple[int], np.dtype[np.float64]]
     ) -> tuple[IntArray, int] | None:
-        """Offsets and footprint within ``limit``, or None after one repair for each of ``draws`` (uniform in [0, 1)).
+        """Offsets and footprint within ``limit``, or None after one repair for each of ``draws`` (uniform
+        in [0, 1)).
 
-        A later call goes on where this one stopped; from the first place, in the repaired order, after a success or
-        under a lower limit.
+        A later call goes on where this one stopped; from the first place, in the repaired order, after a
+        success or under a lower limit.
         """
         # Imported late: it imports Numba, see hetero.pool._jit.
         from hetero.pool import _placement_kernel

@@ -1,11 +1,12 @@
 """What a planner is, and the names under which planners are known.
 
-Owns the `Planner` protocol and the registry. Invariant: a registered planner is a pure function of the problem (random
-ones are seeded), so the same problem gives the same placement unless a time limit cuts a search short.
+Owns the `Planner` protocol and the registry. Invariant: a registered planner is a pure function of the
+problem (random ones are seeded), so the same problem gives the same placement unless a time limit cuts a
+search short.
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from hetero.errors import ConfigError
 from hetero.pool.problem import Problem, Solution
@@ -19,13 +20,15 @@ class Planner(Protocol):
     def __call__(self, problem: Problem, /) -> Solution: ...
 
 
+_Planner = TypeVar("_Planner", bound=Planner)
+
 _PLANNERS: dict[str, Planner] = {}
 
 
-def register(name: str) -> Callable[[Planner], Planner]:
+def register(name: str) -> Callable[[_Planner], _Planner]:
     """Decorator that makes a planner known as ``name``; raises `ConfigError` if the name is taken."""
 
-    def enter(planner: Planner) -> Planner:
+    def enter(planner: _Planner) -> _Planner:
         if name in _PLANNERS:
             raise ConfigError(f"a planner named {name!r} is registered already; choose another name")
         _PLANNERS[name] = planner

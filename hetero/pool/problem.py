@@ -1,8 +1,10 @@
-"""The nouns of offline placement: buffers with known lives, a problem, a solution, and the bound between them.
+"""The nouns of offline placement: buffers with known lives, a problem, a solution, and the bound between
+them.
 
-Owns `Buffer`, `Problem`, `Solution`, the load lower bound and the competitive ratio. Invariant: a `Problem` that
-exists is valid (lives not empty, sizes not negative, ids unique), so planners check nothing. It places nothing
-and proves nothing about a solution: `hetero.pool.validation` does, without sharing code with any planner.
+Owns `Buffer`, `Problem`, `Solution`, the load lower bound and the competitive ratio. Invariant: a `Problem`
+that exists is valid (lives not empty, sizes not negative, ids unique), so planners check nothing. It places
+nothing and proves nothing about a solution: `hetero.pool.validation` does, without sharing code with any
+planner.
 """
 
 from collections.abc import Iterable, Sequence
@@ -36,8 +38,8 @@ _MOST_BYTES = 2**62
 class Buffer:
     """One block of memory: ``nbytes`` bytes needed throughout the half-open life ``[begin, end)``.
 
-    Time has no unit: any integers whose order is the order of events. Raises `PlanError` for a negative size or
-    an empty life. A size of zero is legal (frameworks allocate empty tensors) and never collides.
+    Time has no unit: any integers whose order is the order of events. Raises `PlanError` for a negative
+    size or an empty life. A size of zero is legal (frameworks allocate empty tensors) and never collides.
     """
 
     id: BufferId
@@ -59,8 +61,8 @@ class Buffer:
 class Problem:
     """Buffers to place in one linear memory so that none that live at the same time overlap.
 
-    ``begins``, ``ends`` and ``sizes`` are the same facts as int64 arrays of shape (n,), read-only, in the order
-    of ``buffers``. Raises `PlanError` for a repeated id or sizes whose sum passes 2**62 bytes.
+    ``begins``, ``ends`` and ``sizes`` are the same facts as int64 arrays of shape (n,), read-only, in the
+    order of ``buffers``. Raises `PlanError` for a repeated id or sizes whose sum passes 2**62 bytes.
     """
 
     buffers: tuple[Buffer, ...]
@@ -97,10 +99,10 @@ class Problem:
 class Solution:
     """Where each buffer of a problem goes, and how it was found.
 
-    ``offsets[i]`` (bytes) belongs to ``problem.buffers[i]``; ``footprint`` is the bytes from 0 to the highest end,
-    or more where the planner's own blocks are larger than their members (max block, binary block).
-    ``proven_optimal``: no placement has a smaller footprint, because it equals the lower bound or because an
-    exact search was exhausted. ``seconds`` is wall time. `validate` checks it against the problem.
+    ``offsets[i]`` (bytes) belongs to ``problem.buffers[i]``; ``footprint`` is the bytes from 0 to the
+    highest end, or more where the planner's own blocks are larger than their members (max block, binary
+    block). ``proven_optimal``: no placement has a smaller footprint, because it equals the lower bound or
+    because an exact search was exhausted. ``seconds`` is wall time. `validate` checks it against the problem.
     """
 
     offsets: tuple[int, ...]

@@ -1,7 +1,8 @@
 """Shrinking a problem without losing its optimum: maximal cliques, full-life buffers, independent pieces.
 
-Owns `pieces`. Invariant: placing every piece from its ``base`` upward is valid for the whole, and the smallest footprint
-over all placements is the largest of the pieces' smallest (``base`` included). It places nothing.
+Owns `pieces`. Invariant: placing every piece from its ``base`` upward is valid for the whole, and the
+smallest footprint over all placements is the largest of the pieces' smallest (``base`` included). It places
+nothing.
 
 [Note: exact reductions]
 * Only the maximal sets of buffers alive together matter, so times are renumbered by them.
@@ -24,8 +25,8 @@ __all__ = ["Piece", "pieces"]
 class Piece:
     """An independent part: buffer ``members[i]`` of the problem lives over cliques ``[begins[i], ends[i])``.
 
-    ``base`` (bytes): where the piece starts, above the full-life buffers it lies on. ``bound`` (bytes): peak live
-    bytes of the piece itself. ``horizon``: number of cliques.
+    ``base`` (bytes): where the piece starts, above the full-life buffers it lies on. ``bound`` (bytes):
+    peak live bytes of the piece itself. ``horizon``: number of cliques.
     """
 
     members: IntArray
@@ -41,7 +42,9 @@ class Piece:
 
 
 def pieces(problem: Problem) -> tuple[IntArray, tuple[Piece, ...]]:
-    """Offsets (bytes) fixed by reduction, shape (n,), and the pieces still to be placed, whose offsets are 0 there."""
+    """Offsets (bytes) fixed by reduction, shape (n,), and the pieces still to be placed, whose offsets are
+    0 there.
+    """
     offsets = np.zeros(len(problem), dtype=np.int64)
     leaves: list[Piece] = []
     pending = [(np.flatnonzero(problem.sizes > 0), 0)]

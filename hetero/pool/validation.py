@@ -1,7 +1,7 @@
 """Checking a solution against its problem, naively.
 
-Owns `validate`. Invariant: it compares every pair of buffers by the definition and shares no code with any planner, so
-that a mistake in one cannot hide in the other. O(n^2), vectorised by rows. It repairs nothing.
+Owns `validate`. Invariant: it compares every pair of buffers by the definition and shares no code with any
+planner, so that a mistake in one cannot hide in the other. O(n^2), vectorised by rows. It repairs nothing.
 """
 
 import numpy as np
@@ -33,7 +33,7 @@ def validate(problem: Problem, solution: Solution) -> None:
 def _check_each(problem: Problem, solution: Solution) -> None:
     if len(solution.offsets) != len(problem):
         raise PlanError(
-            f"solution has {len(solution.offsets)} offsets for {len(problem)} buffers; it is of another problem"
+            f"solution has {len(solution.offsets)} offsets for {len(problem)} buffers; solve this one"
         )
     for buffer, offset in zip(problem.buffers, solution.offsets, strict=True):
         if offset < 0:

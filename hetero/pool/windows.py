@@ -1,12 +1,12 @@
 """The index that lets a buffer be compared only with placed buffers near it in time.
 
-Owns `Windows`. Invariant: a buffer's whole life lies in its home window, and ``list_starts`` leaves each window room for
-every buffer that touches it.
+Owns `Windows`. Invariant: a buffer's whole life lies in its home window, and ``list_starts`` leaves each
+window room for every buffer that touches it.
 
 [Note: windows]
-The horizon is covered, at a few scales, by windows that overlap by half; every window lists the placed buffers that touch
-it, by offset, and a buffer scans the list of the smallest window that holds its whole life. A short life then scans
-hundreds of entries instead of all.
+The horizon is covered, at a few scales, by windows that overlap by half; every window lists the placed
+buffers that touch it, by offset, and a buffer scans the list of the smallest window that holds its whole
+life. A short life then scans hundreds of entries instead of all.
 """
 
 from dataclasses import dataclass
@@ -24,8 +24,9 @@ _FINEST_HALF = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Windows:
-    """Per scale: half the width in cliques, number of windows, number of its first window. Window k of a scale covers
-    ``[k * half, (k + 2) * half)``. ``list_starts``: where each window's list begins. ``home``: each buffer's window.
+    """Per scale: half the width in cliques, number of windows, number of its first window. Window k of a
+    scale covers ``[k * half, (k + 2) * half)``. ``list_starts``: where each window's list begins. ``home``:
+    each buffer's window.
     """
 
     halves: IntArray

@@ -7,6 +7,7 @@ to prefetch the schedule's.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
@@ -58,7 +59,8 @@ class Residency:
         self._budget = device_budget
         self._placeholders: dict[torch.dtype, torch.Tensor] = {}
         self._clock = 0
-        self._last_upload: torch.Event | None = None
+        # Copies that may still be reading homes, oldest first.
+        self._uploads: deque[tuple[torch.Event, ManagedTensor]] = deque()
         self.resident: dict[int, ManagedTensor] = {}
         # Gradients on their way down still occupy the device; `hetero.stm.gradients` sets this.
         self.reclaim: Callable[[int], None] = lambda nbytes: None
@@ -138,8 +140,7 @@ class Residency:
             return 0
         assert tensor.data is not None
         version = tensor.version
-        if self._last_upload is not None:
-            self._engine.host_after_upload(self._last_upload)
+        self.before_host_write()
         event = self._engine.download(tensor.data, tensor.home)
         self._engine.host_after_download(event, tensor.home)
         self._engine.free_after_download(event)
@@ -157,9 +158,9 @@ class Residency:
 
     def before_host_write(self) -> None:
         """Homes are about to be written: wait until no copy reads them."""
-        if self._last_upload is not None:
-            self._engine.host_after_upload(self._last_upload)
-            self._last_upload = None
+        while self._uploads:
+            event, tensor = self._uploads.popleft()
+            self._engine.host_after_upload(event, tensor.home)
 
     def drop_stale(self, tensors: Iterable[ManagedTensor]) -> None:
         """Forget the copies of ``tensors`` that home has overtaken, and their place in old graphs."""
@@ -175,8 +176,11 @@ class Residency:
         # Copies made inside the user's inference_mode would be unusable for training later.
         with torch.inference_mode(False), torch.no_grad():
             copy = torch.empty_like(tensor.home, device=self._accelerator.device)
-            tensor.ready = self._last_upload = self._engine.upload(tensor.home, copy)
+            tensor.ready = self._engine.upload(tensor.home, copy)
             tensor.attach(copy)
+        while self._uploads and self._uploads[0][0].query():
+            self._uploads.popleft()
+        self._uploads.append((tensor.ready, tensor))
         RESIDENT[tensor.storage_key] = tensor
         self.resident[tensor.index] = tensor
         tensor.fetched_at = self._clock

@@ -18,6 +18,7 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -93,13 +94,16 @@ class Faker:
         self._originals: list[torch.Tensor] = []  # held, so that no id or address above is reused
         # Gradients and states die in the step when their owner drops them: nothing of theirs is kept here.
         self._passing: dict[int, torch.Tensor] = {}
+        self._chosen: list[dict[str, Any]] = []
         self._overflow_flags: list[weakref.ref[torch.Tensor]] = []
 
     @contextmanager
     def standing_in(self, objects: list[object], args: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
         """Replace what modules and optimizers among ``objects`` hold (containers included); fake ``args``."""
         leaves = pytree.tree_leaves(objects)
-        undo: list[Callable[[], None]] = []
+        undo: list[Callable[[], None]] = [_allow_conversions(self._mode)]
+        undo.append(register_optimizer_step_pre_hook(self._choose_foreach).remove)
+        undo.append(register_optimizer_step_post_hook(self._unchoose_foreach).remove)
         try:
             for module in _unique(leaf for leaf in leaves if isinstance(leaf, torch.nn.Module)):
                 for child in module.modules():
@@ -205,8 +209,6 @@ class Faker:
         undo.extend(partial(_put_back, group, dict(group)) for group in groups)
         for group in groups:
             group["params"] = [self.fake(parameter) for parameter in group["params"]]
-            if self._would_choose_foreach(group):
-                group["foreach"] = True
             for key, value in list(group.items()):
                 if isinstance(value, torch.Tensor):
                     group[key] = self.fake(value)
@@ -224,6 +226,16 @@ class Faker:
             if isinstance(value, torch.Tensor):
                 slots[key] = self.fake(value)
 
+    def _choose_foreach(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        self._chosen = [group for group in optimizer.param_groups if self._would_choose_foreach(group)]
+        for group in self._chosen:
+            group["foreach"] = True
+
+    def _unchoose_foreach(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        for group in self._chosen:
+            group["foreach"] = None
+        self._chosen = []
+
     def _would_choose_foreach(self, group: dict[str, Any]) -> bool:
         """Whether torch would loop over lists of this group's tensors, had they been real ones.
 
@@ -239,6 +251,22 @@ class Faker:
 def _has_no_storage(tensor: torch.Tensor) -> bool:
     wraps_others: bool = is_traceable_wrapper_subclass(tensor)
     return wraps_others or tensor.layout != torch.strided
+
+
+def _allow_conversions(mode: FakeTensorMode) -> Callable[[], None]:
+    """Let ``module.to(...)`` work on fake parameters; returns what undoes it.
+
+    torch swaps fake parameters for converted ones, and refuses while weak references to them exist: those of
+    the mode's own memo, which is only a cache.
+    """
+    swap: Callable[[torch.Tensor, torch.Tensor], None] = torch.utils.swap_tensors
+
+    def forget_and_swap(one: torch.Tensor, other: torch.Tensor) -> None:
+        mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
+        swap(one, other)
+
+    torch.utils.swap_tensors = forget_and_swap
+    return partial(setattr, torch.utils, "swap_tensors", swap)
 
 
 def _put_back(slots: dict[str, Any], before: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ changes (a scheduler's counter, a list of losses) is the step's own business, fa
 """
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -64,22 +64,8 @@ def trace_step(
     `PlanError` naming the operator; the fallback is to trace a real step. Raises `ConfigError` for arguments
     that cannot be used, and whatever ``step`` raises.
     """
-    if warmup < 0:
-        raise ConfigError(f"warmup={warmup}: a number of unrecorded steps cannot be negative")
     with _recording([*args, *reachable(step)], args, fake=fake, device=device) as (ledger, arguments):
-        for _ in range(warmup):
-            step(*arguments)
-        ledger.scopes.begin_step()
-        begin = ledger.now
-        measured = _Measured(None if fake else _accelerator_of(arguments, step, device))
-        step(*arguments)
-        end = ledger.now
-        peak = measured.peak()
-        ledger.recording = False
-        trace = _cut(ledger, begin, end, fake=fake, device=device)
-    if peak is not None and trace.device.split(":")[0] != "cpu":
-        return replace(trace, measured_peak_nbytes=peak)
-    return trace
+        return _record_step(ledger, step, arguments, fake=fake, device=device, warmup=warmup)
 
 
 def trace_recipe(
@@ -91,18 +77,21 @@ def trace_recipe(
 ) -> StepTrace:
     """Trace what a recipe builds: ``recipe()`` returns ``(step, *args)`` as `trace_step` takes them.
 
-    With ``fake=True`` the recipe runs under ``torch.device("meta")``, so that a model of any size is built
-    without memory; otherwise under ``torch.device(device)``. This is what ``hetero trace FILE.py:RECIPE``
-    runs.
+    With ``fake=True`` the recipe itself runs on fake tensors, so that a model of any size is built without
+    memory, ``model.to(torch.bfloat16)`` and all; otherwise under ``torch.device(device)``. This is what
+    ``hetero trace FILE.py:RECIPE`` runs. Everything else is as in `trace_step`.
     """
-    where = torch.device("meta") if fake else torch.device(device or "cpu")
-    with where:
-        made = recipe()
-    if not isinstance(made, tuple) or not made or not callable(made[0]):
-        raise ConfigError(
-            f"a recipe returns a tuple (step, *args) with a callable step; got {type(made).__name__}"
-        )
-    return trace_step(made[0], *made[1:], fake=fake, device=device, warmup=warmup)
+    where = (FakeDevice.of(device).tensors if fake else device) or "cpu"
+    with _recording([], (), fake=fake, device=device) as (ledger, _):
+        with torch.device(where):
+            made = recipe()
+        if not isinstance(made, tuple) or not made or not callable(made[0]):
+            raise ConfigError(
+                f"a recipe returns a tuple (step, *args) with a callable step; got {type(made).__name__}"
+            )
+        step, *args = made
+        _learn(ledger, [*args, *reachable(step)], args)
+        return _record_step(ledger, step, args, fake=fake, device=device, warmup=warmup)
 
 
 def trace_loop(
@@ -173,6 +162,32 @@ class _Measured:
         return int(torch.accelerator.max_memory_allocated(self._device))
 
 
+def _record_step(
+    ledger: Ledger,
+    step: Callable[..., object],
+    args: Sequence[Any],
+    *,
+    fake: bool,
+    device: torch.device | str | None,
+    warmup: int,
+) -> StepTrace:
+    if warmup < 0:
+        raise ConfigError(f"warmup={warmup}: a number of unrecorded steps cannot be negative")
+    for _ in range(warmup):
+        step(*args)
+    ledger.scopes.begin_step()
+    begin = ledger.now
+    measured = _Measured(None if fake else _accelerator_of(args, step, device))
+    step(*args)
+    end = ledger.now
+    peak = measured.peak()
+    ledger.recording = False
+    trace = _cut(ledger, begin, end, fake=fake, device=device)
+    if peak is not None and trace.device.split(":")[0] != "cpu":
+        return replace(trace, measured_peak_nbytes=peak)
+    return trace
+
+
 @contextmanager
 def _recording(
     objects: list[object],
@@ -194,17 +209,21 @@ def _recording(
         stack.enter_context(_data_dependence_explained(ledger))
         if fake:
             stack.enter_context(mode)
-        for leaf in pytree.tree_leaves(objects):
-            if isinstance(leaf, torch.nn.Module):
-                ledger.scopes.learn_module(leaf)
-            elif isinstance(leaf, torch.optim.Optimizer):
-                ledger.scopes.learn_optimizer(leaf)
-        for leaf in pytree.tree_leaves(args):
-            if isinstance(leaf, torch.Tensor):
-                ledger.label(leaf, "input", "input")
+        _learn(ledger, objects, args)
         stack.enter_context(ledger.scopes)
         stack.enter_context(ledger)
         yield ledger, args
+
+
+def _learn(ledger: Ledger, objects: Sequence[object], args: Sequence[object]) -> None:
+    """Name what is known before the step: parameters, buffers, states, gradients, inputs."""
+    leaves = pytree.tree_leaves(list(objects))
+    for module in (leaf for leaf in leaves if isinstance(leaf, torch.nn.Module)):
+        ledger.scopes.learn_module(module)
+    for optimizer in (leaf for leaf in leaves if isinstance(leaf, torch.optim.Optimizer)):
+        ledger.scopes.learn_optimizer(optimizer)
+    for tensor in (leaf for leaf in pytree.tree_leaves(list(args)) if isinstance(leaf, torch.Tensor)):
+        ledger.label(tensor, "input", "input")
 
 
 @contextmanager
@@ -230,7 +249,7 @@ def _data_dependence_explained(ledger: Ledger) -> Iterator[None]:
 
 
 def _accelerator_of(
-    args: tuple[Any, ...], step: Callable[..., object], device: torch.device | str | None
+    args: Sequence[Any], step: Callable[..., object], device: torch.device | str | None
 ) -> torch.device | None:
     """The accelerator that the step's tensors are on, if its allocator keeps statistics."""
     if device is not None:

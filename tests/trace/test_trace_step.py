@@ -286,6 +286,29 @@ def test_recipes_are_built_without_memory_and_checked() -> None:
         trace_recipe(lambda: None)  # type: ignore[arg-type,return-value]
 
 
+def test_a_recipe_may_convert_its_model() -> None:
+    def recipe() -> tuple[Any, ...]:
+        model = Net().to("cpu").to(torch.bfloat16)
+        optimizer = torch.optim.AdamW(model.parameters())
+        return step, model, optimizer, torch.randn(8, 16).bfloat16(), torch.zeros(8, dtype=torch.long)
+
+    swap = torch.utils.swap_tensors
+    fake, real = trace_recipe(recipe), trace_recipe(recipe, fake=False)
+    assert fake.operators == real.operators
+    assert fake.storages == real.storages
+    assert torch.utils.swap_tensors is swap
+
+
+def test_a_step_may_build_its_own_model() -> None:
+    def build_and_step() -> None:
+        step(*make(torch.optim.SGD))
+
+    fake = trace_step(build_and_step, fake=True)
+    assert fake.load_curve().tolist() == trace_step(build_and_step).load_curve().tolist()
+    there = trace_step(lambda: step(*make()), fake=True, device="cuda")
+    assert any("foreach" in o.name for o in there.operators)
+
+
 def test_arguments_that_cannot_be_used_are_refused() -> None:
     with pytest.raises(ConfigError, match="warmup=-1"):
         trace_step(step, *make(), warmup=-1)

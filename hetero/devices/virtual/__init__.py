@@ -1,13 +1,18 @@
 """A virtual accelerator: a real PyTorch device ``virtual:0`` whose memory is a capped slice of RAM.
 
-A testing tool, for code that must run where there is no GPU. It computes what the CPU computes, bit for bit, and
-behaves like CUDA in what goes wrong there: memory is capped (`torch.OutOfMemoryError`), fresh and freed memory reads
-as NaN, copies between pinned memory and device on a side stream are asynchronous and take as long as the link needs,
-tensors of the CPU and of the device do not mix. A happens-before detector raises `hetero.errors.StreamRaceError` at
-the first access that no wait orders, every time, whether or not it went wrong in time.
+A testing tool, for code that must run where there is no GPU. It computes what the CPU computes, bit for bit,
+and goes wrong as CUDA does: memory is capped (`torch.OutOfMemoryError`), fresh and freed memory reads as NaN,
+copies between pinned memory and device on a side stream are asynchronous and take as long as the link needs,
+tensors of the CPU and of the device do not mix. A happens-before detector raises
+`hetero.errors.StreamRaceError` at the first access that no wait orders, every time, whether or not it went
+wrong in time.
 
-Owns the process's one virtual device and its Python face, `torch.virtual`. Operators run on the calling thread; what is
-asynchronous are the copies. Does not model compute speed.
+Owns the process's one virtual device and its Python face, `torch.virtual`. Operators run on the calling
+thread; what is asynchronous are the copies. Does not model compute speed.
+
+Where it is stricter or laxer than CUDA: an access through a strided view counts as its whole span; a pinned
+block may be freed under a pending copy, as torch's own pinned allocator allows, and device memory may not;
+recurrent layers have no double backward (as with cuDNN), and save their inputs only.
 """
 
 import threading
@@ -41,11 +46,12 @@ def virtual_device(
 ) -> torch.device:
     """The device ``virtual:0`` with this much memory behind this link.
 
-    The first call of a process registers it (and compiles it, the first time on a machine: about a minute); later
-    calls only change the memory and the link. ``bandwidth`` is of each direction, ``latency`` of each copy.
+    The first call of a process registers it (and compiles it, the first time on a machine: about a minute);
+    later calls only change the memory and the link. ``bandwidth`` is of each direction, ``latency`` of each
+    copy.
 
-    Raises `ConfigError` for a value that cannot be used, ``memory`` below what is allocated included, and `DeviceError` if
-    there is no compiler or another PrivateUse1 backend has taken the place.
+    Raises `ConfigError` for a value that cannot be used, ``memory`` below what is allocated included, and
+    `DeviceError` if there is no compiler or another accelerator has taken the place.
     """
     nbytes = _positive_bytes(memory, name="memory")
     rate, seconds = parse_rate(bandwidth), parse_seconds(latency)
@@ -74,8 +80,8 @@ def set_memory_limit(nbytes: int | str) -> None:
     except ValueError as error:
         allocated = torch.accelerator.memory_allocated()
         raise ConfigError(
-            f"memory={nbytes!r} is below the {format_bytes(allocated)} that are allocated: free tensors first, or "
-            f"ask for at least {allocated} bytes"
+            f"memory={nbytes!r} is below the {format_bytes(allocated)} that are allocated: free tensors "
+            f"first, or ask for at least {allocated} bytes"
         ) from error
 
 
@@ -107,8 +113,8 @@ def clear_races() -> None:
 def host_register(ptr: int, nbytes: int) -> None:
     """Pin the host memory ``[ptr, ptr + nbytes)``, as ``cudaHostRegister`` does.
 
-    Tensors in it are then ``is_pinned()``, can be copied asynchronously, and are watched for races, byte range by byte
-    range. Raises `ConfigError` if the range is empty or part of it is pinned already.
+    Tensors in it are then ``is_pinned()``, can be copied asynchronously, and are watched for races, byte
+    range by byte range. Raises `ConfigError` if the range is empty or part of it is pinned already.
     """
     try:
         _loaded().host_register(ptr, nbytes)
@@ -119,8 +125,8 @@ def host_register(ptr: int, nbytes: int) -> None:
 def host_unregister(ptr: int) -> None:
     """Undo `host_register`, before the memory is unmapped.
 
-    Raises `StreamRaceError`, and leaves it pinned, if the host has not waited for every copy from and to it; `ConfigError` if
-    nothing is registered at ``ptr``.
+    Raises `StreamRaceError`, and leaves it pinned, if the host has not waited for every copy from and to it;
+    `ConfigError` if nothing is registered at ``ptr``.
     """
     try:
         _loaded().host_unregister(ptr)
@@ -131,8 +137,9 @@ def host_unregister(ptr: int) -> None:
 def check_host_access(tensor: torch.Tensor, write: bool = False) -> None:
     """Declare that the host reads (or writes) this pinned tensor now.
 
-    Raises `StreamRaceError` if a device copy to it (or from it, when ``write``) is not ordered before the host by a synchronize, or
-    by a query that answered True; `ConfigError` if the tensor is not in pinned or registered memory.
+    Raises `StreamRaceError` if a device copy to it (or from it, when ``write``) is not ordered before the
+    host by a synchronize, or by a query that answered True; `ConfigError` if the tensor is not in pinned or
+    registered memory.
     """
     try:
         _loaded().check_host_access(tensor, write)
@@ -167,15 +174,17 @@ def _register() -> None:
         taken = torch._C._get_privateuse1_backend_name()
         if taken != "privateuseone":
             raise DeviceError(
-                f"the PrivateUse1 backend {taken!r} is registered in this process, and PyTorch has room for one: "
-                "use the virtual accelerator in a process of its own"
+                f"the PrivateUse1 backend {taken!r} is registered in this process, and PyTorch has room for "
+                "one: use the virtual accelerator in a process of its own"
             )
         if (accelerator := torch.accelerator.current_accelerator(check_available=True)) is not None:
             raise DeviceError(
-                f"this process has the accelerator {accelerator.type!r}, and PyTorch has room for one: hide it "
-                "(CUDA_VISIBLE_DEVICES='') to use the virtual accelerator"
+                f"this process has the accelerator {accelerator.type!r}, and PyTorch has room for one: hide "
+                "it (CUDA_VISIBLE_DEVICES='') to use the virtual accelerator"
             )
         extension = _build.load_extension()
         extension.set_race_error(StreamRaceError)
         _torch_module.register(extension)
+        # torch answers is_pinned() with False until something was pinned by its own hand.
+        torch.empty(1, pin_memory=True)
         _extension = extension

@@ -1,7 +1,7 @@
 """Compiling and loading the virtual accelerator's C++.
 
-Owns the cache of compiled libraries: one folder per (torch version, Python version, source hash) below the user's
-cache directory, built once under a file lock. Does not configure or register anything.
+Owns the cache of compiled libraries: one folder per (torch version, Python version, source hash) below the
+user's cache directory, built once under a file lock. Does not configure or register anything.
 """
 
 import fcntl
@@ -27,7 +27,7 @@ _FLAGS = ["-O2", "-g0"]
 
 
 def load_extension() -> ModuleType:
-    """The compiled extension, built by the first process that asks. Raises `DeviceError` without a compiler."""
+    """The compiled extension, built by the first process that asks. Raises `DeviceError` if that fails."""
     folder = build_folder()
     built = folder / "built"
     if built.exists():
@@ -37,7 +37,7 @@ def load_extension() -> ModuleType:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if built.exists():
             return _import(folder / f"{_NAME}.so")
-        # torch's own lock is a bare file that a killed build leaves behind; ours says that nobody is building.
+        # torch's own lock is a bare file that a killed build leaves behind; ours says nobody is building.
         (folder / "lock").unlink(missing_ok=True)
         module = _compile(folder)
         built.touch()
@@ -61,8 +61,8 @@ def _compile(folder: Path) -> ModuleType:
     compiler = os.environ.get("CXX") or "c++"
     if shutil.which(compiler) is None:
         raise DeviceError(
-            f"the virtual accelerator is compiled on first use, and the compiler {compiler!r} was not found: install "
-            "one for C++20 (Debian, Ubuntu: apt install g++), or set CXX to its path"
+            f"the virtual accelerator is compiled on first use, and the compiler {compiler!r} was not found: "
+            "install one for C++20 (Debian, Ubuntu: apt install g++), or set CXX to its path"
         )
     if not cpp_extension.is_ninja_available():
         raise DeviceError(
@@ -75,10 +75,11 @@ def _compile(folder: Path) -> ModuleType:
             build_directory=str(folder),
             extra_cflags=_FLAGS,
         )
-    except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+    except (RuntimeError, ImportError, OSError, subprocess.SubprocessError) as error:
         raise DeviceError(
-            f"compiling the virtual accelerator for torch {torch.__version__} with {compiler!r} in {folder} failed; "
-            f"it needs a C++20 compiler (g++ >= 11 or clang++ >= 14) and Python's headers (python3-dev): {error}"
+            f"compiling the virtual accelerator for torch {torch.__version__} with {compiler!r} in {folder} "
+            "failed; it needs a C++20 compiler (g++ >= 11 or clang++ >= 14) and Python's headers "
+            f"(python3-dev): {error}"
         ) from error
     return module
 

@@ -1,7 +1,8 @@
 """``torch.virtual``: the device module, with the functions of `torch.cuda` that make sense here.
 
-Owns the Python registration of the device. There is one device, so every ``device`` argument is checked and otherwise
-ignored. Random numbers come from the CPU's generator, so that a seeded run gives the same numbers on both.
+Owns the Python registration of the device. There is one device, so every ``device`` argument is checked and
+otherwise ignored. Random numbers come from the CPU's generator, so that a seeded run gives the same numbers
+on both.
 """
 
 import os
@@ -9,6 +10,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 import torch
+from torch.utils import backend_registration
 
 __all__ = ["register"]
 
@@ -21,8 +23,8 @@ class Stream(torch.Stream):
 
     def __new__(cls, device: _Device = None, priority: int = 0, **ids: int) -> "Stream":
         if ids:
-            return super().__new__(cls, **ids)  # type: ignore[call-overload, no-any-return]
-        return super().__new__(cls, device=_index(device), priority=priority)  # type: ignore[call-overload, no-any-return]
+            return super().__new__(cls, **ids)
+        return super().__new__(cls, device=_index(device), priority=priority)
 
 
 class Event(torch.Event):
@@ -31,7 +33,7 @@ class Event(torch.Event):
     def __new__(
         cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
     ) -> "Event":
-        return super().__new__(  # type: ignore[no-any-return]
+        return super().__new__(
             cls, device=_NAME, enable_timing=enable_timing, blocking=blocking, interprocess=interprocess
         )
 
@@ -53,10 +55,10 @@ class DeviceContext:
 
 def register(extension: ModuleType) -> None:
     """Name the backend ``virtual`` and put ``torch.virtual`` in place."""
-    torch.utils.rename_privateuse1_backend(_NAME)
+    backend_registration.rename_privateuse1_backend(_NAME)
     module = _device_module(extension)
-    torch._register_device_module(_NAME, module)
-    torch.utils.generate_methods_for_privateuse1_backend()
+    torch._register_device_module(_NAME, module)  # type: ignore[no-untyped-call]
+    backend_registration.generate_methods_for_privateuse1_backend()
 
 
 def _index(device: _Device) -> torch.device:
@@ -184,9 +186,7 @@ def _memory_functions(extension: ModuleType) -> dict[str, Any]:
         torch.accelerator.reset_accumulated_memory_stats(_index(device))
 
     def mem_get_info(device: _Device = None) -> tuple[int, int]:
-        limit = int(extension.memory_limit())
-        # As on CUDA, a process's cap does not change how much memory the device has.
-        total = configured[0][0] if configured and configured[0][1] == limit else limit
+        total = int(extension.memory_limit())
         return total - memory_allocated(), total
 
     def empty_cache() -> None:

@@ -1,4 +1,6 @@
-"""Allocator simulators: what TensorFlow's BFC and PyTorch's CUDA caching allocator would reserve for a trace."""
+"""Allocator simulators: what TensorFlow's BFC and PyTorch's CUDA caching allocator would reserve for a
+trace.
+"""
 
 from hetero.pool.allocators.bfc import BfcAllocator
 from hetero.pool.allocators.cuda_caching import CachingSettings, CudaCachingAllocator

@@ -1,7 +1,8 @@
 """TensorFlow's best-fit-with-coalescing allocator, simulated.
 
-Owns `BfcAllocator`. Invariant: every byte of every region belongs to exactly one chunk, neighbouring free chunks are merged,
-and every free chunk is listed in the bin of its size. Regions are never returned. It holds numbers only, no memory.
+Owns `BfcAllocator`. Invariant: every byte of every region belongs to exactly one chunk, neighbouring free
+chunks are merged, and every free chunk is listed in the bin of its size. Regions are never returned. It
+holds numbers only, no memory.
 """
 
 from bisect import bisect_left, insort
@@ -33,9 +34,9 @@ class _Chunk:
 class BfcAllocator:
     """TensorFlow BFC as of its source: 256-byte quantum, 21 bins, best fit in a bin, doubling regions.
 
-    ``memory_limit``: bytes the allocator may reserve (None: no limit). ``allow_growth``: regions start at 2 MiB and double;
-    otherwise the first request reserves the limit at once. ``device_free``: bytes the device can really give (None: any),
-    past which a region backs off by a tenth at a time.
+    ``memory_limit``: bytes the allocator may reserve (None: no limit). ``allow_growth``: regions start at 2
+    MiB and double; otherwise the first request reserves the limit at once. ``device_free``: bytes the
+    device can really give (None: any), past which a region backs off by a tenth at a time.
     """
 
     def __init__(
@@ -86,7 +87,8 @@ class BfcAllocator:
         return chunk.address
 
     def allocate(self, id: BufferId, nbytes: int, *, stream: int = 0) -> None:
-        """Serve ``nbytes`` for ``id``; raises `BudgetError` out of memory, `PlanError` if ``id`` holds some already.
+        """Serve ``nbytes`` for ``id``; raises `BudgetError` out of memory, `PlanError` if ``id`` holds some
+        already.
 
         ``stream`` is of no importance here: TensorFlow has one compute stream.
         """
@@ -101,8 +103,8 @@ class BfcAllocator:
             chunk = self._find(rounded)
         if chunk is None:
             raise BudgetError(
-                f"BFC cannot provide {rounded} bytes for {id!r}: {self._reserved} reserved, {self._provided} in use, "
-                f"limit {self._limit}; raise memory_limit"
+                f"BFC cannot give {rounded} bytes for {id!r}: {self._reserved} reserved, {self._provided} in "
+                f"use, limit {self._limit}; raise memory_limit"
             )
         chunk.free = False
         self._held[id] = chunk, nbytes

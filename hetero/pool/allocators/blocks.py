@@ -1,7 +1,8 @@
 """Blocks, segments and free lists of the CUDA caching allocator.
 
-Owns these structures and how blocks are cut and joined. Invariant: a segment's blocks are doubly linked in ascending
-address without gaps; a free list is sorted by (size, address). When to cut or join is the allocator's decision.
+Owns these structures and how blocks are cut and joined. Invariant: a segment's blocks are doubly linked in
+ascending address without gaps; a free list is sorted by (size, address). When to cut or join is the
+allocator's decision.
 """
 
 from bisect import bisect_left, insort
@@ -13,7 +14,9 @@ __all__ = ["Block", "FreeList", "Segment", "merge", "split_off"]
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A run of bytes of one segment; ``mapped`` is False for addresses of an expandable segment without memory."""
+    """A run of bytes of one segment; ``mapped`` is False for addresses of an expandable segment without
+    memory.
+    """
 
     segment: "Segment"
     address: int

@@ -1,8 +1,9 @@
 """PyTorch's CUDA caching allocator, simulated.
 
-Owns `CudaCachingAllocator`: rounding, the search for a block, splitting, merging, and what happens on a miss. Invariant: the
-blocks of a segment follow each other without gaps, neighbouring free ones are merged, and every free block is in its
-pool's list. Pages of expandable segments belong to `hetero.pool.allocators.expandable`. It holds numbers only.
+Owns `CudaCachingAllocator`: rounding, the search for a block, splitting, merging, and what happens on a
+miss. Invariant: the blocks of a segment follow each other without gaps, neighbouring free ones are merged,
+and every free block is in its pool's list. Pages of expandable segments belong to
+`hetero.pool.allocators.expandable`. It holds numbers only.
 """
 
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ _SMALL_SEGMENT = 2 * _MIB
 _LARGE_SEGMENT = 20 * _MIB
 _MIN_LARGE = 10 * _MIB
 _ROUND_LARGE = 2 * _MIB
-# PyTorch's max_non_split_rounding_mb: how much larger an oversize block may be than the oversize request it serves.
+# PyTorch's max_non_split_rounding_mb: how much larger an oversize block may be than the oversize request it
+# serves.
 _MOST_OVERSIZE_WASTE = 20 * _MIB
 
 
@@ -29,8 +31,8 @@ _MOST_OVERSIZE_WASTE = 20 * _MIB
 class CachingSettings:
     """The parts of ``PYTORCH_CUDA_ALLOC_CONF`` that decide where memory goes; defaults are PyTorch's.
 
-    ``max_split_size``: bytes; None for no limit, else more than 20 MiB. ``roundup_power2_divisions``: a power of two;
-    1 for none. Raises `ConfigError` for other values.
+    ``max_split_size``: bytes; None for no limit, else more than 20 MiB. ``roundup_power2_divisions``: a
+    power of two; 1 for none. Raises `ConfigError` for other values.
     """
 
     max_split_size: int | None = None
@@ -40,7 +42,7 @@ class CachingSettings:
     def __post_init__(self) -> None:
         if self.max_split_size is not None and self.max_split_size <= _LARGE_SEGMENT:
             raise ConfigError(
-                f"max_split_size={self.max_split_size}: PyTorch requires more than {_LARGE_SEGMENT} bytes (20 MiB)"
+                f"max_split_size={self.max_split_size}: must be over {_LARGE_SEGMENT} bytes (20 MiB)"
             )
         divisions = self.roundup_power2_divisions
         if divisions < 1 or divisions & (divisions - 1):
@@ -48,7 +50,9 @@ class CachingSettings:
 
 
 class CudaCachingAllocator:
-    """The allocator behind ``torch.cuda``, block by block; ``device_nbytes`` is what ``cudaMalloc`` can give (None: any)."""
+    """The allocator behind ``torch.cuda``, block by block; ``device_nbytes`` is what ``cudaMalloc`` can
+    give (None: any).
+    """
 
     def __init__(self, settings: CachingSettings | None = None, *, device_nbytes: int | None = None) -> None:
         self.settings = settings or CachingSettings()
@@ -76,7 +80,9 @@ class CudaCachingAllocator:
 
     @property
     def segments(self) -> tuple[tuple[int, tuple[tuple[int, bool], ...]], ...]:
-        """Per segment in order of creation: mapped bytes, and (bytes, in use) of each mapped block by address."""
+        """Per segment in order of creation: mapped bytes, and (bytes, in use) of each mapped block by
+        address.
+        """
         return tuple(
             (segment.mapped, tuple((block.size, not block.free) for block in segment if block.mapped))
             for segment in self._segments
@@ -90,7 +96,9 @@ class CudaCachingAllocator:
         return block.address
 
     def allocate(self, id: BufferId, nbytes: int, *, stream: int = 0) -> None:
-        """Serve ``nbytes`` for ``id``; raises `BudgetError` out of memory, `PlanError` if ``id`` holds some already."""
+        """Serve ``nbytes`` for ``id``; raises `BudgetError` out of memory, `PlanError` if ``id`` holds some
+        already.
+        """
         if id in self._held:
             raise PlanError(f"allocation of {id!r}: it is allocated already; free it first")
         if nbytes == 0:
@@ -101,8 +109,8 @@ class CudaCachingAllocator:
         block = self._find(free_list, size) or self._after_miss(free_list, size)
         if block is None:
             raise BudgetError(
-                f"cannot provide {size} bytes for {id!r}: {self.reserved} reserved, {self._provided} in use, device has "
-                f"{self._device_nbytes}; raise device_nbytes"
+                f"cannot give {size} bytes for {id!r}: {self.reserved} reserved, {self._provided} used, the "
+                f"device has {self._device_nbytes}; raise device_nbytes"
             )
         if self._should_split(block, size):
             free_list.add(split_off(block, size))
@@ -140,7 +148,7 @@ class CudaCachingAllocator:
         if nbytes < _MIN_BLOCK:
             return _MIN_BLOCK
         if divisions > 1 and nbytes > _MIN_BLOCK * divisions:
-            step = 2 ** (nbytes.bit_length() - 1) // divisions
+            step = (1 << nbytes.bit_length() - 1) // divisions
             return -(-nbytes // step) * step
         return -(-nbytes // _MIN_BLOCK) * _MIN_BLOCK
 
@@ -172,7 +180,9 @@ class CudaCachingAllocator:
         return block
 
     def _after_miss(self, free_list: FreeList, size: int) -> Block | None:
-        """PyTorch's order: a new segment; one more after oversize blocks go; one more after all cached blocks go."""
+        """PyTorch's order: a new segment; one more after oversize blocks go; one more after all cached
+        blocks go.
+        """
         block = self._new_memory(free_list, size)
         if block is None and self._release_oversize(free_list, size):
             block = self._new_memory(free_list, size)
@@ -218,7 +228,9 @@ class CudaCachingAllocator:
         return (limit is None or size < limit) and rest > _SMALL_SIZE
 
     def _release_oversize(self, free_list: FreeList, size: int) -> bool:
-        """Give oversize blocks back to the device: one that is large enough, or the largest until they are."""
+        """Give oversize blocks back to the device: one that is large enough, or the largest until they
+        are.
+        """
         limit = self.settings.max_split_size
         if limit is None:
             return False

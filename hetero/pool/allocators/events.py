@@ -1,7 +1,7 @@
 """What allocators are fed: a sequence of allocations and frees.
 
-Owns `AllocationEvent` and the reading of a placement problem's lives as events. Torch-free, so that traces of any origin
-can be replayed. It does not check that events are balanced: allocators do, when they see them.
+Owns `AllocationEvent` and the reading of a placement problem's lives as events. Torch-free, so that traces
+of any origin can be replayed. It does not check that events are balanced: allocators do, when they see them.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,8 @@ __all__ = ["AllocationEvent", "events_of_problem"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocationEvent:
-    """One request to an allocator: ``nbytes`` bytes for ``id``, or ``id`` given back (``nbytes`` then repeats it).
+    """One request to an allocator: ``nbytes`` bytes for ``id``, or ``id`` given back (``nbytes`` then
+    repeats it).
 
     ``iteration`` counts training iterations from 0; ``stream`` matters to the CUDA caching allocator only.
     """
@@ -37,7 +38,8 @@ class AllocationEvent:
 
 
 def events_of_problem(problem: Problem, *, iterations: int = 1) -> Sequence[AllocationEvent]:
-    """The lives of ``problem`` as events, the whole repeated ``iterations`` times, every buffer freed in each.
+    """The lives of ``problem`` as events, the whole repeated ``iterations`` times, every buffer freed in
+    each.
 
     At one time frees come before allocations, as lives are half-open; otherwise the problem's order decides.
     """

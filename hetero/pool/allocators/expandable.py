@@ -1,7 +1,8 @@
 """Pages of expandable segments: mapping memory where a request needs it, unmapping what no one holds.
 
-Owns `grow` and `unmap_free_pages` on the segments of the CUDA caching allocator. Invariant: ``segment.mapped`` is the sum of
-its mapped blocks, a whole number of pages. PyTorch: ``try_allocate_expandable_block`` and ``unmap_block``.
+Owns `grow` and `unmap_free_pages` on the segments of the CUDA caching allocator. Invariant:
+``segment.mapped`` is the sum of its mapped blocks, a whole number of pages. PyTorch:
+``try_allocate_expandable_block`` and ``unmap_block``.
 """
 
 from hetero.pool.allocators.blocks import Block, Segment, merge, split_off
@@ -10,10 +11,11 @@ __all__ = ["grow", "unmap_free_pages"]
 
 
 def grow(segment: Segment, size: int, room: int | None) -> Block | None:
-    """A free block of at least ``size`` bytes, mapped at the lowest run of free and unmapped addresses that holds it.
+    """A free block of at least ``size`` bytes, mapped at the lowest run of free and unmapped addresses that
+    holds it.
 
-    ``room``: bytes the device can still give (None: any); None is returned, with nothing mapped, where it is short.
-    The block is in no list afterwards.
+    ``room``: bytes the device can still give (None: any); None is returned, with nothing mapped, where it
+    is short. The block is in no list afterwards.
     """
     run = _first_run(segment, size)
     needed = _pages_needed(segment, run, size)
@@ -59,7 +61,9 @@ def unmap_free_pages(block: Block) -> None:
 
 
 def _first_run(segment: Segment, size: int) -> list[Block]:
-    """The lowest run of free blocks, at least one of them unmapped and no free one before the first gap but one."""
+    """The lowest run of free blocks, at least one of them unmapped and no free one before the first gap but
+    one.
+    """
     for block in segment:
         if block.mapped:
             continue
@@ -86,7 +90,9 @@ def _pages_needed(segment: Segment, run: list[Block], size: int) -> int:
 
 
 def _map(block: Block, size: int) -> None:
-    """Map the low pages of an unmapped block that hold ``size`` bytes; what is left stays unmapped behind it."""
+    """Map the low pages of an unmapped block that hold ``size`` bytes; what is left stays unmapped behind
+    it.
+    """
     segment = block.segment
     mapped = min(-(-size // segment.page) * segment.page, block.size)
     if mapped < block.size:

@@ -1,7 +1,8 @@
 """Running an allocator over events, and what that says about it.
 
-Owns the `Allocator` protocol, `simulate`, `Usage` and the analysis of first against later iterations (Lee et al. 2022, on
-TensorFlow). Invariant: requested <= provided <= reserved after every event. It knows no allocator's rules.
+Owns the `Allocator` protocol, `simulate`, `Usage` and the analysis of first against later iterations (Lee
+et al. 2022, on TensorFlow). Invariant: requested <= provided <= reserved after every event. It knows no
+allocator's rules.
 """
 
 from collections.abc import Iterable
@@ -38,8 +39,9 @@ class Allocator(Protocol):
 class Usage:
     """Bytes after each event, int64 of shape (events,), and peaks within each iteration, shape (iterations,).
 
-    ``requested``: sum of the sizes asked for; ``provided``: sum of the chunks or blocks handed out; ``reserved``: taken
-    from the device. A peak includes what lives on from the iteration before. ``iterations``: their numbers, ascending.
+    ``requested``: sum of the sizes asked for; ``provided``: sum of the chunks or blocks handed out;
+    ``reserved``: taken from the device. A peak includes what lives on from the iteration before.
+    ``iterations``: their numbers, ascending.
     """
 
     requested: IntArray
@@ -59,9 +61,9 @@ class Usage:
 class IterationAnalysis:
     """The source's quantities; T requested, C provided, 1 the first iteration, 2 the mean of the later ones.
 
-    ``t1, c1, t2, c2``: peaks over ``reserved_nbytes`` (the most ever reserved). ``waste_first`` and ``waste_later``: C / T
-    - 1. ``first_over_later``: C1 / C2 - 1. ``idle_first`` and ``idle_later``: share of reserved that no one holds at the
-    peak, 1 - C1 and 1 - C2.
+    ``t1, c1, t2, c2``: peaks over ``reserved_nbytes`` (the most ever reserved). ``waste_first`` and
+    ``waste_later``: C / T - 1. ``first_over_later``: C1 / C2 - 1. ``idle_first`` and ``idle_later``: share
+    of reserved that no one holds at the peak, 1 - C1 and 1 - C2.
     """
 
     reserved_nbytes: int
@@ -79,15 +81,16 @@ class IterationAnalysis:
 def simulate(events: Iterable[AllocationEvent], allocator: Allocator) -> Usage:
     """Feed ``events`` to ``allocator``, noting requested, provided and reserved bytes after each.
 
-    Raises `PlanError` for a free without an allocation or events whose iterations go back, `BudgetError` out of memory.
+    Raises `PlanError` for a free without an allocation or events whose iterations go back, `BudgetError`
+    out of memory.
     """
     rows: list[tuple[int, int, int]] = []
     iteration_of: list[int] = []
     for number, event in enumerate(events):
         if iteration_of and event.iteration < iteration_of[-1]:
             raise PlanError(
-                f"event {number} ({event.action} of {event.id!r}) is of iteration {event.iteration} after one of "
-                f"iteration {iteration_of[-1]}; sort events by time"
+                f"event {number} ({event.action} of {event.id!r}) is of iteration {event.iteration} after "
+                f"one of iteration {iteration_of[-1]}; sort events by time"
             )
         if event.action == "alloc":
             allocator.allocate(event.id, event.nbytes, stream=event.stream)
@@ -99,11 +102,11 @@ def simulate(events: Iterable[AllocationEvent], allocator: Allocator) -> Usage:
 
 
 def analyse_iterations(usage: Usage) -> IterationAnalysis:
-    """First against later iterations; raises `PlanError` with fewer than two iterations or nothing reserved."""
+    """First against later iterations; raises `PlanError` with fewer than two iterations or nothing
+    reserved.
+    """
     if len(usage.iterations) < 2:
-        raise PlanError(
-            f"{len(usage.iterations)} iteration(s) recorded; comparing the first with later ones needs at least 2"
-        )
+        raise PlanError(f"{len(usage.iterations)} iteration(s) recorded; comparing needs at least 2")
     reserved = usage.peak_reserved
     t1, c1 = float(usage.requested_peaks[0]), float(usage.provided_peaks[0])
     t2, c2 = float(usage.requested_peaks[1:].mean()), float(usage.provided_peaks[1:].mean())

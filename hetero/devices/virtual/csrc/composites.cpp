@@ -4,7 +4,7 @@
 // would draw another mask, attention would take the unfused path, and recurrent layers would ask for kernels that only
 // CUDA has.
 #include <ATen/CPUGeneratorImpl.h>
-#include <ATen/ops/_fused_sdp_choice.h>
+#include <ATen/ops/_fused_sdp_choice_ops.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/SavedTensorHooks.h>
@@ -47,17 +47,23 @@ Tensor& dropout_(Tensor& input, double p, bool train) {
 
 // --- attention ---
 
+constexpr int64_t kMath = 0;  // SDPBackend::math, whose namespace differs between versions
+
 // Which attention kernel the CPU would take: it looks at shapes, strides and requires_grad only.
 int64_t fused_sdp_choice(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask,
                          double dropout_p, bool is_causal, std::optional<double> scale, bool enable_gqa) {
+  for (const Tensor* t : {&query, &key, &value})
+    if (t->unsafeGetTensorImpl()->has_symbolic_sizes_strides()) return kMath;
   auto show = [](const Tensor& t) {
-    Tensor alias = on_device(t) ? alias_on_cpu(t) : t.detach();
-    if (at::isFloatingType(alias.scalar_type())) alias.set_requires_grad(t.requires_grad());
+    Tensor alias = on_device(t) ? alias_on_cpu(t) : t;
+    if (on_device(t) && at::isFloatingType(t.scalar_type())) alias.set_requires_grad(t.requires_grad());
     return alias;
   };
   std::optional<Tensor> shown_mask;
   if (mask && mask->defined()) shown_mask = show(*mask);
-  return at::_fused_sdp_choice(show(query), show(key), show(value), shown_mask, dropout_p, is_causal, scale, enable_gqa);
+  // Straight to the CPU's kernel: a dispatch mode is not to see the aliases.
+  return at::_ops::_fused_sdp_choice::redispatch(c10::DispatchKeySet(c10::DispatchKey::CPU), show(query), show(key),
+                                                 show(value), shown_mask, dropout_p, is_causal, scale, enable_gqa);
 }
 
 // --- recurrent layers ---
@@ -137,6 +143,19 @@ variable_list show_all(Stream& s, const variable_list& tensors) {
   return shown;
 }
 
+// Device tensors for what the CPU made; those that share a storage go on sharing it.
+variable_list adopt_all(const variable_list& made) {
+  variable_list adopted(made.size());
+  for (size_t i = 0; i < made.size(); ++i) {
+    if (!made[i].defined()) continue;
+    for (size_t j = 0; j < i && !adopted[i].defined(); ++j)
+      if (made[j].defined() && made[j].storage().is_alias_of(made[i].storage()))
+        adopted[i] = tensor_on(adopted[j].storage(), c10::DispatchKey::PrivateUse1, made[i]);
+    if (!adopted[i].defined()) adopted[i] = adopt(made[i]);
+  }
+  return adopted;
+}
+
 // Operators see autograd again, as if nothing above had dispatched: the graph on the CPU is one of its own.
 struct AsIfAtTheTop {
   explicit AsIfAtTheTop(bool gradients) : mode(gradients) {}
@@ -165,8 +184,7 @@ struct Recomputed : torch::autograd::Function<Recomputed> {
       for (size_t i = 0; i < shown.size(); ++i) shown[i].set_requires_grad(tensors[i].requires_grad());
       out = call_frame(*held->op, held->frame, shown);
     }
-    for (auto& t : out) t = adopt(t);
-    return out;
+    return adopt_all(out);
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grad_outputs) {
@@ -188,8 +206,8 @@ struct Recomputed : torch::autograd::Function<Recomputed> {
       WithoutHooks without_hooks;
       grads = recompute(*held, shown, shown_grads, wanted);
     }
-    for (size_t i = 0; i < grads.size(); ++i)
-      if (grads[i].defined()) result[1 + wanted_at[i]] = adopt(grads[i]);
+    grads = adopt_all(grads);
+    for (size_t i = 0; i < grads.size(); ++i) result[1 + wanted_at[i]] = grads[i];
     return result;
   }
 
@@ -215,7 +233,23 @@ struct Recomputed : torch::autograd::Function<Recomputed> {
   }
 };
 
+bool has_python_tensor(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  auto python = [](const Tensor& t) { return t.defined() && t.key_set().has(c10::DispatchKey::Python); };
+  for (size_t i = stack.size() - op.schema().arguments().size(); i < stack.size(); ++i) {
+    if (stack[i].isTensor() && python(stack[i].toTensor())) return true;
+    if (!stack[i].isTensorList()) continue;
+    for (Tensor t : stack[i].toTensorList())
+      if (python(t)) return true;
+  }
+  return false;
+}
+
 void recomputed(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  if (has_python_tensor(op, *stack)) {
+    // Fake tensors have no bytes to show to the CPU: leave them to the composite kernel.
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::AutogradCPU), stack);
+    return;
+  }
   auto held = c10::make_intrusive<FrameHolder>();
   held->op = op;
   const size_t n = op.schema().arguments().size();

@@ -10,6 +10,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 
 #include <unordered_map>
+#include <unordered_set>
 
 #include "tensors.h"
 
@@ -24,10 +25,14 @@ struct Plan {
   bool returns_host_value;  // a bool or a number: the host has waited for the stream
 };
 
-bool starts_with_any(const std::string& name, std::initializer_list<const char*> prefixes) {
-  for (const char* p : prefixes)
-    if (name.rfind(p, 0) == 0) return true;
-  return false;
+// The operators that take some of their tensors from the host, on CUDA too: indices, lengths, step counts.
+bool takes_host_tensors(const std::string& name) {
+  static const std::unordered_set<std::string> names = {
+      "aten::index",         "aten::index_put",           "aten::index_put_",          "aten::_index_put_impl_",
+      "aten::_unsafe_index", "aten::_unsafe_index_put",   "aten::_unsafe_masked_index", "aten::_unsafe_masked_index_put_accumulate",
+      "aten::_pack_padded_sequence", "aten::_fused_adam_", "aten::_fused_adamw_",      "aten::_fused_sgd_",
+      "aten::_fused_adagrad_"};
+  return names.count(name) > 0;
 }
 
 const Plan& plan_of(const c10::FunctionSchema& schema) {
@@ -39,9 +44,7 @@ const Plan& plan_of(const c10::FunctionSchema& schema) {
     const auto* info = a.alias_info();
     plan.arguments.push_back({info && info->isWrite(), info && !info->isWrite()});
   }
-  plan.takes_host_tensors = starts_with_any(
-      schema.name(), {"aten::index", "aten::_index_put_impl_", "aten::_unsafe_index", "aten::_unsafe_masked_index",
-                      "aten::_pack_padded_sequence", "aten::_fused_"});
+  plan.takes_host_tensors = takes_host_tensors(schema.name());
   plan.returns_host_value = false;
   for (const auto& r : schema.returns()) {
     auto kind = r.type()->kind();
@@ -168,13 +171,10 @@ void Call::write_back() {
     if (!o.write) continue;
     auto* storage = o.device.storage().unsafeGetStorageImpl();
     auto* shown = o.alias.storage().unsafeGetStorageImpl();
-    auto& p = shown->_mutable_data_ptr_no_checks();
-    if (Block* b = block_of(p); b && b->place == Place::kDevice) {
-      at::DataPtr moved = std::move(p);
-      moved.unsafe_set_device(kDevice);
-      shown->set_data_ptr_noswap(at::DataPtr(moved.get(), c10::Device(c10::DeviceType::CPU)));
-      storage->set_data_ptr_noswap(std::move(moved));
+    if (shown->data() != storage->data()) {
+      storage->set_data_ptr_noswap(take_memory(shown));
       storage->set_nbytes(shown->nbytes());
+      shown->set_data_ptr_noswap(at::DataPtr(storage->mutable_data(), c10::Device(c10::DeviceType::CPU)));
     }
     if (o.alias.sizes() != o.device.sizes() || o.alias.strides() != o.device.strides())
       o.device.unsafeGetTensorImpl()->set_sizes_and_strides(o.alias.sizes(), o.alias.strides(), o.alias.storage_offset());
@@ -261,17 +261,29 @@ void cpu_fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   run_on_cpu(op, stack, c10::DispatchKey::CPU);
 }
 
-void register_cpu_kernels(torch::Library& library) {
+namespace {
+
+// Registers `fallback` for every operator that has a kernel of its own for cpu_key, but none for device_key.
+template <c10::BoxedKernel::BoxedKernelFunction* fallback>
+void register_kernels_like(torch::Library& library, c10::DispatchKey cpu_key, c10::DispatchKey device_key) {
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const auto& name : dispatcher.getAllOpNames()) {
     if (name.name.rfind("aten::", 0) != 0) continue;
     auto op = dispatcher.findOp(name);
-    if (!op || !op->hasKernelForDispatchKey(c10::DispatchKey::CPU) ||
-        op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1))
-      continue;
+    if (!op || !op->hasKernelForDispatchKey(cpu_key) || op->hasKernelForDispatchKey(device_key)) continue;
     std::string full = name.name.substr(6) + (name.overload_name.empty() ? "" : "." + name.overload_name);
-    library.impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&cpu_fallback>());
+    library.impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<fallback>());
   }
+}
+
+}  // namespace
+
+void register_cpu_kernels(torch::Library& library) {
+  register_kernels_like<&cpu_fallback>(library, c10::DispatchKey::CPU, c10::DispatchKey::PrivateUse1);
+}
+
+TORCH_LIBRARY_IMPL(aten, SparsePrivateUse1, m) {
+  register_kernels_like<&sparse_cpu_fallback>(m, c10::DispatchKey::SparseCPU, c10::DispatchKey::SparsePrivateUse1);
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&cpu_fallback>()); }

@@ -169,6 +169,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   register_cpu_kernels(m);
 }
 
+// Our copy reads conjugate and negative views itself; the default would resolve them by a copy, and so recur for ever.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
   m.impl("_has_compatible_shallow_copy_type", &has_compatible_shallow_copy_type);
 }

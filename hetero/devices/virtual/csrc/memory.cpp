@@ -286,7 +286,8 @@ void free_raw(void* data) {
 
 struct SteeredCpuAllocator final : c10::Allocator {
   at::DataPtr allocate(size_t nbytes) override {
-    if (tls_on_device == 0) return plain_cpu_allocator->allocate(nbytes);
+    // A kernel's few bytes, such as a Python number made into a tensor, travel with a launch: no device memory.
+    if (tls_on_device == 0 || nbytes <= 16) return plain_cpu_allocator->allocate(nbytes);
     at::DataPtr p = device_allocator().allocate(nbytes);
     p.unsafe_set_device(c10::Device(c10::DeviceType::CPU));
     return p;

@@ -1,10 +1,6 @@
 // Owns the aliasing of tensors; see tensors.h.
 #include "tensors.h"
 
-#include <ATen/EmptyTensor.h>
-#include <ATen/ops/empty_strided.h>
-#include <ATen/ops/copy.h>
-
 #include <cstring>
 #include <sstream>
 
@@ -101,23 +97,25 @@ at::Tensor tensor_on(c10::Storage storage, c10::DispatchKey key, const at::Tenso
 
 InlineWork::InlineWork(Stream& s) : exclusive(s.exec), no_autocast(c10::DispatchKey::AutocastCPU) { s.settle(); }
 
+at::DataPtr take_memory(c10::StorageImpl* cpu) {
+  auto& p = cpu->_mutable_data_ptr_no_checks();
+  const Block* block = block_of(p);
+  if (block && block->place == Place::kDevice) {
+    at::DataPtr moved = std::move(p);
+    moved.unsafe_set_device(kDevice);
+    cpu->set_data_ptr_noswap(at::DataPtr(nullptr, c10::Device(c10::DeviceType::CPU)));
+    return moved;
+  }
+  at::DataPtr copied = device_allocator().allocate(p.get() ? cpu->nbytes() : 0);
+  if (p.get()) std::memcpy(copied.get(), p.get(), cpu->nbytes());
+  return copied;
+}
+
 at::Tensor adopt(const at::Tensor& cpu) {
   auto* from = cpu.storage().unsafeGetStorageImpl();
-  auto& p = from->_mutable_data_ptr_no_checks();
-  if (p.get() != nullptr && !(block_of(p) && block_of(p)->place == Place::kDevice)) {
-    at::Tensor t = at::Tensor(at::detail::empty_strided_generic(cpu.sizes(), cpu.strides(), &device_allocator(),
-                                                                c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
-                                                                cpu.scalar_type()));
-    if (t.numel()) alias_on_cpu(t).copy_(cpu);
-    return t;
-  }
-  const size_t nbytes = from->nbytes();
-  at::DataPtr moved = std::move(p);
-  moved.unsafe_set_device(kDevice);
-  from->set_data_ptr_noswap(at::DataPtr(nullptr, c10::Device(c10::DeviceType::CPU)));
-  from->set_nbytes(static_cast<size_t>(0));
-  auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), nbytes, std::move(moved),
-                                                       &device_allocator(), true);
+  at::DataPtr memory = take_memory(from);
+  auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), from->nbytes(),
+                                                       std::move(memory), &device_allocator(), true);
   return tensor_on(c10::Storage(std::move(storage)), c10::DispatchKey::PrivateUse1, cpu);
 }
 
@@ -129,7 +127,6 @@ void resize_storage(c10::StorageImpl* storage, size_t nbytes) {
     Block* b = block_of(old);
     at::DataPtr grown = device_allocator().allocate(nbytes);
     if (b) {
-      at::Tensor none;
       std::string race;
       {
         std::lock_guard<std::mutex> lock(state_mutex());

@@ -33,7 +33,10 @@ std::string describe(const at::Tensor& t);
 // A CPU tensor over the bytes of a device tensor (strided), valid while the device tensor's storage lives.
 at::Tensor alias_on_cpu(const at::Tensor& t);
 
-// A device tensor over the memory of a CPU tensor that was made under AllocateOnDevice; copies if it was not.
+// The memory behind a CPU storage, as device memory: handed over if it was allocated under AllocateOnDevice, else copied.
+at::DataPtr take_memory(c10::StorageImpl* cpu);
+
+// A device tensor with the memory of a CPU tensor, as take_memory has it.
 at::Tensor adopt(const at::Tensor& cpu);
 
 // A tensor on `storage` with the geometry and type of `like`.
