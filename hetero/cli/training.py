@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from hetero.cli.jobs import LossOf, checked_loss
 from hetero.devices import Accelerator
-from hetero.errors import ConfigError, DeviceError
+from hetero.errors import DeviceError
 from hetero.manager import manage
 from hetero.report import MemoryStats
 
@@ -35,7 +36,7 @@ class Job:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     batches: list[Any]
-    loss_fn: Callable[[nn.Module, Any], Tensor]
+    loss_fn: LossOf
     seed: int
 
 
@@ -109,20 +110,13 @@ def _train(
     for number, batch in enumerate(job.batches):
         begin = time.perf_counter()
         job.optimizer.zero_grad()
-        loss = job.loss_fn(job.model, _moved(batch, device))
-        _check_loss(loss)
+        loss = checked_loss(job.loss_fn, job.model, _moved(batch, device))
         torch.autograd.backward(loss)
         step()
         losses.append(loss.detach().cpu())
         seconds.append(time.perf_counter() - begin)
         on_step(number, float(losses[-1]))
     return losses, seconds
-
-
-def _check_loss(loss: object) -> None:
-    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise ConfigError(f"loss_fn(model, batch) gave {what}: expected a scalar tensor with a gradient")
 
 
 def _start_peak(accelerator: Accelerator) -> None:

@@ -1,7 +1,7 @@
 """``hetero verify FILE.py:FUNCTION``: one's own training, managed and unmanaged, compared bit for bit."""
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -12,6 +12,7 @@ from rich.table import Column, Table
 from torch import Tensor, nn
 
 from hetero.cli.comparison import Difference, compare
+from hetero.cli.jobs import read_job
 from hetero.cli.loading import call, load_function
 from hetero.cli.output import progress
 from hetero.cli.placing import choose_device, limit_memory, steps_differ, unlimit_memory
@@ -84,50 +85,13 @@ def verify(
 
 def _job(make: Callable[[], Any], target: str, steps: int, seed: int) -> Job:
     seed_everything(seed)
-    made = call(make, what=f"{target}()")
-    if not isinstance(made, tuple) or len(made) != 4:
-        got = f"{len(made)} values" if isinstance(made, tuple) else f"a {type(made).__name__}"
-        raise ConfigError(
-            f"{target} returned {got}: expected the 4 values (model, optimizer, batches, loss_fn)"
-        )
-    model, optimizer, batches, loss_fn = made
-    for what, value, wanted in (
-        ("model", model, nn.Module),
-        ("optimizer", optimizer, torch.optim.Optimizer),
-        ("batches", batches, Iterable),
-        ("loss_fn", loss_fn, None),
-    ):
-        if not (callable(value) if wanted is None else isinstance(value, wanted)):
-            raise ConfigError(
-                f"{target} returned a {type(value).__name__} as {what}: expected (model, optimizer, batches, "
-                f"loss_fn), and {what} to be {'callable' if wanted is None else wanted.__name__}"
-            )
+    model, optimizer, batches, loss_fn = read_job(call(make, what=f"{target}()"), target)
     taken = call(lambda: list(itertools.islice(batches, steps)), what=f"the batches of {target}")
     if len(taken) < steps:
         raise ConfigError(
             f"{target} has {len(taken)} batches for {steps} steps: return more, or pass --steps"
         )
-    loss = _criterion(loss_fn) if _is_of_torch(loss_fn) else loss_fn
-    return Job(model=model, optimizer=optimizer, batches=taken, loss_fn=loss, seed=seed)
-
-
-def _is_of_torch(loss_fn: Any) -> bool:
-    owner = type(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn
-    return str(getattr(owner, "__module__", "")).split(".")[0] == "torch"
-
-
-def _criterion(loss_fn: Callable[..., Any]) -> Callable[[nn.Module, Any], Tensor]:
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        if not isinstance(batch, tuple | list) or len(batch) < 2:
-            raise ConfigError(
-                f"{loss_fn} compares outputs with targets, and a batch is a {type(batch).__name__}: expected "
-                "batches (*inputs, target), or a loss_fn(model, batch) of your own"
-            )
-        *inputs, wanted = batch
-        result: Tensor = loss_fn(model(*inputs), wanted)
-        return result
-
-    return loss
+    return Job(model=model, optimizer=optimizer, batches=taken, loss_fn=loss_fn, seed=seed)
 
 
 def _start_of(job: Job) -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ def test_info_shows_versions_memory_and_the_virtual_link() -> None:
 def test_help_lists_the_commands() -> None:
     result = RUN.invoke(app, ["--help"])
     assert result.exit_code == 0
-    for command in ("demo", "info", "verify"):
+    for command in ("demo", "info", "verify", "pool", "trace"):
         assert command in result.output
 
 
