@@ -39,6 +39,9 @@ def trace(
     By default nothing is computed and no memory is used, so that a model of any size can be looked at.
     """
     check_writable(html, json, csv)
+    place: torch.device | str | None = device
+    if real and (device is not None or torch.accelerator.is_available()):
+        place = choose_device(device)  # before any code of the user's: autograd counts devices only once
     function = load_function(target)
 
     def recipe() -> tuple[Any, ...]:
@@ -47,9 +50,6 @@ def trace(
             return _job_step(made, target)
         return made  # type: ignore[no-any-return]  # `trace_recipe` checks it
 
-    place: torch.device | str | None = device
-    if real and (device is not None or torch.accelerator.is_available()):
-        place = choose_device(device)
     traced: StepTrace = call(
         lambda: trace_recipe(recipe, fake=not real, device=place, warmup=warmup), what=f"tracing {target}"
     )

@@ -50,8 +50,10 @@ def verify(
     2 if the comparison could not be made.
     """
     console = Console()
+    place = choose_device(
+        device
+    )  # before any code of the user's: autograd counts devices at its first backward
     make = load_function(target)
-    place = choose_device(device)
     first = _job(make, target, steps, seed)
     start = _start_of(first)
     count = len(first.batches)
