@@ -22,7 +22,7 @@ from hetero.stm.gradients import Gradients
 from hetero.stm.intercept import make_identity
 from hetero.stm.residency import Residency
 from hetero.stm.saved import modified_in_place
-from hetero.stm.state import Kind, Ledger, StatefulTensor, Tier
+from hetero.stm.state import Kind, Ledger, State, StatefulTensor, Tier
 from hetero.stm.tensors import ManagedTensor
 
 __all__ = ["StatefulTensorMgr"]
@@ -91,6 +91,8 @@ class StatefulTensorMgr:
             self.ledger, name, len(self.tensors), parameter, self, self._accelerator.allocated_size(nbytes)
         )
         tensor.place(Tier.HOST, nbytes)
+        if nbytes == 0:  # no bytes to place, but a tensor all the same
+            tensor.transition(State.HOLD)
         self.tensors.append(tensor)
         return tensor
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import CellType
 from typing import Any
 
 import torch
@@ -29,8 +30,7 @@ __all__ = ["FakeDevice", "Faker", "fake_mode", "reachable"]
 
 
 def fake_mode() -> FakeTensorMode:
-    """A mode in which ``loss.item()`` gives a symbol (loggable), and anything that depends on its value
-    raises."""
+    """A mode in which ``loss.item()`` gives a symbol, and whatever depends on its value raises."""
     return FakeTensorMode(shape_env=ShapeEnv(allow_dynamic_output_shape_ops=False))
 
 
@@ -63,8 +63,7 @@ class FakeDevice:
 
 
 def reachable(step: Callable[..., object]) -> list[object]:
-    """What ``step`` reaches without being passed it: closure cells, globals it names, its object's
-    attributes."""
+    """What ``step`` reaches without being passed it: closure, globals it names, attributes of its object."""
     if isinstance(step, partial):
         return [*step.args, *step.keywords.values(), *reachable(step.func)]
     if isinstance(step, torch.nn.Module):
@@ -75,11 +74,20 @@ def reachable(step: Callable[..., object]) -> list[object]:
     found: list[object] = list(vars(owner).values()) if hasattr(owner, "__dict__") else []
     function = inspect.unwrap(getattr(step, "__func__", step))
     if inspect.isfunction(function):
-        variables = inspect.getclosurevars(function)
-        found += [*variables.nonlocals.values(), *variables.globals.values()]
+        named = function.__code__.co_names
+        found += [function.__globals__[name] for name in named if name in function.__globals__]
+        found += [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
     elif owner is None and hasattr(step, "__dict__"):
         found += vars(step).values()
     return found
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:  # a name that is not bound yet
+        return False
+    return True
 
 
 class Faker:

@@ -30,9 +30,9 @@ __all__ = ["Ledger", "RecordedOperator"]
 
 # Operators that write their first argument without looking at what it held.
 _OVERWRITES = frozenset(
-    {"zero_", "fill_", "copy_", "normal_", "uniform_", "random_", "bernoulli_", "_foreach_zero_"}
+    {"zero_", "fill_", "copy_", "normal_", "uniform_", "random_", "bernoulli_"}
+    | {"_foreach_zero_", "_foreach_copy_"}
 )
-_OVERWRITES_LISTS = frozenset({"_foreach_copy_"})
 _NO_KERNEL = frozenset({"prim", "profiler", "inductor"})
 # Questions about shapes and flags: no kernel, whatever they are asked of.
 _METADATA = frozenset(
@@ -92,7 +92,6 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._lives: list[_Life] = []
         self._live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self._now = 0
-        self._backward_starts: list[int] = []
         self._writes_of: dict[OpOverload, _Signature] = {}
 
     @property
@@ -101,8 +100,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._now
 
     def label(self, tensor: torch.Tensor, kind: Kind, name: str) -> None:
-        """Say what ``tensor``'s storage holds; the first label stays. Unknown storages count as there from
-        now."""
+        """Say what ``tensor``'s storage holds; the first label stays. An unknown one is there from now on."""
         index = self._index(tensor)
         if index is not None and self._lives[index].kind is None:
             self._lives[index].kind = kind
@@ -246,8 +244,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tuple(dict.fromkeys(i for i in indices if i is not None and i >= known))
 
     def _index(self, tensor: torch.Tensor, *, born: int | None = None) -> int | None:
-        """The life of ``tensor``'s storage, begun at ``born`` (default: now) if new; None if it holds no
-        bytes."""
+        """The life of ``tensor``'s storage; None if that has no bytes. ``born``: allocated then, if new."""
         storage = _storage_of(tensor)
         if storage is None:
             return None
@@ -335,7 +332,7 @@ class _Signature:
         return _Signature(
             name=f"{func.namespace}.{bare}",
             written=frozenset(written),
-            overwrites=bool(written) and (only_out or bare in _OVERWRITES or bare in _OVERWRITES_LISTS),
+            overwrites=bool(written) and (only_out or bare in _OVERWRITES),
             allocates_only=bare.startswith(_ALLOCATE_ONLY),
         )
 

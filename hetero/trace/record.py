@@ -54,10 +54,12 @@ def trace_step(
             batch = torch.zeros(1, 2048, dtype=torch.long)
         trace = hetero.trace_step(train_step, model, optimizer, batch, fake=True)
 
-    ``device`` is, for fake tensors, the device they claim to be on (default: where each tensor is, meta as
-    CPU); for a real step, the device whose load is asked for by default. On a real accelerator the step's
-    peak in the allocator's statistics is kept as ``measured_peak_nbytes``; this resets those peak statistics.
-    It counts whatever is on the device, also tensors that the step never sees.
+    ``device`` is, for fake tensors, the device to predict (default: where each tensor is, meta as CPU). It
+    need not exist here: operators are then the CPU's, while optimizers choose as they would there
+    (``foreach`` needs temporaries as big as the parameters). For a real step it is the device whose load is
+    asked for by default. On a real accelerator the step's peak in the allocator's statistics is kept as
+    ``measured_peak_nbytes``; this resets those peak statistics, and it counts whatever is on the device, also
+    tensors that the step never sees.
 
     Under fake tensors ``loss.item()`` gives a symbol that can be returned and summed, and a `GradScaler`
     finds no overflow. Whatever else depends on a tensor's values (``if loss > 3``, ``nonzero``, LBFGS) raises
@@ -100,7 +102,7 @@ def trace_loop(
     fake: bool = False,
     device: torch.device | str | None = None,
     repeats: int = 2,
-    max_operators: int = 2_000_000,
+    max_operators: int = 1_000_000,
 ) -> StepTrace:
     """Trace one iteration of a plain training loop, which may be endless, without marking its steps.
 

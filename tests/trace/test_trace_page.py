@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hetero.trace import Operator, StepTrace, Storage, to_html, trace_step, write_html
+from hetero.trace import Operator, StepTrace, Storage, read_trace, to_html, trace_step, write_html
 
 # Enough of a browser to run the page's script: every drawn rectangle must have finite numbers.
 BROWSER = """
@@ -70,6 +70,12 @@ def test_names_cannot_become_markup() -> None:
     assert "alert(1)" in page
     data = json.loads(page.split('type="application/json">')[1].split("</script>")[0])
     assert data["strings"] == [name]
+
+
+def test_a_trace_without_operators_has_a_page(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("id,lower,upper,size\na,0,2,10\nb,1,3,20\n")
+    page = to_html(read_trace(tmp_path / "t.csv"))
+    assert '"peak":30,"peak_at":1' in page
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="there is no node to run the script with")

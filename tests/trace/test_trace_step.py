@@ -188,6 +188,21 @@ def test_what_the_step_closes_over_is_found() -> None:
     assert trace_step(partial(step, model, optimizer, x, y), fake=True).operators == closed.operators
 
 
+def test_a_name_that_is_not_bound_yet_is_no_obstacle() -> None:
+    things = make()
+
+    def run() -> None:
+        step(*things)
+        if things is None:
+            later()
+
+    trace = trace_step(run, fake=True)
+    assert trace.operators == trace_step(step, *things, fake=True).operators
+
+    def later() -> None:
+        raise AssertionError
+
+
 def test_a_model_that_cannot_be_found_is_asked_for() -> None:
     hidden = {"get": lambda: make()[0]}
     model = make()[0]
