@@ -26,6 +26,8 @@ class OneLineErrors(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
+        except BrokenPipeError:  # the reader has had enough: `hetero ... | head`
+            raise
         except (HeteroError, OSError) as error:
             if ctx.params["debug"]:
                 raise
