@@ -7,6 +7,7 @@ import dataclasses
 import io
 from dataclasses import dataclass
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -19,6 +20,7 @@ from hetero.units import format_bytes, format_seconds
 
 __all__ = ["MemoryStats", "collect_stats"]
 
+_WIDTH = 160
 _ROWS = 40  # of a printed table; the rest is in `to_dict`
 
 
@@ -64,7 +66,7 @@ class MemoryStats:
 
     def __str__(self) -> str:
         text = io.StringIO()
-        console = Console(file=text, width=140)
+        console = Console(file=text, width=_WIDTH)
         console.print(self._summary())
         if self.periods:
             console.print(self._table())
@@ -88,9 +90,9 @@ class MemoryStats:
         return table
 
     def _table(self) -> Table:
-        table = Table(title="Periods of the last measured iteration")
+        table = Table(title="Periods of the last measured iteration", box=box.SIMPLE_HEAD)
         for column in ("#", "operator", "phase"):
-            table.add_column(column, no_wrap=True, max_width=52)
+            table.add_column(column, no_wrap=True, max_width=50)
         for column in ("model", "non-model", "peak", "fetched", "dropped", "written", "stall", "time"):
             table.add_column(column, justify="right", no_wrap=True)
         for period in self.periods[:_ROWS]:
