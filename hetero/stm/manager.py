@@ -212,17 +212,18 @@ class StatefulTensorMgr:
                 tensor.end_compute()
 
     def copy_for(self, tensor: ManagedTensor) -> torch.Tensor:
-        """The identity where autograd records, else the bare copy."""
-        if torch.is_grad_enabled() and tensor.parameter.requires_grad:
+        """The identity, or the bare copy of a frozen parameter.
+
+        Without grad mode too: kernels are chosen by ``requires_grad`` whatever the mode (matmul folds batches if
+        its weight has it), and a bare leaf with that flag would be kept by autocast's cache.
+        """
+        if tensor.parameter.requires_grad:
             if tensor.identity is None:
                 with self._lock:
                     make_identity(tensor)
             assert tensor.identity is not None
             return tensor.identity
         assert tensor.data is not None
-        if tensor.parameter.requires_grad:
-            # Kernels are chosen by this flag whatever the grad mode: matmul folds batches if its weight has it.
-            return tensor.data.detach().requires_grad_()
         return tensor.data
 
     def load_saved(self, tensor: ManagedTensor, version: int) -> torch.Tensor:
