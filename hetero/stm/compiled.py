@@ -86,7 +86,7 @@ def _substituting(submodule: nn.Module, name: str, inner: Callable[..., Any]) ->
                 for module, key, parameter in places:
                     module._parameters[key] = parameter
 
-    return torch._dynamo.disable(call, recursive=False)  # type: ignore[no-untyped-call, no-any-return]
+    return torch._dynamo.disable(call, recursive=False)  # type: ignore[no-any-return]
 
 
 def _managed_places(submodule: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
