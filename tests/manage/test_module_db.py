@@ -34,6 +34,9 @@ STEPS = 3
 # Name -> why it cannot be compared. Fewer than five of them is part of what is promised.
 SKIPPED: dict[str, str] = {}
 
+# All parameters are operands of one operator, and have to be on the device together.
+ONE_OPERATOR = {"nn.LinearCrossEntropyLoss"}
+
 
 class Framed(nn.Module):
     """``inner`` between weights of our own: modules without parameters have nothing to manage by themselves.
@@ -75,6 +78,7 @@ class Run:
     """One module of the database with one of its inputs: built anew, equally, as often as wanted."""
 
     def __init__(self, info: ModuleInfo, sample: ModuleInput, *, training: bool) -> None:
+        self.name = info.name
         self._info = info
         self._sample = sample
         self._training = training
@@ -150,7 +154,7 @@ def _compare(run: Run) -> None:
     hardly = run.go(target, device_budget=ample, warmup_budget=1e-9)
     assert_identical(hardly, unmanaged)
     assert peak_memory() <= ample
-    if run.parameter_bytes > 512:
+    if run.parameter_bytes > 512 and run.name not in ONE_OPERATOR:
         assert run.resident_bytes < run.parameter_bytes
 
     # What that needed, and room for a gradient that is copied while the next one is made.
