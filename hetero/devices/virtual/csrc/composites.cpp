@@ -1,8 +1,8 @@
 // Composite operators that choose their way by the device's name, brought back to the CPU's way.
 //
-// Owns: the list of those operators. Without it they would compute right, but not bit for bit what the CPU computes: dropout
-// would draw another mask, attention would take the unfused path, and recurrent layers would ask for kernels that only
-// CUDA has.
+// Owns: the list of those operators. Without it they would compute right, but not bit for bit what the CPU
+// computes: dropout would draw another mask, attention would take the unfused path, and recurrent layers
+// would ask for kernels that only CUDA has.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/ops/_fused_sdp_choice_ops.h>
 #include <ATen/ops/empty_like.h>
@@ -68,16 +68,17 @@ int64_t fused_sdp_choice(const Tensor& query, const Tensor& key, const Tensor& v
 
 // --- recurrent layers ---
 
-// Their CPU implementation is many operators under one name. It runs whole, on aliases; what is saved for backward are
-// the inputs, as device tensors, so that saved_tensors_hooks see them, and backward runs it again with gradients. As for
-// cuDNN's, there is no double backward.
+// Their CPU implementation is many operators under one name. It runs whole, on aliases; what is saved for
+// backward are the inputs, as device tensors, so that saved_tensors_hooks see them, and backward runs it
+// again with gradients. As for cuDNN's, there is no double backward.
 struct WithoutHooks {
   at::impl::SavedTensorDefaultHooksTLS before = at::SavedTensorDefaultHooks::get_tls_state();
   WithoutHooks() { at::SavedTensorDefaultHooks::set_tls_state({}); }
   ~WithoutHooks() { at::SavedTensorDefaultHooks::set_tls_state(before); }
 };
 
-// The arguments of a call with every tensor taken out: enough to call again with other tensors in their places.
+// The arguments of a call with every tensor taken out: enough to call again with other tensors in their
+// places.
 struct Frame {
   std::vector<c10::IValue> arguments;  // for a tensor None, for a list of tensors their number
   std::vector<char> kinds;             // 't'ensor, 'l'ist, 'o'ther

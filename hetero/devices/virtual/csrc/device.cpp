@@ -1,4 +1,5 @@
-// Registers the device with PyTorch: allocator, device guard (streams, events), hooks (pinning, resizing), generator.
+// Registers the device with PyTorch: allocator, device guard (streams, events), hooks (pinning, resizing),
+// generator.
 //
 // Owns: nothing but the translation between PyTorch's interfaces and memory.h / streams.h.
 #include <ATen/CPUGeneratorImpl.h>
@@ -12,20 +13,22 @@
 #include "tensors.h"
 
 namespace hetero {
-namespace {
 
-void check_index(c10::DeviceIndex index) {
-  TORCH_CHECK(index <= 0, "virtual:", static_cast<int>(index), " does not exist: there is one virtual accelerator, virtual:0");
+void check_device_index(c10::DeviceIndex index) {
+  TORCH_CHECK(index <= 0, "virtual:", static_cast<int>(index),
+              " does not exist: there is one virtual accelerator, virtual:0");
 }
+
+namespace {
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   static constexpr c10::DeviceType static_type = c10::DeviceType::PrivateUse1;
   static c10::Stream wrap(int id) { return c10::Stream(c10::Stream::UNSAFE, kDevice, id); }
 
   c10::DeviceType type() const override { return static_type; }
-  c10::Device exchangeDevice(c10::Device d) const override { check_index(d.index()); return kDevice; }
+  c10::Device exchangeDevice(c10::Device d) const override { check_device_index(d.index()); return kDevice; }
   c10::Device getDevice() const override { return kDevice; }
-  void setDevice(c10::Device d) const override { check_index(d.index()); }
+  void setDevice(c10::Device d) const override { check_device_index(d.index()); }
   void uncheckedSetDevice(c10::Device) const noexcept override {}
   c10::DeviceIndex deviceCount() const noexcept override { return 1; }
 
@@ -66,8 +69,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
 };
 
-// A generator of the device: a CPU generator that answers to the device's name. The default one *is* the CPU's, so
-// that a seeded run gives the same numbers on both.
+// A generator of the device: a CPU generator that answers to the device's name. The default one *is* the
+// CPU's, so that a seeded run gives the same numbers on both.
 struct Generator final : c10::GeneratorImpl {
   at::Generator cpu;
   explicit Generator(at::Generator cpu)
@@ -87,10 +90,10 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   c10::DeviceIndex deviceCount() const override { return 1; }
-  void setCurrentDevice(c10::DeviceIndex index) const override { check_index(index); }
+  void setCurrentDevice(c10::DeviceIndex index) const override { check_device_index(index); }
   c10::DeviceIndex getCurrentDevice() const override { return 0; }
-  c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override { check_index(index); return 0; }
-  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override { check_index(index); return 0; }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override { check_device_index(index); return 0; }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override { check_device_index(index); return 0; }
   bool isPinnedPtr(const void* p) const override { return host_block_at(p) != nullptr; }
   at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator(); }
   at::Device getDeviceFromPtr(void*) const override { return kDevice; }

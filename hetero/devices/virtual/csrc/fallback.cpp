@@ -1,8 +1,9 @@
 // The boxed fallback: any operator that has a CPU kernel, run on device memory.
 //
-// Owns: the calling convention. Operands are shown to the CPU kernel as aliases of their own bytes; whatever the
-// kernel allocates is device memory from the start, so results are handed over, not copied, and count once.
-// Operands must all be on the device, but for 0-dim CPU tensors and the few arguments that CUDA too takes from the host.
+// Owns: the calling convention. Operands are shown to the CPU kernel as aliases of their own bytes; whatever
+// the kernel allocates is device memory from the start, so results are handed over, not copied, and count
+// once. Operands must all be on the device, but for 0-dim CPU tensors and the few arguments that CUDA too
+// takes from the host.
 #include "fallback.h"
 
 #include <ATen/SparseTensorImpl.h>
@@ -29,7 +30,8 @@ struct Plan {
 bool takes_host_tensors(const std::string& name) {
   static const std::unordered_set<std::string> names = {
       "aten::index",         "aten::index_put",           "aten::index_put_",          "aten::_index_put_impl_",
-      "aten::_unsafe_index", "aten::_unsafe_index_put",   "aten::_unsafe_masked_index", "aten::_unsafe_masked_index_put_accumulate",
+      "aten::_unsafe_index", "aten::_unsafe_index_put",   "aten::_unsafe_masked_index",
+      "aten::_unsafe_masked_index_put_accumulate",
       "aten::_pack_padded_sequence", "aten::_fused_adam_", "aten::_fused_adamw_",      "aten::_fused_sgd_",
       "aten::_fused_adagrad_"};
   return names.count(name) > 0;
@@ -87,8 +89,8 @@ at::SparseTensorImpl* sparse_impl(const at::Tensor& t) {
   return static_cast<at::SparseTensorImpl*>(t.unsafeGetTensorImpl());
 }
 
-// The alias that the CPU kernel gets for operand t. Operands on one storage share one alias storage, so that the
-// kernel's own overlap checks hold and views of it are recognised.
+// The alias that the CPU kernel gets for operand t. Operands on one storage share one alias storage, so that
+// the kernel's own overlap checks hold and views of it are recognised.
 at::Tensor Call::show(const at::Tensor& t, const Plan::Argument& a) {
   if (!on_device(t)) {
     if (t.defined() && t.device().is_cpu()) {
@@ -153,7 +155,8 @@ void Call::show_argument(c10::IValue& v, const Plan::Argument& a) {
 void Call::check_devices() const {
   if (operands.empty()) return;
   const bool mixed = host_written.defined() || (host_operand.defined() && !plan.takes_host_tensors);
-  TORCH_CHECK(!mixed, "Expected all tensors to be on the same device, but found at least two devices, virtual:0 and cpu! (",
+  TORCH_CHECK(!mixed,
+              "Expected all tensors to be on the same device, but found at least two devices, virtual:0 and cpu! (",
               op.schema().name(), " got the tensor ", describe(host_written.defined() ? host_written : host_operand),
               " on the cpu)");
 }
@@ -165,7 +168,8 @@ void Call::record(Stream& s) const {
   record_uses(s, uses);
 }
 
-// out= operators may have resized an operand, or given it other strides: carry that over to the device tensor.
+// out= operators may have resized an operand, or given it other strides: carry that over to the device
+// tensor.
 void Call::write_back() {
   for (auto& o : operands) {
     if (!o.write) continue;
@@ -177,7 +181,8 @@ void Call::write_back() {
       shown->set_data_ptr_noswap(at::DataPtr(storage->mutable_data(), c10::Device(c10::DeviceType::CPU)));
     }
     if (o.alias.sizes() != o.device.sizes() || o.alias.strides() != o.device.strides())
-      o.device.unsafeGetTensorImpl()->set_sizes_and_strides(o.alias.sizes(), o.alias.strides(), o.alias.storage_offset());
+      o.device.unsafeGetTensorImpl()->set_sizes_and_strides(o.alias.sizes(), o.alias.strides(),
+                                                            o.alias.storage_offset());
   }
   for (auto& o : sparse_operands) {
     if (!o.write) continue;

@@ -1,8 +1,9 @@
 // The operators that are the device's own: making tensors, views, copies, reading a number, resizing.
 //
-// Owns: the rule of what a copy is. Between pinned memory and the device, contiguous, of one type, non_blocking and on a side
-// stream: asynchronous, by that stream's thread. Anything else between host and device: on the calling thread, taking as long as the
-// link needs. Only blocking copies order the host after the stream.
+// Owns: the rule of what a copy is. Between pinned memory and the device, contiguous, of one type,
+// non_blocking and on a side stream: asynchronous, by that stream's thread. Anything else between host and
+// device: on the calling thread, taking as long as the link needs. Only blocking copies order the host after
+// the stream.
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/_local_scalar_dense_native.h>
 #include <ATen/ops/_reshape_alias_native.h>
@@ -27,13 +28,15 @@ using at::Tensor;
 using c10::IntArrayRef;
 constexpr c10::DispatchKeySet kKeys(c10::DispatchKey::PrivateUse1);
 
-Tensor empty(IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>, std::optional<at::Device>,
-             std::optional<bool>, std::optional<at::MemoryFormat> format) {
+Tensor empty(IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+             std::optional<at::Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+  check_device_index(device ? device->index() : 0);
   return at::detail::empty_generic(size, &device_allocator(), kKeys, c10::dtype_or_default(dtype), format);
 }
 
-Tensor empty_strided(IntArrayRef size, IntArrayRef stride, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
-                     std::optional<at::Device>, std::optional<bool>) {
+Tensor empty_strided(IntArrayRef size, IntArrayRef stride, std::optional<at::ScalarType> dtype,
+                     std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>) {
+  check_device_index(device ? device->index() : 0);
   return at::detail::empty_strided_generic(size, stride, &device_allocator(), kKeys, c10::dtype_or_default(dtype));
 }
 
@@ -45,7 +48,8 @@ void copy_async(Stream& s, const Tensor& from, const Tensor& to, const Use& sour
   s.enqueue([=, from_block = source.block, to_block = target.block, from_at = source.block->data + source.begin,
              to_at = target.block->data + target.begin] {
     const TimePoint arrival = book_transfer(direction, nbytes);
-    // The bytes move as late as can be, so that a missing wait shows as NaN and an early overwrite as garbage.
+    // The bytes move as late as can be, so that a missing wait shows as NaN and an early overwrite as
+    // garbage.
     const auto moving = std::chrono::nanoseconds(nbytes / 8);
     std::this_thread::sleep_until(arrival - moving);
     std::memcpy(to_at, from_at, nbytes);
@@ -63,7 +67,8 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   record_uses(s, {source, target});
   const bool pinned = source.block && target.block;
   if (non_blocking && over_link && pinned && s.id != 0 && from.dtype() == to.dtype() && from.is_contiguous() &&
-      to.is_contiguous() && from.is_conj() == to.is_conj() && from.is_neg() == to.is_neg() && from.sizes() == to.sizes()) {
+      to.is_contiguous() && from.is_conj() == to.is_conj() && from.is_neg() == to.is_neg() &&
+      from.sizes() == to.sizes()) {
     copy_async(s, from, to, source, target);
     return to;
   }
@@ -169,7 +174,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   register_cpu_kernels(m);
 }
 
-// Our copy reads conjugate and negative views itself; the default would resolve them by a copy, and so recur for ever.
+// Our copy reads conjugate and negative views itself; the default would resolve them by a copy, and so recur
+// for ever.
 TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 

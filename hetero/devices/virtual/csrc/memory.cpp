@@ -24,8 +24,8 @@ struct Pool {
   size_t allocated = 0, allocated_peak = 0, requested = 0, requested_peak = 0;
   int64_t blocks = 0, blocks_peak = 0, made = 0, freed = 0, out_of_memory = 0;
   size_t bytes_made = 0, bytes_freed = 0;
-  // Freed memory, poisoned, by size: spares the page faults of a fresh mmap. Together with the memory in use it
-  // stays under the limit, and it is not counted.
+  // Freed memory, poisoned, by size: spares the page faults of a fresh mmap. Together with the memory in use
+  // it stays under the limit, and it is not counted.
   std::unordered_map<size_t, std::vector<char*>> cache;
   size_t cached = 0;
   // Freed under record_stream, still in use by those streams.
@@ -157,7 +157,8 @@ struct DeviceAllocatorImpl final : c10::DeviceAllocator {
       if (p.allocated + size > p.limit) {
         ++p.out_of_memory;
         TORCH_CHECK_WITH(OutOfMemoryError, false, "virtual accelerator out of memory: tried to allocate ", human(size),
-                         ", ", human(p.allocated), " in use of ", human(p.limit), " (", human(p.limit - std::min(p.limit, p.allocated)),
+                         ", ", human(p.allocated), " in use of ", human(p.limit), " (",
+                         human(p.limit - std::min(p.limit, p.allocated)),
                          " free)");
       }
       p.allocated += size;
@@ -220,7 +221,8 @@ struct DeviceAllocatorImpl final : c10::DeviceAllocator {
     for (auto* a : {&stats.allocated_bytes, &stats.reserved_bytes, &stats.active_bytes})
       fill(*a, p.allocated, p.allocated_peak, p.bytes_made, p.bytes_freed);
     fill(stats.requested_bytes, p.requested, p.requested_peak, 0, 0);
-    for (auto* a : {&stats.allocation, &stats.active, &stats.segment}) fill(*a, p.blocks, p.blocks_peak, p.made, p.freed);
+    for (auto* a : {&stats.allocation, &stats.active, &stats.segment})
+      fill(*a, p.blocks, p.blocks_peak, p.made, p.freed);
     stats.num_ooms = p.out_of_memory;
     stats.num_device_alloc = p.made;
     stats.num_device_free = p.freed;
@@ -286,7 +288,8 @@ void free_raw(void* data) {
 
 struct SteeredCpuAllocator final : c10::Allocator {
   at::DataPtr allocate(size_t nbytes) override {
-    // A kernel's few bytes, such as a Python number made into a tensor, travel with a launch: no device memory.
+    // A kernel's few bytes, such as a Python number made into a tensor, travel with a launch: no device
+    // memory.
     if (tls_on_device == 0 || nbytes <= 16) return plain_cpu_allocator->allocate(nbytes);
     at::DataPtr p = device_allocator().allocate(nbytes);
     p.unsafe_set_device(c10::Device(c10::DeviceType::CPU));

@@ -1,8 +1,8 @@
 // Device memory, pinned host memory, and the CPU allocator that lets CPU kernels write into device memory.
 //
-// Owns: every block, the cap, the statistics. Invariant: bytes in use never exceed the cap, and memory outside a live
-// block reads as 0xFF (NaN). A block's record lies in front of its bytes, so that finding it from a DataPtr of ours costs
-// a compare; only raw addresses go through a map.
+// Owns: every block, the cap, the statistics. Invariant: bytes in use never exceed the cap, and memory
+// outside a live block reads as 0xFF (NaN). A block's record lies in front of its bytes, so that finding it
+// from a DataPtr of ours costs a compare; only raw addresses go through a map.
 #pragma once
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/StorageImpl.h>
@@ -13,6 +13,7 @@
 namespace hetero {
 
 inline const c10::Device kDevice{c10::DeviceType::PrivateUse1, 0};
+void check_device_index(c10::DeviceIndex index);  // raises unless it is 0 or "the current one"
 
 enum class Place : uint8_t { kDevice, kPinned, kRegistered };
 

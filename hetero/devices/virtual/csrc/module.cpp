@@ -14,25 +14,23 @@ namespace {
 
 PyObject* race_error = nullptr;
 
-std::optional<Epoch> pending_use(const at::Tensor& t, bool write) {
-  const Use use = use_of(t, write);
-  TORCH_CHECK_VALUE(use.block && use.block->place != Place::kDevice,
-                    "check_host_access: expected a tensor in pinned or registered host memory, got ", describe(t), " on ",
-                    t.device());
-  std::lock_guard<std::mutex> lock(state_mutex());
-  auto e = use.block->history.unordered(host_clock(), write, use.begin, use.end);
-  if (e) {
-    report_race(std::string("the host ") + (write ? "writes" : "reads") + " pinned tensor " + describe(t) + " while " +
-                    describe(*e) + " it, and the host has not waited for that: synchronize an event recorded after the copy",
-                false);
-  }
-  return e;
-}
-
 void check_host_access(const at::Tensor& t, bool write) {
   if (t.numel() == 0) return;
-  if (!pending_use(t, write)) return;
-  raise_race(races().back());
+  const Use use = use_of(t, write);
+  TORCH_CHECK_VALUE(use.block && use.block->place != Place::kDevice,
+                    "check_host_access: expected a tensor in pinned or registered host memory, got ", describe(t),
+                    " on ", t.device());
+  std::string race;
+  {
+    std::lock_guard<std::mutex> lock(state_mutex());
+    auto earlier = use.block->history.unordered(host_clock(), write, use.begin, use.end);
+    if (!earlier) return;
+    race = std::string("the host ") + (write ? "writes" : "reads") + " pinned tensor " + describe(t) + " while " +
+           describe(*earlier) +
+           " it, and the host has not waited for that: synchronize an event recorded after the copy";
+    report_race(race, false);
+  }
+  raise_race(race);
 }
 
 }  // namespace

@@ -1,12 +1,13 @@
 // The happens-before detector: vector clocks, and the history of accesses to one block of memory.
 //
 // Owns: what "ordered" means. A stream's clock says, for every stream, up to which time that stream's work is
-// known to be finished before anything launched now. An access at (stream, time) is ordered before a later one if
-// the later stream's clock has reached that time. Times advance only when a stream's clock is published (event
-// record, synchronize), so that an operator costs one comparison a block and no counter.
+// known to be finished before anything launched now. An access at (stream, time) is ordered before a later
+// one if the later stream's clock has reached that time. Times advance only when a stream's clock is
+// published (event record, synchronize), so that an operator costs one comparison a block and no counter.
 //
-// A block's history is a partition of its bytes into segments, each with its last write and the reads since, so that
-// slabs whose parts are used by different streams raise no false alarm. A strided access counts as its hull.
+// A block's history is a partition of its bytes into segments, each with its last write and the reads since,
+// so that slabs whose parts are used by different streams raise no false alarm. A strided access counts as
+// its hull.
 #pragma once
 #include <c10/util/SmallVector.h>
 
@@ -43,8 +44,8 @@ class History {
  public:
   explicit History(size_t nbytes) { segments_.push_back({0, nbytes, {}, {}}); }
 
-  // Records an access to the bytes [begin, end) by `now.stream` whose clock is `clock`, or, if an earlier access
-  // conflicts and no wait orders it before this one, records nothing and returns that one.
+  // Records an access to the bytes [begin, end) by `now.stream` whose clock is `clock`, or, if an earlier
+  // access conflicts and no wait orders it before this one, records nothing and returns that one.
   std::optional<Epoch> record(Epoch now, const Clock& clock, const Clock& host, size_t begin, size_t end);
 
   // The first access to [begin, end) that conflicts with a read or write and that `clock` does not cover.

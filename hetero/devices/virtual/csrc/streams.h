@@ -1,12 +1,12 @@
 // Streams, events and the link.
 //
-// Owns: the stream threads, the current stream of each host thread, the clocks of streams and host, the link's
-// speed, and the list of races found. Stream 0 computes inline on the calling thread; every other stream is a
-// thread that runs queued copies in order. All host threads count as one host.
+// Owns: the stream threads, the current stream of each host thread, the clocks of streams and host, the
+// link's speed, and the list of races found. Stream 0 computes inline on the calling thread; every other
+// stream is a thread that runs queued copies in order. All host threads count as one host.
 //
 // Locks: state_mutex() guards clocks, block histories, statistics and the race list, and is held only for
-// moments; Stream::exec serialises what runs inline on one stream and may be held long. Never take exec while holding
-// the state mutex, and never take the GIL while holding either.
+// moments; Stream::exec serialises what runs inline on one stream and may be held long. Never take exec while
+// holding the state mutex, and never take the GIL while holding either.
 #pragma once
 #include <condition_variable>
 #include <deque>

@@ -41,7 +41,8 @@ Use use_of(const at::Tensor& t, bool write) {
   auto* storage = t.storage().unsafeGetStorageImpl();
   const auto& p = storage->_mutable_data_ptr_no_checks();
   if (on_device(t)) {
-    TORCH_CHECK(use.end <= storage->nbytes() && p.get(), "virtual accelerator: illegal memory access: tensor ", describe(t),
+    TORCH_CHECK(use.end <= storage->nbytes() && p.get(), "virtual accelerator: illegal memory access: tensor ",
+                describe(t),
                 " needs ", use.end, " bytes of a storage that holds ", storage->nbytes(), " (was it freed by resize_?)");
     use.block = block_of(p);
   } else if (!(use.block = block_of(p)) || use.block->place == Place::kDevice) {
