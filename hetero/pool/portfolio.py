@@ -88,7 +88,7 @@ class _PieceSearch:
         ]
         self._seconds = {engine.name: 0.0 for engine in self._engines}
         # On small pieces the exact search is the one that reaches the bound; the others only lower the limit.
-        self._charge = {"exact": 0.15} if len(piece) <= _EXACT_LEADS else {}
+        self._charge = {"exact": 0.05} if len(piece) <= _EXACT_LEADS else {}
         self.attempts = 0
 
     @property

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from hetero.eviction import Actions
 from hetero.msc import MemStatsCollector, Segment, SegmentKey
 from hetero.stm.cycles import CyclePlan, Cycles
-from hetero.stm.guard import Guard
 from hetero.stm.gradients import Gradients
+from hetero.stm.guard import Guard
 from hetero.stm.residency import Residency
 from hetero.stm.tensors import ManagedTensor
 
