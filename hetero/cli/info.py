@@ -5,9 +5,9 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from hetero.cli.output import open_console
 from hetero.devices import Accelerator, device_memory_free, host_memory_free, probe_links
 from hetero.devices.host import host_memory_total
 from hetero.devices.virtual import virtual_device
@@ -36,7 +36,7 @@ def info(
         _add_device(table, Accelerator(device))
     built = (build_folder() / "built").exists()
     table.add_row("virtual accelerator", "built" if built else "not built yet (on first use, about a minute)")
-    Console().print(table)
+    open_console().print(table)
 
 
 def _devices(virtual: bool) -> list[torch.device]:
