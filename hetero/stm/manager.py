@@ -220,6 +220,9 @@ class StatefulTensorMgr:
             assert tensor.identity is not None
             return tensor.identity
         assert tensor.data is not None
+        if tensor.parameter.requires_grad:
+            # Kernels are chosen by this flag whatever the grad mode: matmul folds batches if its weight has it.
+            return tensor.data.detach().requires_grad_()
         return tensor.data
 
     def load_saved(self, tensor: ManagedTensor, version: int) -> torch.Tensor:
