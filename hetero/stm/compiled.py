@@ -57,7 +57,8 @@ class CompiledCalls:
 
 
 def _outermost_compiled(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    if isinstance(module, OptimizedModule) or module.__dict__.get(_SLOT) is not None:
+    compiled_forward = hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
+    if isinstance(module, OptimizedModule) or module.__dict__.get(_SLOT) is not None or compiled_forward:
         yield name, module
         return
     for child_name, child in module.named_children():

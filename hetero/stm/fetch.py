@@ -46,6 +46,7 @@ _LAST = (1 << 64) - 1
 
 def make_identity(tensor: ManagedTensor) -> None:
     """Give ``tensor``, which is resident, the autograd identity that operators receive (tensors: [Note: identity])."""
+    # It outlives the caller's inference mode, and must be fit for training then.
     with torch.inference_mode(False), torch.enable_grad():
         identity = _apply_fetch(tensor.parameter, tensor)
     # As for AccumulateGrad: hand the gradient over as soon as it is complete, not when its turn comes.
