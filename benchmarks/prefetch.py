@@ -7,7 +7,7 @@ on the device without hetero; managed without prefetch; managed with it. No tran
 ``max(compute, transfer)``.
 
 Needs the virtual accelerator, because its link can be set. Operators there run on the CPU, at whatever speed its
-other users leave; so each layer is padded to a set time, in which the processor is free as it is when a GPU
+other users leave; so most of a layer's time is a pause, in which the processor is free as it is when a GPU
 computes. ``max`` is then stable, and the copies do not compete with the operators for the processor.
 """
 
@@ -31,37 +31,31 @@ _WARM_UP = 4
 _SHARES = (1.0, 0.5)
 
 
-class Pace(torch.autograd.Function):
-    """The identity; its forward returns ``seconds`` after ``began``, its backward takes twice ``seconds``."""
+class Pause(torch.autograd.Function):
+    """The identity; its forward takes ``seconds``, its backward twice as long."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, began: float, seconds: float) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:  # type: ignore[override]
         ctx.seconds = seconds
-        _sleep_until(began + seconds)
+        time.sleep(seconds)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        _sleep_until(time.perf_counter() + 2 * ctx.seconds)
-        return gradient, None, None
-
-
-def _sleep_until(end: float) -> None:
-    while (left := end - time.perf_counter()) > 0:
-        time.sleep(left)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        time.sleep(2 * ctx.seconds)
+        return gradient, None
 
 
 class Layer(nn.Linear):
-    """A Linear that takes a set time."""
+    """A small Linear and a pause: the pause begins when the operator has run, and so after its weights have come."""
 
     def __init__(self, width: int, seconds: float) -> None:
         super().__init__(width, width, bias=False)
         self.seconds = seconds
 
     def forward(self, x: Tensor) -> Tensor:
-        began = time.perf_counter()
-        paced: Tensor = Pace.apply(super().forward(x), began, self.seconds)
-        return paced
+        paused: Tensor = Pause.apply(super().forward(x), self.seconds)
+        return paused
 
 
 class Job:
@@ -152,7 +146,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--layer-seconds", type=float, default=0.008, help="of a layer's forward; backward twice")
+    parser.add_argument("--layer-seconds", type=float, default=0.008, help="a layer's pause in forward; backward twice")
     parser.add_argument("--share", type=float, default=0.4, help="of the weights that the budget holds")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="timed per round and way")
