@@ -18,8 +18,8 @@ from hetero.eviction import Links, Policy
 from hetero.msc import MemStatsCollector, Phase, SegmentKey
 from hetero.stm.cycles import Cycles
 from hetero.stm.executor import Executor
+from hetero.stm.fetch import make_identity
 from hetero.stm.gradients import Gradients
-from hetero.stm.intercept import make_identity
 from hetero.stm.residency import Residency
 from hetero.stm.saved import modified_in_place
 from hetero.stm.state import Kind, Ledger, State, StatefulTensor, Tier
@@ -220,6 +220,9 @@ class StatefulTensorMgr:
             assert tensor.identity is not None
             return tensor.identity
         assert tensor.data is not None
+        if tensor.parameter.requires_grad:
+            # Kernels are chosen by this flag whatever the grad mode: matmul folds batches if its weight has it.
+            return tensor.data.detach().requires_grad_()
         return tensor.data
 
     def load_saved(self, tensor: ManagedTensor, version: int) -> torch.Tensor:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from hetero.stm.intercept import plain
+from hetero.stm.fetch import plain
 from hetero.stm.residency import RESIDENT
 from hetero.stm.tensors import ManagedTensor
 
@@ -85,20 +85,20 @@ def _handle(saved: torch.Tensor) -> _Handle | None:
         return None
     if saved.is_conj() or saved.is_neg():
         return None
-    return _Handle(tensor, tensor.version, saved.size(), saved.stride(), saved.storage_offset())
+    return _Handle(tensor, tensor.version, saved.size(), saved.stride(), int(saved.storage_offset()))
 
 
-def _unpack(packed: Any) -> torch.Tensor:
+def _unpack(packed: Any) -> Any:
     if type(packed) is _Handle:
         with plain():
-            return packed.tensor.owner.load_saved(packed.tensor, packed.version).as_strided(  # type: ignore[attr-defined,no-any-return]
+            return packed.tensor.owner.load_saved(packed.tensor, packed.version).as_strided(
                 packed.size, packed.stride, packed.offset
             )
     if type(packed) is _Outer:
-        return packed.unpack(packed.packed)  # type: ignore[no-any-return]
+        return packed.unpack(packed.packed)
     if packed.tensor._version != packed.version:
         raise modified_in_place(packed.tensor, packed.tensor._version, packed.version)
-    return packed.tensor  # type: ignore[no-any-return]
+    return packed.tensor
 
 
 def modified_in_place(tensor: torch.Tensor, version: int, expected: int) -> RuntimeError:

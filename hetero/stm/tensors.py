@@ -16,17 +16,19 @@ holds the tensor itself; whoever does (a tensor saved outside our hooks, a custo
 
 import sys
 import weakref
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from hetero.stm.state import Kind, Ledger, StatefulTensor
 
-__all__ = ["ManagedTensor"]
+__all__ = ["ManagedTensor", "Owner"]
 
 
 class _Probe:
     __slots__ = ("identity",)
+    identity: torch.Tensor
 
 
 def _reference_baselines() -> tuple[int, int]:
@@ -39,6 +41,35 @@ def _reference_baselines() -> tuple[int, int]:
 # Measured, because they differ between versions of Python and torch: what sys.getrefcount answers for a tensor that
 # only an attribute holds, and how many uses of a storage come on top of the tensors' (its Python wrapper).
 _ONLY_OURS, _WRAPPER_USES = _reference_baselines()
+
+
+class Owner(Protocol):
+    """The manager behind a tensor, as interception sees it (`hetero.stm.manager.StatefulTensorMgr`)."""
+
+    device: torch.device
+
+    def begin_operator(self, operands: list["ManagedTensor"], name: object) -> None:
+        """The pre-op sampling moment; operands are resident and in COMPUTE afterwards."""
+
+    def end_operator(self, operands: list["ManagedTensor"]) -> None: ...
+
+    def copy_for(self, tensor: "ManagedTensor") -> torch.Tensor:
+        """What the operator receives instead of the parameter."""
+
+    def relieve(self) -> int:
+        """Free what can be freed after an out-of-memory error; returns the bytes freed."""
+
+    def wait_for_gradient(self, tensor: "ManagedTensor") -> None: ...
+
+    def gradient_set(self, tensor: "ManagedTensor") -> None: ...
+
+    def rebind_home(self, tensor: "ManagedTensor", data: torch.Tensor) -> None: ...
+
+    def hand_over(self, tensor: "ManagedTensor", gradient: torch.Tensor) -> torch.Tensor:
+        """The gradient is complete on the device; what autograd takes for it at home."""
+
+    def load_saved(self, tensor: "ManagedTensor", version: int) -> torch.Tensor:
+        """Backward is about to read a saved copy."""
 
 
 class ManagedTensor(StatefulTensor):
@@ -70,7 +101,7 @@ class ManagedTensor(StatefulTensor):
         name: str,
         index: int,
         parameter: nn.Parameter,
-        owner: object,
+        owner: Owner,
         device_nbytes: int,
     ) -> None:
         super().__init__(ledger, Kind.PARAMETER, name)
@@ -172,7 +203,8 @@ class ManagedTensor(StatefulTensor):
         if identity is None:
             return True
         # One more than the baseline: the local name.
-        return identity._use_count() == 1 and sys.getrefcount(identity) <= _ONLY_OURS + 1
+        uses: int = identity._use_count()  # type: ignore[attr-defined]
+        return uses == 1 and sys.getrefcount(identity) <= _ONLY_OURS + 1
 
     # -- fetch nodes ----------------------------------------------------------------------------------
 

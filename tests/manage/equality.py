@@ -24,7 +24,9 @@ def device() -> torch.device:
 def fresh_memory() -> int:
     """Bytes in use on the device once everything unreachable is gone; peaks count from here."""
     torch.accelerator.synchronize()
-    if torch.accelerator.memory_allocated():  # a collection of all that torch has imported takes half a second
+    if (
+        torch.accelerator.memory_allocated()
+    ):  # a collection of all that torch has imported takes half a second
         gc.collect()
     torch.accelerator.reset_peak_memory_stats()
     return torch.accelerator.memory_allocated()
@@ -56,7 +58,9 @@ def on_host(value: Any) -> dict[str, torch.Tensor]:
 def values_of(module: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters, gradients and buffers, copied to the host."""
     found = on_host(dict(module.named_parameters()))
-    found.update(on_host({f"{name}.grad": p.grad for name, p in module.named_parameters() if p.grad is not None}))
+    found.update(
+        on_host({f"{name}.grad": p.grad for name, p in module.named_parameters() if p.grad is not None})
+    )
     found.update(on_host(dict(module.named_buffers())))
     return found
 

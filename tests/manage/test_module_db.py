@@ -129,7 +129,9 @@ class Run:
             tensor.grad = None
         args, kwargs = _mapped(inputs, lambda _, t: t * 1 if t.requires_grad else t)  # in-place activations
         result = module(*args, **kwargs)
-        (_flat(result) * torch.linspace(0.5, 1.5, _flat(result).numel(), device=_flat(result).device)).sum().backward()
+        (
+            _flat(result) * torch.linspace(0.5, 1.5, _flat(result).numel(), device=_flat(result).device)
+        ).sum().backward()
         found = {f".result{k}": v for k, v in on_host(result).items()}
         found |= {f".input{k}.grad": t.grad.cpu() for k, t in tensors_in(inputs) if t.grad is not None}
         found |= {f".{k}": v for k, v in values_of(module).items()}

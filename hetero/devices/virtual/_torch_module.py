@@ -57,7 +57,7 @@ def register(extension: ModuleType) -> None:
     """Name the backend ``virtual`` and put ``torch.virtual`` in place."""
     backend_registration.rename_privateuse1_backend(_NAME)
     module = _device_module(extension)
-    torch._register_device_module(_NAME, module)  # type: ignore[no-untyped-call]
+    torch._register_device_module(_NAME, module)
     backend_registration.generate_methods_for_privateuse1_backend()
 
 
