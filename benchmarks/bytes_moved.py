@@ -77,7 +77,9 @@ def main() -> None:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--measure", nargs="*", type=float, default=[0.6, 0.3], help="shares to run, not only plan")
+    parser.add_argument(
+        "--measure", nargs="*", type=float, default=[0.6, 0.3], help="shares to run, not only plan"
+    )
     return parser.parse_args()
 
 

@@ -37,7 +37,15 @@ def _image_loss(model: nn.Module, device: torch.device) -> Tensor:
 
 def _gpt2() -> nn.Module:
     return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(n_layer=8, n_embd=192, n_head=6, vocab_size=_TOKENS, n_positions=64, bos_token_id=0, eos_token_id=0)
+        transformers.GPT2Config(
+            n_layer=8,
+            n_embd=192,
+            n_head=6,
+            vocab_size=_TOKENS,
+            n_positions=64,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
     )
 
 

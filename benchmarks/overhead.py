@@ -33,7 +33,9 @@ def main() -> None:
     device = choose_device(None)
     rows = []
     for mode in _MODES:
-        row = _measure(mode, device, blocks=arguments.blocks, width=arguments.width, repeats=arguments.repeats)
+        row = _measure(
+            mode, device, blocks=arguments.blocks, width=arguments.width, repeats=arguments.repeats
+        )
         rows.append(row)
         print(
             f"{mode:10} {row['operators']:4} operators  +{row['added_microseconds']:6.1f} us each (at best "
@@ -45,7 +47,12 @@ def main() -> None:
             _profile(mode, device, blocks=arguments.blocks, width=arguments.width)
     if not arguments.profile:
         parameters = {"blocks": arguments.blocks, "width": arguments.width, "repeats": arguments.repeats}
-        write("overhead", {**parameters, "bound_microseconds": 10, "bound_step_ratio": 1.01}, rows, device=device)
+        write(
+            "overhead",
+            {**parameters, "bound_microseconds": 10, "bound_step_ratio": 1.01},
+            rows,
+            device=device,
+        )
 
 
 def _parse() -> argparse.Namespace:
@@ -53,7 +60,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--blocks", type=int, default=64, help="pairs of LayerNorm and Linear")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=41)
-    parser.add_argument("--profile", action="store_true", help="print where the managed step's time goes instead")
+    parser.add_argument(
+        "--profile", action="store_true", help="print where the managed step's time goes instead"
+    )
     return parser.parse_args()
 
 

@@ -61,7 +61,9 @@ class Layer(nn.Linear):
 class Job:
     """The same model again and again: forward, backward, SGD on the host's weights."""
 
-    def __init__(self, device: torch.device, *, layers: int, width: int, seconds: float, trains: bool) -> None:
+    def __init__(
+        self, device: torch.device, *, layers: int, width: int, seconds: float, trains: bool
+    ) -> None:
         torch.manual_seed(0)
         self.device, self.trains = device, trains
         self.model = nn.Sequential(*(Layer(width, seconds) for _ in range(layers)))
@@ -146,7 +148,9 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--layer-seconds", type=float, default=0.008, help="a layer's pause in forward; backward twice")
+    parser.add_argument(
+        "--layer-seconds", type=float, default=0.008, help="a layer's pause in forward; backward twice"
+    )
     parser.add_argument("--share", type=float, default=0.4, help="of the weights that the budget holds")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="timed per round and way")

@@ -47,7 +47,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        heads = self.attention_in(self.attention_norm(x)).view(batch, length, 3, self.heads, width // self.heads)
+        heads = self.attention_in(self.attention_norm(x)).view(
+            batch, length, 3, self.heads, width // self.heads
+        )
         query, key, value = heads.permute(2, 0, 3, 1, 4)
         attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.attention_out(attended.transpose(1, 2).reshape(batch, length, width))
@@ -113,7 +115,7 @@ class Sweep:
         begin = time.perf_counter()
         with hetero.manage(model, optimizer, device=self.device, device_budget=budget) as manager:
             attached = time.perf_counter() - begin
-            facts = self._train(model, optimizer, lambda: manager.stats.total_fetched_bytes)
+            facts = self._train(model, optimizer, lambda: _moved(manager))
             stats = manager.stats
             return {
                 "way": "hetero",
@@ -121,7 +123,7 @@ class Sweep:
                 "device_budget": budget,
                 **facts,
                 "peak_device_bytes": max(facts["peak_device_bytes"], stats.peak_device_bytes),
-                "bytes_moved": stats.bytes_moved,
+                "bytes_moved": median(facts["samples"]["bytes_moved"][_WARM_UP:]),
                 "lower_bound_bytes": stats.lower_bound_bytes,
                 "predicted_seconds": stats.predicted_seconds,
                 "unplanned_fetches": stats.unplanned_fetches,
@@ -152,13 +154,17 @@ class Sweep:
             torch.distributed.destroy_process_group()
 
     def _train(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, fetched: Callable[[], int] | None = None
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        moved_so_far: Callable[[], int] | None = None,
     ) -> dict[str, Any]:
         self.accelerator.synchronize()
         self.accelerator.reset_peak()
         seconds, step_seconds, losses, moved = [], [], [], []
         for batch in self._batches:
-            begin, before = time.perf_counter(), fetched() if fetched else 0
+            before = moved_so_far() if moved_so_far else 0
+            begin = time.perf_counter()
             inputs, targets = batch[:, :-1].to(self.device), batch[:, 1:].to(self.device)
             scores = model(inputs)
             loss = functional.cross_entropy(scores.flatten(0, 1), targets.flatten())
@@ -172,14 +178,14 @@ class Sweep:
             self.accelerator.synchronize()
             step_seconds.append(time.perf_counter() - stepped)
             seconds.append(time.perf_counter() - begin)
-            if fetched:
-                moved.append(fetched() - before)
+            if moved_so_far:
+                moved.append(moved_so_far() - before)
         return {
             "seconds": median(seconds[_WARM_UP:]),
             "optimizer_seconds": median(step_seconds[_WARM_UP:]),
             "peak_device_bytes": self.accelerator.peak_bytes(),
             "losses": losses,
-            "samples": {"seconds": seconds, "optimizer_seconds": step_seconds, "fetched_bytes": moved},
+            "samples": {"seconds": seconds, "optimizer_seconds": step_seconds, "bytes_moved": moved},
         }
 
 
@@ -193,11 +199,24 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = True
     sweep = Sweep(device, arguments)
     parameters = sum(p.numel() for p in sweep.build().parameters())
-    print(f"{parameters:,} parameters on {device}; {format_bytes(host_memory_free())} of host memory free", flush=True)
+    print(
+        f"{parameters:,} parameters on {device}; {format_bytes(host_memory_free())} of host memory free",
+        flush=True,
+    )
     rows = _run(sweep, arguments.seconds)
-    settings = {**vars(arguments), "parameters": parameters, "dtype": "float32 (TF32 matmul)", "shares": _SHARES}
+    settings = {
+        **vars(arguments),
+        "parameters": parameters,
+        "dtype": "float32 (TF32 matmul)",
+        "shares": _SHARES,
+    }
     if device.type != "virtual":
         write("sweep", settings, rows, device=device)
+
+
+def _moved(manager: hetero.Manager) -> int:
+    total = manager._stm.collector.total  # as in manager.stats, which does more than count
+    return total.fetched_bytes + total.written_bytes
 
 
 def _run(sweep: Sweep, seconds: float) -> list[dict[str, Any]]:
@@ -206,7 +225,8 @@ def _run(sweep: Sweep, seconds: float) -> list[dict[str, Any]]:
     rows = [_attempt("unmanaged", sweep, sweep.unmanaged)]
     peak = rows[0].get("peak_device_bytes", sweep.accelerator.total_bytes())
     ways: list[tuple[str, Callable[[], dict[str, Any]]]] = [
-        (f"hetero {share:.0%}", lambda share=share: sweep.managed(int(share * peak), share)) for share in _SHARES
+        (f"hetero {share:.0%}", lambda share=share: sweep.managed(int(share * peak), share))
+        for share in _SHARES
     ]
     # In the order of interest, should time run out.
     ways.insert(2, ("FSDP2", sweep.fsdp2))
@@ -223,7 +243,12 @@ def _attempt(name: str, sweep: Sweep, run: Callable[[], dict[str, Any]]) -> dict
     begin = time.perf_counter()
     try:
         row = run()
-    except (HeteroError, RuntimeError, ValueError, ImportError) as error:  # an out-of-memory error is a RuntimeError
+    except (
+        HeteroError,
+        RuntimeError,
+        ValueError,
+        ImportError,
+    ) as error:  # an out-of-memory error is a RuntimeError
         row = {"way": name, "error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
     gc.collect()
     if sweep.device.type == "cuda":
@@ -231,7 +256,9 @@ def _attempt(name: str, sweep: Sweep, run: Callable[[], dict[str, Any]]) -> dict
     if "error" in row:
         print(f"{name}: {row['error']}", flush=True)
         return row
-    line = f"{name}: {row['seconds']:.3f} s a step ({row['optimizer_seconds']:.3f} s of it the optimizer), peak "
+    line = (
+        f"{name}: {row['seconds']:.3f} s a step ({row['optimizer_seconds']:.3f} s of it the optimizer), peak "
+    )
     line += format_bytes(row["peak_device_bytes"])
     if "device_budget" in row:
         line += f" of {format_bytes(row['device_budget'])}, moved {format_bytes(row['bytes_moved'])}, "
