@@ -127,6 +127,7 @@ class Executor:
             self._position += 1
             return
         actions = self._advance(indices)
+        self._forget_overtaken(actions)
         limit = self._limit()
         self._evict(actions.evict)
         self._residency.trim(limit, keep=indices)
@@ -137,6 +138,13 @@ class Executor:
             )
         self._prefetch(actions.fetch, limit)
         self._collector.operands_ready()
+
+    def _forget_overtaken(self, actions: Actions) -> None:
+        """What the schedule wants now goes before what it wanted earlier and could not have yet."""
+        if self._to_prefetch and actions.evict:
+            self._to_prefetch = [index for index in self._to_prefetch if index not in actions.evict]
+        if self._to_evict and actions.fetch:
+            self._to_evict = [index for index in self._to_evict if index not in actions.fetch]
 
     def _set_unplanned(self, unplanned: bool) -> None:
         if unplanned is not self._is_unplanned:
