@@ -15,6 +15,7 @@ from hetero.errors import (
     StreamRaceError,
 )
 from hetero.manager import Manager, manage
+from hetero.trace import StepTrace, trace_step
 
 __all__ = [
     "BudgetError",
@@ -25,7 +26,9 @@ __all__ = [
     "Manager",
     "PlanError",
     "StateError",
+    "StepTrace",
     "StreamRaceError",
     "manage",
+    "trace_step",
     "virtual_device",
 ]

@@ -4,8 +4,10 @@ Owns what is changed on the user's objects and its undoing. Invariant: `manage` 
 everything as it was; after `Manager.close` nothing shows that it was there.
 """
 
+import copy
 import functools
 import types
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -28,7 +30,9 @@ from hetero.errors import BudgetError, ManageError
 from hetero.eviction import Policy, resolve_policy
 from hetero.report import MemoryStats, collect_stats, plot_stats
 from hetero.stm import patches
-from hetero.stm.intercept import HomeHook, ManagedParameter, is_managed, plain, scope
+from hetero.stm.fetch import plain
+from hetero.stm.functions import HomeHook
+from hetero.stm.intercept import ManagedParameter, is_managed, scope
 from hetero.stm.saved import saved_tensors_as_handles
 from hetero.units import format_bytes
 
@@ -97,7 +101,7 @@ def manage(
     eviction_policy = resolve_policy(policy)
     parameters = _named_parameters(model)
     _check_manageable(model, optimizer, parameters)
-    _check_budgets(model, parameters, config, accelerator)
+    _check_budgets(model, optimizer, parameters, config, accelerator)
     return Manager(model, optimizer, accelerator, config, eviction_policy)
 
 
@@ -123,9 +127,12 @@ class Manager:
         self._optimizer = optimizer
         self._accelerator = accelerator
         self._closed = False
-        self._inner_call: Callable[..., Any] | None = None
-        self._had_call_slot = "_compiled_call_impl" in model.__dict__
-        self._inner_step: Callable[..., Any] | None = None
+        # What stood in the two places that are taken over; None: nothing of the object's own.
+        self._own_call: Any = None
+        self._own_step: Any = None
+        self._call: Any = None
+        self._step_method: Any = None
+        self._patched = False
         # The measurement keeps to the budget as well: what is in use already counts.
         room = max(config.device_budget - accelerator.used_bytes(), ALLOCATION_GRANULARITY)
         nbytes = max(min(16 << 20, room // 4), ALLOCATION_GRANULARITY)
@@ -185,7 +192,7 @@ class Manager:
         for name, parameter in parameters:
             tensor = self._stm.register_parameter(name, parameter)
             parameter.__class__ = ManagedParameter
-            parameter._hetero = tensor
+            parameter.__dict__["_hetero"] = tensor
             hooks = parameter._post_accumulate_grad_hooks
             for key in list(hooks or ()):
                 hooks[key] = HomeHook(hooks[key])
@@ -198,13 +205,11 @@ class Manager:
 
     def _detach(self) -> None:
         model, optimizer = self._model, self._optimizer
-        if self._inner_call is not None:
-            if self._had_call_slot:
-                model._compiled_call_impl = self._inner_call
-            else:
-                model.__dict__.pop("_compiled_call_impl", None)
-        if optimizer is not None and self._inner_step is not None:
-            self._unwrap_optimizer(optimizer)
+        if self._call is not None and model.__dict__.get("_compiled_call_impl") is self._call:
+            _set_own(model, "_compiled_call_impl", self._own_call)
+        # A scheduler made since then has wrapped our step: then it stays, and hands on.
+        if optimizer is not None and optimizer.__dict__.get("step") is self._step_method is not None:
+            _set_own(optimizer, "step", self._own_step)
         for tensor in self._stm.tensors:
             parameter = tensor.parameter
             with plain():
@@ -220,17 +225,12 @@ class Manager:
             patches.remove(self._stm)
             self._patched = False
 
-    _patched = False
-
     def _wrap_model(self) -> None:
         # torch's own slot for a replaced call: it wraps hooks and forward alike, unwinds on any exception, and
         # `Module.__getstate__` leaves it out, so that copies and pickles of the model are plain.
         model = self._model
-        inner = model._compiled_call_impl or model._call_impl
-        self._inner_call = model._compiled_call_impl
-        self._had_call_slot = self._inner_call is not None
-        if not self._had_call_slot:
-            self._inner_call = inner
+        self._own_call = model.__dict__.get("_compiled_call_impl")
+        inner = self._own_call or model._call_impl
 
         @functools.wraps(inner)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -248,13 +248,14 @@ class Manager:
                 self._stm.end_forward(complete=complete)
             return result
 
-        model._compiled_call_impl = call  # type: ignore[assignment]
+        self._call = model.__dict__["_compiled_call_impl"] = call
 
     def _wrap_optimizer(self) -> None:
         optimizer = self._optimizer
         if optimizer is None:
             return
-        inner = self._inner_step = optimizer.step
+        self._own_step = optimizer.__dict__.get("step")
+        inner = optimizer.step
         manager = self
 
         @functools.wraps(inner)
@@ -264,18 +265,7 @@ class Manager:
             return manager._step(inner, args, kwargs)
 
         # Schedulers wrap ``step.__func__``: only a bound method has one.
-        optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
-        self._step_method = optimizer.step
-
-    def _unwrap_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        if optimizer.__dict__.get("step") is not self._step_method:
-            return  # a scheduler wrapped ours since: it stays, and hands on
-        if self._had_own_step:
-            optimizer.step = self._inner_step  # type: ignore[method-assign, assignment]
-        else:
-            del optimizer.__dict__["step"]
-
-    _had_own_step = False
+        self._step_method = optimizer.__dict__["step"] = types.MethodType(step, optimizer)
 
     def _step(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         closure = args[0] if args else kwargs.get("closure")
@@ -368,7 +358,11 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
 
 
 def _check_budgets(
-    model: nn.Module, parameters: list[tuple[str, nn.Parameter]], config: Config, accelerator: Accelerator
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    parameters: list[tuple[str, nn.Parameter]],
+    config: Config,
+    accelerator: Accelerator,
 ) -> None:
     buffers = sum(accelerator.allocated_size(b.numel() * b.element_size()) for _, b in _named_buffers(model))
     name, largest = max(parameters, key=lambda item: item[1].numel() * item[1].element_size())
@@ -379,13 +373,44 @@ def _check_budgets(
             f"{accelerator.device} at once, device_budget is {config.device_budget} bytes: raise it to more than "
             f"{format_bytes(needed)}, activations not counted"
         )
-    total = sum(p.numel() * p.element_size() for _, p in parameters)
+    homes = sum(p.numel() * p.element_size() for _, p in parameters)
+    trained = sum(p.numel() * p.element_size() for _, p in parameters if p.requires_grad)
+    states = _states_per_parameter(optimizer)
+    total = homes if optimizer is None else homes + trained * (1 + states)
     if total > config.host_budget:
         raise BudgetError(
-            f"the homes of {len(parameters)} parameters need {total} bytes of host memory, host_budget is "
-            f"{config.host_budget} bytes: raise it to more than {format_bytes(total)} (gradients and optimizer "
-            "states not counted), or use a machine with more memory"
+            f"model data at home need {total} bytes of host memory ({format_bytes(homes)} of parameters"
+            + (f", as much again for gradients and {states} times for optimizer states" if optimizer else "")
+            + f"), host_budget is {config.host_budget} bytes: raise it to {format_bytes(total)} or more, or use an "
+            "optimizer with fewer states"
         )
+
+
+def _states_per_parameter(optimizer: torch.optim.Optimizer | None) -> int:
+    """How many tensors of a parameter's size this optimizer keeps, found by letting its kind step a small one."""
+    if optimizer is None:
+        return 0
+    probe = nn.Parameter(torch.zeros(3, 5))
+    probe.grad = torch.zeros_like(probe)
+    try:
+        twin = copy.copy(optimizer)  # its kind and settings, nothing it holds
+        twin.state = defaultdict(dict)
+        twin.param_groups = [{**optimizer.param_groups[0], "params": [probe]}]
+        type(optimizer).step(twin)
+    except (
+        Exception
+    ):  # an optimizer with other arguments, or one that needs a closure: its states are not known yet
+        return 0
+    kept = twin.state.get(probe, {}).values()
+    return sum(isinstance(value, torch.Tensor) and value.shape == probe.shape for value in kept)
+
+
+def _set_own(owner: object, name: str, value: Any) -> None:
+    """Restore an attribute of the object's own; None: it had none."""
+    if value is None:
+        owner.__dict__.pop(name, None)
+    else:
+        owner.__dict__[name] = value
 
 
 # -- reading a model ---------------------------------------------------------------------------------

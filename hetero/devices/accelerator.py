@@ -43,8 +43,9 @@ class Accelerator:
                 f"device={device!s} is no accelerator: hetero moves tensors between a device and the host; pass a "
                 "CUDA, ROCm or XPU device, or hetero.virtual_device(memory='256MiB')"
             )
-        self._module = cast(ModuleType, torch.get_device_module(device))
-        if device.index is None:
+        self._module: ModuleType = torch.get_device_module(device)
+        index: int | None = device.index
+        if index is None:
             device = torch.device(device.type, self._call("current_device"))
         self.device = device
 

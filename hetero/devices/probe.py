@@ -47,12 +47,8 @@ def probe_links(accelerator: Accelerator, *, nbytes: int = 16 << 20, pin: bool =
     host = arena.empty_strided((nbytes,), (1,), torch.uint8).zero_()
     device = torch.empty(nbytes, dtype=torch.uint8, device=accelerator.device)
     device.zero_()
-    up_small, up = (
-        _time(engine, accelerator, host[:n], device[:n], up=True) for n in (small, nbytes)
-    )
-    down_small, down = (
-        _time(engine, accelerator, host[:n], device[:n], up=False) for n in (small, nbytes)
-    )
+    up_small, up = (_time(engine, accelerator, host[:n], device[:n], up=True) for n in (small, nbytes))
+    down_small, down = (_time(engine, accelerator, host[:n], device[:n], up=False) for n in (small, nbytes))
     # Two sizes give slope and intercept. Noise can make the small copy the slower one: then call it all bandwidth.
     span = nbytes - small
     return LinkSpeeds(

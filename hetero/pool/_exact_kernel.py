@@ -41,11 +41,13 @@ def search(
     capacity: int,
     nodes: int,
     offsets: IntArray,
+    blame: IntArray,
 ) -> tuple[int, int]:
     """Fill ``offsets`` with a placement within ``capacity``; return the outcome and the branches tried.
 
     Buffers are numbered by preference, equal ones next to each other. `FOUND`: done. `EXHAUSTED`: there is
-    none. `STOPPED`: ``nodes`` ran out.
+    none. `STOPPED`: ``nodes`` ran out. ``blame`` counts, for each buffer, the branches that failed for want
+    of room for it.
     """
     n = len(sizes)
     room = n * (n + 1) // 2 + n + 1
@@ -96,6 +98,7 @@ def search(
             chosen,
             top[level],
             group,
+            blame,
         )
         if not fits:
             continue
@@ -103,7 +106,7 @@ def search(
         first = 0 if level == 0 else child_first[level - 1] + child_count[level - 1]
         count = _split(
             begins, ends, sizes, capacity, member, lowest, stuck, top[level], out, parts, first, sections,
-            group, group_low, group_stuck,
+            group, group_low, group_stuck, blame,
         )  # fmt: skip
         if count < 0:
             continue
@@ -166,6 +169,7 @@ def _branch(
     chosen: int,
     out: int,
     group: _Members,
+    blame: IntArray,
 ) -> bool:
     """Write the members left after placing ``chosen`` from ``out`` on, sorted; False if one cannot fit."""
     i, offset = member[chosen], lowest[chosen]
@@ -179,11 +183,13 @@ def _branch(
         if begins[j] < end and begin < ends[j]:
             if position != chosen and lowest[position] <= roof:
                 if roof + sizes[j] > capacity:
+                    blame[j] += 1
                     return False
                 lifted -= 1
                 group[lifted] = j
         elif lowest[position] <= offset:
             if offset + sizes[j] > capacity:
+                blame[j] += 1
                 return False
             # Bit 0: passed over, now or before.
             passed = stuck[position] or lowest[position] < offset or j < i
@@ -231,6 +237,7 @@ def _split(
     group: _Members,
     group_low: IntArray,
     group_stuck: _Flags,
+    blame: IntArray,
 ) -> int:
     """Check every section of the members in [low, high), then sort them into independent parts; their
     number, or -1.
@@ -254,6 +261,7 @@ def _split(
             load[t], floor[t] = total, low_j
             most = max(most, total)
         if low_j + most > capacity:
+            blame[j] += 1
             return -1
         # Counts the lives that cross from the section before into this one.
         label[begins[j] + 1] += 1

@@ -17,7 +17,11 @@ from hetero.pool.reduction import Piece
 __all__ = ["MOST_BUFFERS", "Exact"]
 
 MOST_BUFFERS = 4000
-_SECONDS_AN_ATTEMPT = 0.25
+# Node budgets in units of the current one: most orders succeed early or not at all.
+_LENGTHS = (1, 1, 2, 1, 1, 2, 6)
+_TRIES_A_GROWTH, _GROWTH = 20, 1.2
+# Share of earlier blame that the next order still sees.
+_BLAME_KEPT = 0.8
 
 
 class Exact:
@@ -38,8 +42,11 @@ class Exact:
         self._step = size_step(piece.sizes)
         self._proven = piece.bound
         self._tries = 0
-        self._nodes = max(2 * len(piece), 2000)
+        self._nodes = max(2 * len(piece), min(10 * len(piece), 20_000), 1000)
+        self._blame = np.zeros(len(piece))
         self._refuted = False
+        self._seconds = 0.0
+        self._tried = 0
 
     def attempt(self, goal: int, limit: int) -> Attempt:
         goal = max(goal, self._proven)
@@ -53,6 +60,7 @@ class Exact:
 
         piece = self._piece
         offsets = np.zeros(len(piece), dtype=np.int64)
+        blame = np.zeros(len(piece), dtype=np.int64)
         started = time.perf_counter()
         outcome, tried = _exact_kernel.search(
             piece.begins[order],
@@ -60,10 +68,16 @@ class Exact:
             piece.sizes[order],
             piece.horizon,
             capacity,
-            self._nodes,
+            self._budget(),
             offsets,
+            blame,
         )
-        self._adapt(tried, time.perf_counter() - started)
+        if self._tries > 1:
+            # The first search may include compiling.
+            self._seconds += time.perf_counter() - started
+            self._tried += tried
+        self._blame *= _BLAME_KEPT
+        self._blame[order] += blame
         if outcome == _exact_kernel.EXHAUSTED:
             self._refuted = True
             self._proven = (capacity // self._step + 1) * self._step
@@ -74,30 +88,31 @@ class Exact:
         placed[order] = offsets
         return Attempt(offsets=placed, proven_bound=self._proven)
 
+    def _budget(self) -> int:
+        """Branches for the next search: within half a second, or a twentieth of the time spent so far."""
+        wanted = self._nodes * _LENGTHS[self._tries % len(_LENGTHS)]
+        if self._tried == 0:
+            return wanted
+        rate = self._tried / max(self._seconds, 1e-6)
+        return max(2 * len(self._piece), min(wanted, int(rate * max(0.5, self._seconds / 20))))
+
     def _capacity(self, goal: int, limit: int) -> int:
-        """Goal first; between goal and limit later, when the goal resists and every order has been tried on
-        it.
-        """
-        turn = self._tries // 4 % 3 if self._tries > 40 or self._refuted else 0
-        return (goal, (goal + limit) // 2, limit)[turn]
+        """Nearly always the goal; once that is refuted, the ends and the middle of what is open."""
+        if self._refuted:
+            return (goal, (goal + limit) // 2, limit)[self._tries // 4 % 3]
+        return (goal + limit) // 2 if self._tries > 100 and self._tries % 8 == 0 else goal
 
     def _next_order(self) -> IntArray:
+        """Classic orders first; then random mixtures, most of them raising buffers that searches failed
+        on.
+        """
         self._tries += 1
         if self._tries <= len(self._orders):
             return self._orders[self._tries - 1]
-        if self._tries % 8 == 0:
-            return self._orders[self._tries // 8 % len(self._orders)]
-        return self._keys.random(self._rng, (1.0, 1.0, 4.0), 0.3)
-
-    def _adapt(self, tried: int, seconds: float) -> None:
-        """Node budget: what fits into an attempt, reached by and by; many short searches beat few long
-        ones.
-        """
-        if self._tries == 1:
-            # The first search may include compiling.
-            return
-        rate = tried / max(seconds, 1e-6)
-        most = max(1000, int(rate * _SECONDS_AN_ATTEMPT), 2 * len(self._piece))
-        if self._tries % 8 == 0:
-            self._nodes = int(self._nodes * 1.5)
-        self._nodes = min(self._nodes, most * (1 + self._tries // 50))
+        if self._tries % _TRIES_A_GROWTH == 0:
+            self._nodes = int(self._nodes * _GROWTH)
+        extra = None
+        if self._rng.random() < 0.5 and self._blame.any():
+            blame = self._keys.shared_equally(self._blame)
+            extra = 1.5 * self._rng.random() * np.log1p(blame / blame.mean())
+        return self._keys.random(self._rng, (1.0, 1.0, 4.0), 0.3, extra)

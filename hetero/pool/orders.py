@@ -50,11 +50,22 @@ class OrderKeys:
         """Order by ``size * log size + duration * log duration + load * log load``, descending."""
         return self.descending(size * self.size + duration * self.duration + load * self.load)
 
-    def random(self, rng: np.random.Generator, scales: Sequence[float], noise: float) -> IntArray:
-        """A random mixture with weights up to ``scales`` (size, duration, load), some of them zero, plus
-        noise.
+    def random(
+        self,
+        rng: np.random.Generator,
+        scales: Sequence[float],
+        noise: float,
+        extra: npt.NDArray[np.float64] | None = None,
+    ) -> IntArray:
+        """A random mixture with weights up to ``scales`` (size, duration, load), some zero, plus noise.
+
+        ``extra`` (one a buffer, the same for equal buffers) is added to the key.
         """
         weights = rng.random(3) * np.asarray(scales) * (rng.random(3) < 0.7)
         blur = rng.normal(size=self._kinds)[self._kind] * (noise * rng.random())
         key = weights[0] * self.size + weights[1] * self.duration + weights[2] * self.load + blur
-        return self.descending(key)
+        return self.descending(key if extra is None else key + extra)
+
+    def shared_equally(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """``values`` (one a buffer) summed over equal buffers."""
+        return np.bincount(self._kind, weights=values)[self._kind].astype(np.float64)

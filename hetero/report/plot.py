@@ -41,5 +41,5 @@ def plot_stats(stats: MemoryStats, path: str | Path) -> None:
         label=f"budget {format_bytes(stats.device_budget)}",
     )
     axes.set(xlim=(0, len(stats.periods)), ylim=(0, None), xlabel="period", ylabel="MiB on the device")
-    axes.legend(loc="lower right", framealpha=0.9)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
     figure.savefig(path, dpi=150)

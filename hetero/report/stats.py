@@ -7,6 +7,7 @@ import dataclasses
 import io
 from dataclasses import dataclass
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -19,6 +20,7 @@ from hetero.units import format_bytes, format_seconds
 
 __all__ = ["MemoryStats", "collect_stats"]
 
+_WIDTH = 160
 _ROWS = 40  # of a printed table; the rest is in `to_dict`
 
 
@@ -32,8 +34,8 @@ class MemoryStats:
         model_data_bytes: parameters, gradients, optimizer states and buffers, wherever they are. Each counted
             once: a device copy of a parameter is not model data twice.
         device_model_bytes, host_model_bytes: model data by where it is now, copies included.
-        bytes_moved: over both directions in the last measured iteration.
-        lower_bound_bytes: what any schedule would have had to move in that iteration under this budget (interval
+        bytes_moved: over both directions in the last complete iteration.
+        lower_bound_bytes: what any schedule would have had to move in such an iteration under this budget (interval
             linear program, Berger et al. 2018), gradients included; 0 before there is a plan.
         predicted_seconds: simulated time of a planned iteration; 0.0 before there is a plan.
         total_fetched_bytes, total_written_bytes: host to device and device to host since `hetero.manage`.
@@ -64,7 +66,7 @@ class MemoryStats:
 
     def __str__(self) -> str:
         text = io.StringIO()
-        console = Console(file=text, width=140)
+        console = Console(file=text, width=_WIDTH)
         console.print(self._summary())
         if self.periods:
             console.print(self._table())
@@ -88,9 +90,9 @@ class MemoryStats:
         return table
 
     def _table(self) -> Table:
-        table = Table(title="Periods of the last measured iteration")
+        table = Table(title="Periods of the last measured iteration", box=box.SIMPLE_HEAD)
         for column in ("#", "operator", "phase"):
-            table.add_column(column, no_wrap=True, max_width=52)
+            table.add_column(column, no_wrap=True, max_width=50)
         for column in ("model", "non-model", "peak", "fetched", "dropped", "written", "stall", "time"):
             table.add_column(column, justify="right", no_wrap=True)
         for period in self.periods[:_ROWS]:
@@ -123,7 +125,7 @@ def collect_stats(stm: StatefulTensorMgr, accelerator: Accelerator, config: Conf
     stm.settle()
     ledger, total = stm.ledger, stm.collector.total
     segments = stm.cycles.last_sampled
-    moved = [period for segment in segments for period in segment.periods]
+    moved = [period for segment in stm.cycles.last for period in segment.periods]
     plan = stm.cycles.last_plan
     bound = 0 if plan is None else lower_bound(plan.trace) + sum(period.written_bytes for period in moved)
     copies = ledger.nbytes(Tier.DEVICE, Kind.PARAMETER) + ledger.nbytes(Tier.DEVICE, Kind.GRADIENT)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hetero.stm.intercept import plain
+from hetero.stm.fetch import plain
 
 __all__ = ["Guard"]
 

@@ -8,24 +8,31 @@ goes on to the original unless a managed parameter is involved.
 * ``Module._apply`` (``model.to``, ``.half``, ``.cuda`` ...) would replace homes behind the manager's back.
 * ``autograd._engine_run_backward``, through which ``backward`` and ``grad`` go: nothing else tells when a backward
   begins, ends, or fails.
+
+Beside them, torch's own hook after every optimizer's step.
 """
 
 import contextlib
-
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from hetero.errors import ManageError
-from hetero.stm.intercept import _collect, _replace_one, in_scope, is_managed, managed_of, plain, substituted
+from hetero.stm.fetch import plain
+from hetero.stm.intercept import collect, in_scope, is_managed, managed_of, replace_one, substituted
 from hetero.stm.tensors import ManagedTensor
 
 __all__ = ["install", "remove"]
 
-_Function = torch.autograd.function._SingleLevelFunction
-_module_apply = nn.Module._apply
-_run_backward = torch.autograd._engine_run_backward
+# Any: these are not meant to be assigned to, says their typing.
+_Function: Any = torch.autograd.function._SingleLevelFunction
+_Module: Any = nn.Module
+_autograd: Any = torch.autograd
+_module_apply = _Module._apply
+_run_backward = _autograd._engine_run_backward
 
 
 class BackwardListener(Protocol):
@@ -36,14 +43,16 @@ class BackwardListener(Protocol):
 
 
 _listeners: list[BackwardListener] = []
+_step_hooks: list[RemovableHandle] = []
 
 
 def install(listener: BackwardListener) -> None:
     """One more manager is active."""
     if not _listeners:
         _Function.apply = classmethod(_apply)
-        nn.Module._apply = _refuse_conversion
-        torch.autograd._engine_run_backward = _announced_backward
+        _Module._apply = _refuse_conversion
+        _autograd._engine_run_backward = _announced_backward
+        _step_hooks.append(register_optimizer_step_post_hook(_note_step))
     _listeners.append(listener)
 
 
@@ -52,8 +61,9 @@ def remove(listener: BackwardListener) -> None:
     _listeners.remove(listener)
     if not _listeners:
         del _Function.apply
-        nn.Module._apply = _module_apply
-        torch.autograd._engine_run_backward = _run_backward
+        _Module._apply = _module_apply
+        _autograd._engine_run_backward = _run_backward
+        _step_hooks.pop().remove()
 
 
 def _announced_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -65,15 +75,25 @@ def _announced_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         return _run_backward(outputs, *args, **kwargs)
 
 
+def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """After the step of any optimizer of the process: fused kernels write parameters without moving their version,
+    so whatever has a gradient counts as written."""
+    with plain():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if is_managed(parameter) and parameter.grad is not None:
+                    managed_of(parameter).note_write()
+
+
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     original = super(_Function, cls).apply
     operands: list[ManagedTensor] = []
-    _collect(args, operands)
+    collect(args, operands)
     # Outside a scope a Function of the user's may well be about home (a regulariser, say): device tensors decide.
-    if not operands or not (in_scope() or _has_device_operand(operands[0].owner.device, args)):  # type: ignore[attr-defined]
+    if not operands or not (in_scope() or _has_device_operand(operands[0].owner.device, args)):
         return original(*args, **kwargs)
     with plain(), substituted(operands, cls.__name__) as copies:
-        args = tuple(_replace_one(value, copies) for value in args)
+        args = tuple(replace_one(value, copies) for value in args)
         with torch._C._EnableTorchFunction():
             return original(*args, **kwargs)
 
@@ -84,7 +104,7 @@ def _has_device_operand(device: torch.device, args: tuple[Any, ...]) -> bool:
     )
 
 
-def _refuse_conversion(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
+def _refuse_conversion(self: nn.Module, fn: Any, recurse: bool = True) -> Any:
     for name, parameter in self.named_parameters(recurse=recurse):
         if is_managed(parameter):
             raise ManageError(

@@ -16,17 +16,19 @@ holds the tensor itself; whoever does (a tensor saved outside our hooks, a custo
 
 import sys
 import weakref
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from hetero.stm.state import Kind, Ledger, StatefulTensor
 
-__all__ = ["ManagedTensor"]
+__all__ = ["ManagedTensor", "Owner"]
 
 
 class _Probe:
     __slots__ = ("identity",)
+    identity: torch.Tensor
 
 
 def _reference_baselines() -> tuple[int, int]:
@@ -41,12 +43,42 @@ def _reference_baselines() -> tuple[int, int]:
 _ONLY_OURS, _WRAPPER_USES = _reference_baselines()
 
 
+class Owner(Protocol):
+    """The manager behind a tensor, as interception sees it (`hetero.stm.manager.StatefulTensorMgr`)."""
+
+    device: torch.device
+
+    def begin_operator(self, operands: list["ManagedTensor"], name: object) -> None:
+        """The pre-op sampling moment; operands are resident and in COMPUTE afterwards."""
+
+    def end_operator(self, operands: list["ManagedTensor"]) -> None: ...
+
+    def copy_for(self, tensor: "ManagedTensor") -> torch.Tensor:
+        """What the operator receives instead of the parameter."""
+
+    def relieve(self) -> int:
+        """Free what can be freed after an out-of-memory error; returns the bytes freed."""
+
+    def wait_for_gradient(self, tensor: "ManagedTensor") -> None: ...
+
+    def gradient_set(self, tensor: "ManagedTensor") -> None: ...
+
+    def rebind_home(self, tensor: "ManagedTensor", data: torch.Tensor) -> None: ...
+
+    def hand_over(self, tensor: "ManagedTensor", gradient: torch.Tensor) -> torch.Tensor:
+        """The gradient is complete on the device; what autograd takes for it at home."""
+
+    def load_saved(self, tensor: "ManagedTensor", version: int) -> torch.Tensor:
+        """Backward is about to read a saved copy."""
+
+
 class ManagedTensor(StatefulTensor):
     """A parameter under management. Created by `hetero.stm.manager.StatefulTensorMgr`."""
 
     __slots__ = (
         "_alias",
         "_fetch_nodes",
+        "_unseen_writes",
         "clean_version",
         "data",
         "device_nbytes",
@@ -70,7 +102,7 @@ class ManagedTensor(StatefulTensor):
         name: str,
         index: int,
         parameter: nn.Parameter,
-        owner: object,
+        owner: Owner,
         device_nbytes: int,
     ) -> None:
         super().__init__(ledger, Kind.PARAMETER, name)
@@ -79,6 +111,7 @@ class ManagedTensor(StatefulTensor):
         self.owner = owner
         self.device_nbytes = device_nbytes
         self._alias: torch.Tensor | None = None
+        self._unseen_writes = 0
         self._fetch_nodes: list[weakref.ref[object]] = []
         self.data: torch.Tensor | None = None
         self.identity: torch.Tensor | None = None
@@ -109,13 +142,17 @@ class ManagedTensor(StatefulTensor):
     @property
     def home_clock(self) -> int:
         """Moves whenever home is written, through the parameter or through its ``.data``."""
-        return self.home._version + (0 if self._alias is None else self._alias._version)
+        return self.home._version + self._unseen_writes + (0 if self._alias is None else self._alias._version)
 
     @property
     def version(self) -> int:
         """The version autograd's check sees: in-place writes to the parameter, at home or on the device."""
         written = 0 if self.data is None else self.data._version - self.clean_version
         return self.home._version + written
+
+    def note_write(self) -> None:
+        """Home was written by somebody who does not move version counters: fused optimizer kernels do not."""
+        self._unseen_writes += 1
 
     def data_alias(self) -> torch.Tensor:
         """What ``p.data`` is: same memory, with a version counter of its own, which we can watch."""
@@ -172,7 +209,8 @@ class ManagedTensor(StatefulTensor):
         if identity is None:
             return True
         # One more than the baseline: the local name.
-        return identity._use_count() == 1 and sys.getrefcount(identity) <= _ONLY_OURS + 1
+        uses: int = identity._use_count()  # type: ignore[attr-defined]
+        return uses == 1 and sys.getrefcount(identity) <= _ONLY_OURS + 1
 
     # -- fetch nodes ----------------------------------------------------------------------------------
 

@@ -67,7 +67,7 @@ class RecordedOperator:
     updates_parameter: bool
 
 
-class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Ledger(TorchDispatchMode):
     """A dispatch mode that records operators and storages; use inside ``with ledger:``.
 
     ``substitute`` is given every input tensor and may return another in its place (used to make foreign
@@ -81,7 +81,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         call: Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any] | None = None,
         on_operator: Callable[[RecordedOperator], None] | None = None,
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.scopes = Scopes(self.label)
         self.operators: list[RecordedOperator] = []
         self.running = ""

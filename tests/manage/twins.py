@@ -108,9 +108,8 @@ def assert_same(got: Any, expected: Any, where: str) -> None:
     if isinstance(expected, torch.Tensor):
         assert isinstance(got, torch.Tensor), where
         assert got.dtype == expected.dtype, where
-        equal = (
-            torch.equal(got, expected)
-            or torch.equal(got.isnan(), expected.isnan())
+        equal = torch.equal(got, expected) or (
+            torch.equal(got.isnan(), expected.isnan())
             and torch.equal(got.nan_to_num(), expected.nan_to_num())
         )
         assert equal, f"{where}: {(got - expected).abs().max()} apart"

@@ -1,0 +1,67 @@
+"""What a user's function returns to be trained: ``(model, optimizer, batches, loss_fn)``.
+
+Owns the check of that tuple and how its loss is called. Trains nothing.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hetero.errors import ConfigError
+
+__all__ = ["LossOf", "checked_loss", "read_job"]
+
+LossOf = Callable[[nn.Module, Any], Tensor]
+
+
+def read_job(made: object, target: str) -> tuple[nn.Module, torch.optim.Optimizer, Iterable[Any], LossOf]:
+    """``made`` by ``target``, checked. A loss of torch itself, which knows nothing of models, becomes one that
+    gives it ``model(*inputs)`` and the last of each batch. Raises `ConfigError`."""
+    if not isinstance(made, tuple) or len(made) != 4:
+        got = f"{len(made)} values" if isinstance(made, tuple) else f"a {type(made).__name__}"
+        raise ConfigError(
+            f"{target} returned {got}: expected the 4 values (model, optimizer, batches, loss_fn)"
+        )
+    model, optimizer, batches, loss_fn = made
+    for name, value, fits, wanted in (
+        ("model", model, isinstance(model, nn.Module), "an nn.Module"),
+        ("optimizer", optimizer, isinstance(optimizer, torch.optim.Optimizer), "a torch.optim.Optimizer"),
+        ("batches", batches, isinstance(batches, Iterable), "an iterable"),
+        ("loss_fn", loss_fn, callable(loss_fn), "a function"),
+    ):
+        if not fits:
+            raise ConfigError(
+                f"{target} returned a {type(value).__name__} as {name}: expected (model, optimizer, batches, "
+                f"loss_fn), and {name} to be {wanted}"
+            )
+    return model, optimizer, batches, _criterion(loss_fn) if _is_of_torch(loss_fn) else loss_fn
+
+
+def checked_loss(loss_fn: LossOf, model: nn.Module, batch: Any) -> Tensor:
+    """``loss_fn(model, batch)``; raises `ConfigError` unless that can be differentiated."""
+    loss = loss_fn(model, batch)
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ConfigError(f"loss_fn(model, batch) gave {what}: expected a scalar tensor with a gradient")
+    return loss
+
+
+def _is_of_torch(loss_fn: Any) -> bool:
+    owner = type(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn
+    return str(getattr(owner, "__module__", "")).split(".")[0] == "torch"
+
+
+def _criterion(loss_fn: Callable[..., Any]) -> LossOf:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        if not isinstance(batch, tuple | list) or len(batch) < 2:
+            raise ConfigError(
+                f"{loss_fn} compares outputs with targets, and a batch is a {type(batch).__name__}: expected "
+                "batches (*inputs, target), or a loss_fn(model, batch) of your own"
+            )
+        *inputs, wanted = batch
+        result: Tensor = loss_fn(model(*inputs), wanted)
+        return result
+
+    return loss

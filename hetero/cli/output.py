@@ -1,0 +1,66 @@
+"""Files that commands write, and the progress bar they show.
+
+Invariant: a path that cannot be written is refused before any work is done, and a JSON file is written whole.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from hetero.errors import ConfigError
+
+__all__ = ["check_writable", "open_console", "progress", "write_json"]
+
+_WIDTH = 160
+
+
+def open_console() -> Console:
+    """Standard output; wide if it is no terminal, so that no name is cut up in a file or a pipe."""
+    return Console() if sys.stdout.isatty() else Console(width=_WIDTH)
+
+
+def check_writable(*paths: Path | None) -> None:
+    """Raise `ConfigError` for a path in a folder that is missing or closed to us, or that is a folder."""
+    for path in paths:
+        if path is None:
+            continue
+        folder = path.absolute().parent
+        if not folder.is_dir():
+            raise ConfigError(f"{path}: there is no folder {folder}; make it first")
+        if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+            raise ConfigError(f"{path} cannot be written: choose another place")
+
+
+def write_json(path: Path, values: dict[str, object]) -> None:
+    """Write ``values`` to ``path``, replacing it only once everything is on disk."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        partial.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def progress(console: Console, title: str, steps: int) -> Iterator[Callable[[int, float], None]]:
+    """A progress bar; call what is yielded with the step's number and loss."""
+    columns = (
+        TextColumn("{task.description:<10}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task(title, total=steps, loss="")
+
+        def advance(number: int, loss: float) -> None:
+            bar.update(task, completed=number + 1, loss=f"{loss:.4f}")
+
+        yield advance

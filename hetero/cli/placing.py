@@ -1,0 +1,63 @@
+"""Which device a command uses: the one named, the machine's accelerator, or a virtual one.
+
+Owns that choice and, on the virtual accelerator, its memory: a managed run gets exactly its budget, so that
+the allocator itself would refuse a byte more; an unmanaged one what the host has.
+"""
+
+import torch
+import typer
+
+from hetero.devices import Accelerator, host_memory_free
+from hetero.devices.virtual import set_memory_limit, virtual_device
+from hetero.devices.virtual._build import build_folder
+from hetero.errors import ConfigError
+
+__all__ = ["choose_device", "is_compiled", "limit_memory", "steps_differ", "unlimit_memory"]
+
+_VIRTUAL = "virtual"
+
+
+def choose_device(name: str | None, *, bandwidth: str = "8GiB/s") -> torch.device:
+    """The device called ``name``; by default the accelerator, or a virtual one where there is none.
+
+    Raises `ConfigError` for a name that is none, `DeviceError` for a device that cannot be used.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if name is None:
+        name = accelerator.type if accelerator is not None else _VIRTUAL
+    if name.split(":")[0] == _VIRTUAL:
+        if not is_compiled():
+            typer.echo("building the virtual accelerator, once: about a minute", err=True)
+        return virtual_device(memory=host_memory_free(), bandwidth=bandwidth)
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"--device {name}: no such device: {str(error).splitlines()[0]}") from error
+    if device.type not in ("cpu", "meta") and (accelerator is None or accelerator.type != device.type):
+        there = "no accelerator" if accelerator is None else f"the accelerator {accelerator.type}"
+        raise ConfigError(
+            f"--device {name}: this machine has {there}; pass --device virtual, or leave it out"
+        )
+    return Accelerator(device).device
+
+
+def is_compiled() -> bool:
+    """Whether the virtual accelerator can be used at once, without its compilation."""
+    return (build_folder() / "built").exists()
+
+
+def limit_memory(device: torch.device, nbytes: int) -> None:
+    """On the virtual accelerator, take away all memory beyond ``nbytes``."""
+    if device.type == _VIRTUAL:
+        set_memory_limit(nbytes)
+
+
+def unlimit_memory(device: torch.device) -> None:
+    """On the virtual accelerator, give back what `limit_memory` took."""
+    if device.type == _VIRTUAL:
+        set_memory_limit(host_memory_free())
+
+
+def steps_differ(device: torch.device) -> bool:
+    """Whether an optimizer may round differently on ``device`` than on the host."""
+    return device.type != _VIRTUAL

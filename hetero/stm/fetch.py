@@ -1,0 +1,56 @@
+"""The node by which autograd reaches a managed parameter.
+
+Owns the only edge between a parameter at home and its identity on the device (`hetero.stm.tensors`: [Note:
+identity]).
+"""
+
+from typing import Any
+
+import torch
+
+from hetero.stm.tensors import ManagedTensor
+
+__all__ = ["Fetch", "make_identity", "plain"]
+
+plain = torch._C.DisableTorchFunctionSubclass
+"""Context in which managed parameters are ordinary tensors: without it, fetching would intercept itself."""
+
+
+class Fetch(torch.autograd.Function):
+    """Parameter at home -> its identity on the device; the gradient goes the other way.
+
+    It *returns* the gradient, so that all of autograd's semantics hold: ``autograd.grad`` on parameters, tensor
+    hooks, post-accumulate hooks, other paths to the same parameter.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, tensor: ManagedTensor) -> torch.Tensor:
+        ctx.tensor = tensor
+        # Where autograd has no gradient at all, ``p.grad`` must stay None and not become zeros.
+        ctx.set_materialize_grads(False)
+        assert tensor.data is not None
+        return tensor.data.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        if gradient is None:
+            return None, None
+        with plain():
+            return ctx.tensor.owner.hand_over(ctx.tensor, gradient), None
+
+
+# Straight to the C implementation: `Function.apply` itself is intercepted (`hetero.stm.patches`).
+_apply_fetch = super(torch.autograd.function._SingleLevelFunction, Fetch).apply
+_LAST = (1 << 64) - 1
+
+
+def make_identity(tensor: ManagedTensor) -> None:
+    """Give ``tensor``, which is resident, the autograd identity that operators receive (tensors: [Note: identity])."""
+    # It outlives the caller's inference mode, and must be fit for training then.
+    with torch.inference_mode(False), torch.enable_grad():
+        identity = _apply_fetch(tensor.parameter, tensor)
+    # As for AccumulateGrad: hand the gradient over as soon as it is complete, not when its turn comes.
+    identity.grad_fn._set_sequence_nr(_LAST)
+    tensor.add_fetch_node(identity.grad_fn)
+    tensor.identity = identity
+    tensor.data = identity.detach()

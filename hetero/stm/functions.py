@@ -1,0 +1,214 @@
+"""What to do with functions that are not operators.
+
+Owns the table `hetero.stm.intercept.HANDLERS`: metadata moves nothing, ``p.grad`` waits, ``p.data`` is watched,
+``p.device`` is where the parameter computes. Importing this module fills the table.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hetero.errors import ManageError
+from hetero.stm.fetch import plain
+from hetero.stm.intercept import (
+    HANDLERS,
+    ManagedParameter,
+    in_scope,
+    managed_of,
+    run_operator,
+    substituted,
+)
+
+__all__ = ["HomeHook"]
+
+
+def _ask(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Metadata, and functions that take parameters without computing with them: nothing moves."""
+    return func(*args, **kwargs)
+
+
+def _computes() -> bool:
+    """The caller computes with parameters on the device: a managed forward, or a checkpoint's within backward."""
+    return in_scope() or torch._C._current_graph_task_id() != -1
+
+
+def _convert(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Conversions: about home outside a scope, but a checkpoint converts what it computes with."""
+    return run_operator(func, args, kwargs) if _computes() else func(*args, **kwargs)
+
+
+def _home_outside(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Copies: outside a scope they are about home, whatever the other operand's device."""
+    return run_operator(func, args, kwargs) if in_scope() else func(*args, **kwargs)
+
+
+def _device(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Where the parameter is: at home, or on the compute device for those who ask while it computes."""
+    if not _computes():
+        return func(*args, **kwargs)
+    device = managed_of(args[0]).owner.device
+    if func is torch.Tensor.device.__get__:
+        return device
+    if func is torch.Tensor.get_device:
+        return device.index
+    return device.type == _DEVICE_FLAGS[func]
+
+
+def _get_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor = managed_of(args[0])
+    tensor.owner.wait_for_gradient(tensor)
+    return func(*args, **kwargs)
+
+
+def _set_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if type(args[0]) is ManagedParameter:
+        tensor = managed_of(args[0])
+        tensor.owner.wait_for_gradient(tensor)
+        if len(args) > 1 and isinstance(args[1], torch.Tensor) and args[1].device != tensor.home.device:
+            # On the device this assignment would have been legal.
+            args = (args[0], args[1].to(tensor.home.device))
+        tensor.owner.gradient_set(tensor)
+    return func(*args, **kwargs)
+
+
+def _get_data(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor = managed_of(args[0])
+    if not in_scope():
+        return tensor.data_alias()
+    with substituted([tensor], func):
+        return tensor.data
+
+
+def _set_data(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if type(args[0]) is not ManagedParameter:  # other.data = p
+        return func(args[0], args[1].detach())
+    tensor = managed_of(args[0])
+    with torch.no_grad():
+        data = args[1].detach()
+        if data.shape != tensor.home.shape or data.dtype != tensor.home.dtype:
+            raise ManageError(
+                f"{tensor.name}.data: a tensor of shape {tuple(data.shape)} and {data.dtype} cannot replace "
+                f"{tuple(tensor.home.shape)} and {tensor.home.dtype} while managed: call manager.close() first"
+            )
+        tensor.owner.rebind_home(tensor, data.to(tensor.home.device))
+    return None
+
+
+class HomeHook:
+    """A post-accumulate hook that sees its parameter and gradient at home, finished."""
+
+    def __init__(self, inner: Callable[[torch.Tensor], None]) -> None:
+        self.inner = inner
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        with plain():
+            if type(parameter) is ManagedParameter:
+                managed_of(parameter).owner.wait_for_gradient(managed_of(parameter))
+            self.inner(parameter)
+
+
+def _register_post_accumulate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    hook = kwargs["hook"] if "hook" in kwargs else args[1]
+    return func(args[0], HomeHook(hook))
+
+
+# Any: typing knows attributes of tensors, not the descriptors behind them.
+_T: Any = torch.Tensor
+
+
+def _getters(*names: str) -> list[Any]:
+    # Some attributes come and go with torch versions.
+    return [getattr(_T, name).__get__ for name in names if hasattr(_T, name)]
+
+
+def _setters(*names: str) -> list[Any]:
+    return [getattr(_T, name).__set__ for name in names]
+
+
+_DEVICE_FLAGS: dict[Any, str] = {
+    _T.is_cuda.__get__: "cuda",
+    _T.is_xpu.__get__: "xpu",
+    _T.is_cpu.__get__: "cpu",
+}
+
+_ASK: list[Any] = [
+    *_getters(
+        *(
+            "shape",
+            "dtype",
+            "layout",
+            "ndim",
+            "requires_grad",
+            "is_leaf",
+            "grad_fn",
+            "_version",
+            "itemsize",
+            "nbytes",
+        ),
+        *(
+            "is_sparse",
+            "is_sparse_csr",
+            "is_quantized",
+            "is_meta",
+            "is_mkldnn",
+            "is_nested",
+            "retains_grad",
+            "names",
+        ),
+        *(
+            "output_nr",
+            "_backward_hooks",
+            "_post_accumulate_grad_hooks",
+            "_base",
+            "volatile",
+            "is_vulkan",
+            "is_mtia",
+        ),
+        *("is_mps", "is_ipu", "is_maia", "name"),
+    ),
+    *_setters("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks"),
+    *(_T.size, _T.dim, _T.numel, _T.nelement, _T.ndimension, _T.stride, _T.storage_offset, _T.element_size),
+    *(
+        _T.is_contiguous,
+        _T.is_floating_point,
+        _T.is_complex,
+        _T.is_signed,
+        _T.is_inference,
+        _T.is_conj,
+        _T.is_neg,
+    ),
+    *(
+        _T.is_pinned,
+        _T.is_shared,
+        _T.is_same_size,
+        _T.dim_order,
+        _T.requires_grad_,
+        _T.register_hook,
+        _T.__len__,
+    ),
+    *(
+        _T.retain_grad,
+        _T.__hash__,
+        torch.is_floating_point,
+        torch.is_complex,
+        torch.numel,
+        torch.is_same_size,
+    ),
+    *(torch.is_signed, torch.is_inference, torch.is_conj, torch.is_neg, _T.is_coalesced),
+]
+
+HANDLERS.update(
+    {
+        **dict.fromkeys(_ASK, _ask),
+        **dict.fromkeys([_T.copy_, _T.cpu], _home_outside),
+        **dict.fromkeys([_T.to, _T.type], _convert),
+        **dict.fromkeys([_T.device.__get__, _T.get_device, *_DEVICE_FLAGS], _device),
+        **dict.fromkeys(_getters("grad", "_grad"), _get_grad),
+        **dict.fromkeys([*_setters("grad", "_grad"), _T.grad.__delete__], _set_grad),
+        _T.data.__get__: _get_data,
+        _T.data.__set__: _set_data,
+        **dict.fromkeys([torch.autograd.grad, torch.autograd.backward, _T.backward], _ask),
+        _T.register_post_accumulate_grad_hook: _register_post_accumulate,
+    }
+)

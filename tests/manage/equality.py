@@ -1,0 +1,91 @@
+"""Comparing a managed run with the same run unmanaged, bit for bit; used by the tests of this folder."""
+
+import gc
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+import hetero
+from hetero.devices import virtual
+
+# A link far faster than the operators keeps the suite short; nothing here depends on its speed.
+DEVICE_BYTES = 256 << 20
+
+
+def device() -> torch.device:
+    """The virtual accelerator with all of its memory, nothing recorded on it."""
+    found = hetero.virtual_device(memory=DEVICE_BYTES, bandwidth="100GiB/s", latency="1us")
+    virtual.clear_races()
+    return found
+
+
+def fresh_memory() -> int:
+    """Bytes in use on the device once everything unreachable is gone; peaks count from here."""
+    torch.accelerator.synchronize()
+    if (
+        torch.accelerator.memory_allocated()
+    ):  # a collection of all that torch has imported takes half a second
+        gc.collect()
+    torch.accelerator.reset_peak_memory_stats()
+    return torch.accelerator.memory_allocated()
+
+
+def peak_memory() -> int:
+    """The allocator's own peak since `fresh_memory`."""
+    torch.accelerator.synchronize()
+    return torch.accelerator.max_memory_allocated()
+
+
+def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor in nested containers (Hugging Face outputs are mappings), with its path."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from tensors_in(item, f"{path}.{key}")
+    elif isinstance(value, list | tuple):
+        for place, item in enumerate(value):
+            yield from tensors_in(item, f"{path}[{place}]")
+
+
+def on_host(value: Any) -> dict[str, torch.Tensor]:
+    """Copies on the host of every tensor in ``value``."""
+    return {path: tensor.detach().cpu().clone() for path, tensor in tensors_in(value)}
+
+
+def values_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters, gradients and buffers, copied to the host."""
+    found = on_host(dict(module.named_parameters()))
+    found.update(
+        on_host({f"{name}.grad": p.grad for name, p in module.named_parameters() if p.grad is not None})
+    )
+    found.update(on_host(dict(module.named_buffers())))
+    return found
+
+
+def assert_identical(managed: Mapping[str, torch.Tensor], unmanaged: Mapping[str, torch.Tensor]) -> None:
+    """Same names, same bits (NaN where the other has NaN)."""
+    assert managed.keys() == unmanaged.keys()
+    different = [name for name, value in managed.items() if not _same(value, unmanaged[name])]
+    assert not different, "\n".join(
+        f"{name}: {managed[name].dtype} {tuple(managed[name].shape)} differs from {unmanaged[name].dtype} "
+        f"{tuple(unmanaged[name].shape)} by {_distance(managed[name], unmanaged[name])}"
+        for name in different
+    )
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    if one.is_floating_point():
+        nan = one.isnan()
+        return torch.equal(nan, other.isnan()) and torch.equal(one.nan_to_num(0.0), other.nan_to_num(0.0))
+    return torch.equal(one, other)
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> object:
+    if one.shape != other.shape:
+        return "shape"
+    return (one.double() - other.double()).abs().max().item() if one.numel() else 0
