@@ -302,7 +302,7 @@ def test_a_graph_kept_across_iterations_backpropagates_the_same() -> None:
         for i in range(9):
             loss = ((weight @ weight * i).tanh() * weight.exp()).sum()
             if previous is not None:
-                (previous + loss).backward()
+                (previous + loss).backward(retain_graph=True)
             previous = loss.square() if i % 3 else None
             yield weight.grad.clone() if weight.grad is not None else torch.zeros(0)
 
