@@ -152,17 +152,17 @@ def beam(flow: Dataflow, *, width: int = 8) -> Order:
         raise ConfigError(f"width={width}: a beam has at least one state")
     states = [_Walk(flow)]
     for _ in range(len(flow)):
-        children: list[tuple[int, int, int, int, _Walk]] = []
-        seen: set[int] = set()
+        children: dict[int, tuple[int, int, int, int, _Walk]] = {}  # by what has run: the lowest peak
         for number, state in enumerate(states):
             gap = state.peak - state.live
-            for v in heapq.nsmallest(width, state.ready, key=lambda v: _lpmf_key(state, v, gap)):  # noqa: B023
+            likely = heapq.nsmallest(width, state.ready, key=lambda v: _lpmf_key(state, v, gap))
+            for v in (*likely, state.ready[0]):  # the last one: as given
                 done = state.done | 1 << v
-                if done not in seen:
-                    seen.add(done)
-                    peak, live = state.foresee(v)
-                    children.append((peak, live, number, v, state))
-        states = [_step(state, v) for _, _, _, v, state in heapq.nsmallest(width, children, key=_rank)]
+                child = (*state.foresee(v), number, v, state)
+                if done not in children or child[:4] < children[done][:4]:
+                    children[done] = child
+        best = heapq.nsmallest(width, children.values(), key=_rank)
+        states = [_step(state, v) for _, _, _, v, state in best]
     return tuple(min(states, key=lambda state: state.peak).order)
 
 
