@@ -30,10 +30,11 @@ class Reordering:
     given_nbytes: int
 
 
-def reorder(flow: Dataflow, *, width: int = 8) -> Reordering:
+def reorder(flow: Dataflow, *, width: int = 8, also: Dataflow | None = None) -> Reordering:
     """The order of least peak among the given one and what all rules make; the first of equals.
 
-    ``width`` is that of the beam search. Raises `ConfigError` if it is below 1.
+    ``width`` is that of the beam search. ``also``: the same graph under another assumption of what is kept,
+    under which the order must be no worse than the given one, either. Raises `ConfigError` if it is below 1.
     """
     given = tuple(range(len(flow)))
     candidates: dict[str, Order] = {"given": given, "lpmf": lpmf(flow), "bfs": bfs(flow), "dfs": dfs(flow)}
@@ -41,6 +42,9 @@ def reorder(flow: Dataflow, *, width: int = 8) -> Reordering:
     candidates["sink-dynamic"] = sink(flow, given, rule="dynamic")
     candidates["beam"] = beam(flow, width=width)
     candidates |= {f"{name}+tighten": tighten(flow, order) for name, order in list(candidates.items())}
+    if also is not None:
+        limit = order_peak(also, given)
+        candidates = {name: order for name, order in candidates.items() if order_peak(also, order) <= limit}
     return _best(flow, candidates)
 
 

@@ -14,6 +14,7 @@ from operator import getitem
 from typing import Any
 
 import torch
+from functorch.compile import min_cut_rematerialization_partition
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._ops import OpOverload
@@ -23,15 +24,25 @@ from hetero.pool.reorder import Reordering, reorder
 
 __all__ = ["dataflow_of", "reorder_backend", "reorder_graph"]
 
+# Update their running statistics (arguments 3 and 4), though their schemas do not say so.
+_WRITE_STATISTICS = frozenset(
+    {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
+)
+
 
 def reorder_backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """``torch.compile(model, backend=hetero.trace.reorder_backend)``: eager operators, in a better order.
+    """``torch.compile(model, backend=hetero.trace.reorder_backend)``: aot_eager in a better order.
 
     AOTAutograd's forward and backward graphs are each reordered. What the caller of the forward holds
     (parameters, inputs) counts as held throughout; the backward gives back what was saved for it as soon as
     it has been used.
     """
-    compiled = aot_autograd(fw_compiler=_compiler(inputs_kept=True), bw_compiler=_compiler(inputs_kept=False))
+    compiled = aot_autograd(
+        fw_compiler=_compiler(inputs_kept=True),
+        bw_compiler=_compiler(inputs_kept=False),
+        partition_fn=min_cut_rematerialization_partition,  # these two as aot_eager has them
+        keep_inference_input_mutations=True,
+    )
     run: Callable[..., Any] = compiled(module, example_inputs)
     return run
 
@@ -44,7 +55,9 @@ def reorder_graph(module: fx.GraphModule, *, inputs_kept: bool = True, width: in
     AOTAutograd's and `torch.export`'s have. ``width``: see `hetero.pool.reorder.reorder`.
     """
     nodes = _operators(module.graph)
-    found = reorder(dataflow_of(module.graph, inputs_kept=inputs_kept), width=width)
+    flow = dataflow_of(module.graph, inputs_kept=inputs_kept)
+    also = None if inputs_kept else dataflow_of(module.graph, inputs_kept=True)
+    found = reorder(flow, width=width, also=also)
     if found.peak_nbytes < found.given_nbytes:
         end = next(node for node in module.graph.nodes if node.op == "output")
         for v in found.order:
@@ -164,7 +177,8 @@ def _written(node: fx.Node) -> Iterator[fx.Node]:
     """The nodes whose values ``node`` writes, by its operator's schema."""
     assert isinstance(node.target, OpOverload)
     for position, argument in enumerate(node.target._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
+        silent = position in (3, 4) and node.target._schema.name in _WRITE_STATISTICS
+        if silent or (argument.alias_info is not None and argument.alias_info.is_write):
             value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
             for source in value if isinstance(value, list | tuple) else [value]:
                 if isinstance(source, fx.Node):

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -89,6 +90,11 @@ def test_every_rule_gives_a_possible_order_and_the_choice_is_never_worse(flow: D
     assert best.peak_nbytes == naive_peak(flow, best.order)
     assert best.given_nbytes == naive_peak(flow, first)
     assert best.peak_nbytes <= inductor(flow).peak_nbytes <= best.given_nbytes
+    inputs = {b for b, made_by in enumerate(flow.maker) if made_by is None}
+    held = replace(flow, kept=flow.kept | inputs)
+    safe = reorder(flow, width=3, also=held)
+    assert naive_peak(flow, safe.order) <= naive_peak(flow, first)
+    assert naive_peak(held, safe.order) <= naive_peak(held, first)
 
 
 @settings(max_examples=60, deadline=None)
