@@ -14,9 +14,9 @@ from operator import getitem
 from typing import Any
 
 import torch
-from functorch.compile import min_cut_rematerialization_partition
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._ops import OpOverload
 
 from hetero.pool.dataflow import Dataflow
