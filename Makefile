@@ -1,6 +1,7 @@
-# Two commands do all the set-up:  make demo  and  make test.
+# Two commands do all the set-up:  make demo  and  make test.  ARGS goes on to them:  make demo ARGS="--plot memory.png".
 PYTHON ?= python3
 VENV ?= .venv
+ARGS ?=
 BIN := $(VENV)/bin
 
 .PHONY: demo test check bench clean
@@ -13,10 +14,10 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 demo: $(VENV)/.ready
-	$(BIN)/python -m hetero demo
+	$(BIN)/python -m hetero demo $(ARGS)
 
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(ARGS)
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check .

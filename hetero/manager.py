@@ -4,8 +4,10 @@ Owns what is changed on the user's objects and its undoing. Invariant: `manage` 
 everything as it was; after `Manager.close` nothing shows that it was there.
 """
 
+import copy
 import functools
 import types
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -99,7 +101,7 @@ def manage(
     eviction_policy = resolve_policy(policy)
     parameters = _named_parameters(model)
     _check_manageable(model, optimizer, parameters)
-    _check_budgets(model, parameters, config, accelerator)
+    _check_budgets(model, optimizer, parameters, config, accelerator)
     return Manager(model, optimizer, accelerator, config, eviction_policy)
 
 
@@ -356,7 +358,11 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
 
 
 def _check_budgets(
-    model: nn.Module, parameters: list[tuple[str, nn.Parameter]], config: Config, accelerator: Accelerator
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    parameters: list[tuple[str, nn.Parameter]],
+    config: Config,
+    accelerator: Accelerator,
 ) -> None:
     buffers = sum(accelerator.allocated_size(b.numel() * b.element_size()) for _, b in _named_buffers(model))
     name, largest = max(parameters, key=lambda item: item[1].numel() * item[1].element_size())
@@ -367,13 +373,36 @@ def _check_budgets(
             f"{accelerator.device} at once, device_budget is {config.device_budget} bytes: raise it to more than "
             f"{format_bytes(needed)}, activations not counted"
         )
-    total = sum(p.numel() * p.element_size() for _, p in parameters)
+    homes = sum(p.numel() * p.element_size() for _, p in parameters)
+    trained = sum(p.numel() * p.element_size() for _, p in parameters if p.requires_grad)
+    states = _states_per_parameter(optimizer)
+    total = homes if optimizer is None else homes + trained * (1 + states)
     if total > config.host_budget:
         raise BudgetError(
-            f"the homes of {len(parameters)} parameters need {total} bytes of host memory, host_budget is "
-            f"{config.host_budget} bytes: raise it to more than {format_bytes(total)} (gradients and optimizer "
-            "states not counted), or use a machine with more memory"
+            f"model data at home need {total} bytes of host memory ({format_bytes(homes)} of parameters"
+            + (f", as much again for gradients and {states} times for optimizer states" if optimizer else "")
+            + f"), host_budget is {config.host_budget} bytes: raise it to {format_bytes(total)} or more, or use an "
+            "optimizer with fewer states"
         )
+
+
+def _states_per_parameter(optimizer: torch.optim.Optimizer | None) -> int:
+    """How many tensors of a parameter's size this optimizer keeps, found by letting its kind step a small one."""
+    if optimizer is None:
+        return 0
+    probe = nn.Parameter(torch.zeros(3, 5))
+    probe.grad = torch.zeros_like(probe)
+    try:
+        twin = copy.copy(optimizer)  # its kind and settings, nothing it holds
+        twin.state = defaultdict(dict)
+        twin.param_groups = [{**optimizer.param_groups[0], "params": [probe]}]
+        type(optimizer).step(twin)
+    except (
+        Exception
+    ):  # an optimizer with other arguments, or one that needs a closure: its states are not known yet
+        return 0
+    kept = twin.state.get(probe, {}).values()
+    return sum(isinstance(value, torch.Tensor) and value.shape == probe.shape for value in kept)
 
 
 def _set_own(owner: object, name: str, value: Any) -> None:

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from hetero.cli.comparison import compare
 from hetero.cli.gpt import ByteGPT, batches_of, standard_library_text
-from hetero.cli.output import check_writable, progress, write_json
+from hetero.cli.output import check_writable, open_console, progress, write_json
 from hetero.cli.placing import choose_device, limit_memory, steps_differ, unlimit_memory
 from hetero.cli.training import Job, Outcome, train_managed, train_unmanaged
 from hetero.errors import ConfigError
@@ -44,7 +44,7 @@ def demo(
     Exit code 0 if the budget is smaller than the model data, the peak is within the budget, and losses and
     parameters are bit-identical; 1 if not.
     """
-    console = Console()
+    console = open_console()
     check_writable(json, plot)
     place = choose_device(device)
     text = standard_library_text()

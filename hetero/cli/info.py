@@ -5,13 +5,13 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from hetero.cli.output import open_console
+from hetero.cli.placing import is_compiled
 from hetero.devices import Accelerator, device_memory_free, host_memory_free, probe_links
 from hetero.devices.host import host_memory_total
 from hetero.devices.virtual import virtual_device
-from hetero.devices.virtual._build import build_folder
 from hetero.errors import HeteroError
 from hetero.units import format_bytes
 
@@ -32,11 +32,15 @@ def info(
     free, total = host_memory_free(), host_memory_total()
     table.add_row("host memory", f"{format_bytes(total)} under this cgroup, {format_bytes(free)} free")
     table.add_row("host_budget", f"{format_bytes(free)} by default")
-    for device in _devices(virtual):
+    devices = _devices(virtual)
+    if not devices:
+        table.add_row("accelerator", "none; --virtual shows the one that stands in for it")
+    for device in devices:
         _add_device(table, Accelerator(device))
-    built = (build_folder() / "built").exists()
-    table.add_row("virtual accelerator", "built" if built else "not built yet (on first use, about a minute)")
-    Console().print(table)
+    table.add_row(
+        "virtual accelerator", "built" if is_compiled() else "not built yet (on first use, about a minute)"
+    )
+    open_console().print(table)
 
 
 def _devices(virtual: bool) -> list[torch.device]:

@@ -5,6 +5,7 @@ Invariant: a path that cannot be written is refused before any work is done, and
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from hetero.errors import ConfigError
 
-__all__ = ["check_writable", "progress", "write_json"]
+__all__ = ["check_writable", "open_console", "progress", "write_json"]
+
+_WIDTH = 160
+
+
+def open_console() -> Console:
+    """Standard output; wide if it is no terminal, so that no name is cut up in a file or a pipe."""
+    return Console() if sys.stdout.isatty() else Console(width=_WIDTH)
 
 
 def check_writable(*paths: Path | None) -> None:

@@ -5,12 +5,14 @@ the allocator itself would refuse a byte more; an unmanaged one what the host ha
 """
 
 import torch
+import typer
 
 from hetero.devices import Accelerator, host_memory_free
 from hetero.devices.virtual import set_memory_limit, virtual_device
+from hetero.devices.virtual._build import build_folder
 from hetero.errors import ConfigError
 
-__all__ = ["choose_device", "limit_memory", "steps_differ", "unlimit_memory"]
+__all__ = ["choose_device", "is_compiled", "limit_memory", "steps_differ", "unlimit_memory"]
 
 _VIRTUAL = "virtual"
 
@@ -24,6 +26,8 @@ def choose_device(name: str | None, *, bandwidth: str = "8GiB/s") -> torch.devic
     if name is None:
         name = accelerator.type if accelerator is not None else _VIRTUAL
     if name.split(":")[0] == _VIRTUAL:
+        if not is_compiled():
+            typer.echo("building the virtual accelerator, once: about a minute", err=True)
         return virtual_device(memory=host_memory_free(), bandwidth=bandwidth)
     try:
         device = torch.device(name)
@@ -35,6 +39,11 @@ def choose_device(name: str | None, *, bandwidth: str = "8GiB/s") -> torch.devic
             f"--device {name}: this machine has {there}; pass --device virtual, or leave it out"
         )
     return Accelerator(device).device
+
+
+def is_compiled() -> bool:
+    """Whether the virtual accelerator can be used at once, without its compilation."""
+    return (build_folder() / "built").exists()
 
 
 def limit_memory(device: torch.device, nbytes: int) -> None:

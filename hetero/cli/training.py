@@ -132,7 +132,8 @@ def seed_everything(seed: int) -> None:
 
 
 def _moved(batch: Any, device: torch.device) -> Any:
-    return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
+    # Some batches, such as a tokenizer's, are no plain containers but know how to move.
+    return pytree.tree_map(lambda leaf: leaf.to(device) if hasattr(leaf, "to") else leaf, batch)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hetero.cli.comparison import Difference, compare
 from hetero.cli.jobs import read_job
 from hetero.cli.loading import call, load_function
-from hetero.cli.output import progress
+from hetero.cli.output import open_console, progress
 from hetero.cli.placing import choose_device, limit_memory, steps_differ, unlimit_memory
 from hetero.cli.training import Job, Outcome, seed_everything, train_managed, train_unmanaged
 from hetero.errors import ConfigError
@@ -27,7 +27,7 @@ def verify(
     target: Annotated[
         str, typer.Argument(metavar="FILE.py:FUNCTION", help="Returns (model, optimizer, batches, loss_fn).")
     ],
-    steps: Annotated[int, typer.Option(min=1, help="Training steps, each way.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps, each way.")] = 4,
     device_budget: Annotated[
         str | None,
         typer.Option(
@@ -43,13 +43,14 @@ def verify(
     """Check that training your model under a device budget gives the same bits as without.
 
     FUNCTION takes no arguments and is called once for each run. Its batches are tensors, or tuples, lists or
-    dicts of them, on the host; loss_fn(model, batch) returns the scalar loss. A loss of torch itself, such
-    as nn.MSELoss(), is given model(*inputs) and the last of each batch instead.
+    dicts of them, on the host; if they are fewer than the steps they start again. loss_fn(model, batch)
+    returns the scalar loss. A loss of torch itself, such as nn.MSELoss(), is given model(*inputs) and the last
+    of each batch instead.
 
     Exit code 0 if every loss, parameter, gradient, buffer and optimizer state is equal, 1 where one differs,
     2 if the comparison could not be made.
     """
-    console = Console()
+    console = open_console()
     place = choose_device(
         device
     )  # before any code of the user's: autograd counts devices at its first backward
@@ -89,11 +90,10 @@ def _job(make: Callable[[], Any], target: str, steps: int, seed: int) -> Job:
     seed_everything(seed)
     model, optimizer, batches, loss_fn = read_job(call(make, what=f"{target}()"), target)
     taken = call(lambda: list(itertools.islice(batches, steps)), what=f"the batches of {target}")
-    if len(taken) < steps:
-        raise ConfigError(
-            f"{target} has {len(taken)} batches for {steps} steps: return more, or pass --steps"
-        )
-    return Job(model=model, optimizer=optimizer, batches=taken, loss_fn=loss_fn, seed=seed)
+    if not taken:
+        raise ConfigError(f"{target} returned no batches: at least 1 is needed")
+    repeated = list(itertools.islice(itertools.cycle(taken), steps))
+    return Job(model=model, optimizer=optimizer, batches=repeated, loss_fn=loss_fn, seed=seed)
 
 
 def _start_of(job: Job) -> dict[str, Tensor]:

@@ -61,6 +61,9 @@ class MemStatsCollector:
         self._segment = Segment(key, sample)
         if sample:
             self.peaks.begin()
+        else:
+            # Nobody asks for the single periods of an iteration that is not measured: one for all of them.
+            self._segment.periods.append(self._period)
         return self._segment
 
     def end_segment(self) -> None:
@@ -79,11 +82,12 @@ class MemStatsCollector:
 
         ``held``: tensors that cannot leave during this period although the operator does not name them.
         """
-        if self._segment is None:
+        segment = self._segment
+        if segment is None or not segment.sampled:
             return
         self._close_period()
         self._period = Period(operands=operands, held=held, name=name)
-        self._segment.periods.append(self._period)
+        segment.periods.append(self._period)
 
     def operands_ready(self) -> None:
         """Layout changes for the current operator are done; it runs next."""

@@ -112,7 +112,7 @@ class Exact:
         if self._tries % _TRIES_A_GROWTH == 0:
             self._nodes = int(self._nodes * _GROWTH)
         extra = None
-        if self._rng.random() < 0.6 and self._blame.any():
+        if self._rng.random() < 0.5 and self._blame.any():
             blame = self._keys.shared_equally(self._blame)
             extra = 1.5 * self._rng.random() * np.log1p(blame / blame.mean())
         return self._keys.random(self._rng, (1.0, 1.0, 4.0), 0.3, extra)

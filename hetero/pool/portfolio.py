@@ -14,6 +14,7 @@ from hetero.errors import ConfigError
 from hetero.pool._jit import COMPILED
 from hetero.pool.engines import Engine, RandomKeys, RepairedOrder, Skyline, size_step
 from hetero.pool.exact import MOST_BUFFERS, Exact
+from hetero.pool.greedy import smartpool
 from hetero.pool.orders import OrderKeys
 from hetero.pool.placement import NO_LIMIT, Placer
 from hetero.pool.planner import register
@@ -79,8 +80,9 @@ class _PieceSearch:
         self.step = size_step(piece.sizes)
         placer = Placer(piece.begins, piece.ends, piece.sizes)
         keys = OrderKeys(piece)
-        # The first placement has no limit, so there always is one: SmartPool's, which all others must beat.
-        found = placer.place(keys.mixed(1.0, 0.0), best_fit=True, limit=NO_LIMIT)
+        # The first placement has no limit, so there always is one, which all others must beat.
+        by_size = np.argsort(-piece.sizes, kind="stable")
+        found = placer.place(by_size, best_fit=True, limit=NO_LIMIT)
         assert found is not None
         self.offsets, self.footprint = found
         self._engines = [
@@ -143,6 +145,11 @@ def _search(
     offsets = np.array(offsets)
     for search in searches:
         offsets[search.piece.members] = search.piece.base + search.offsets
+    if not proven:
+        # Best fit over the whole problem is not best fit piece by piece, and may be luckier.
+        whole = smartpool(problem)
+        if whole.footprint < int((offsets + problem.sizes).max()):
+            offsets = np.array(whole.offsets, dtype=np.int64)
     elapsed = time.perf_counter() - started
     return solution_from_offsets(problem, offsets, planner=name, seconds=elapsed, proven_optimal=proven)
 

@@ -34,8 +34,8 @@ class MemoryStats:
         model_data_bytes: parameters, gradients, optimizer states and buffers, wherever they are. Each counted
             once: a device copy of a parameter is not model data twice.
         device_model_bytes, host_model_bytes: model data by where it is now, copies included.
-        bytes_moved: over both directions in the last measured iteration.
-        lower_bound_bytes: what any schedule would have had to move in that iteration under this budget (interval
+        bytes_moved: over both directions in the last complete iteration.
+        lower_bound_bytes: what any schedule would have had to move in such an iteration under this budget (interval
             linear program, Berger et al. 2018), gradients included; 0 before there is a plan.
         predicted_seconds: simulated time of a planned iteration; 0.0 before there is a plan.
         total_fetched_bytes, total_written_bytes: host to device and device to host since `hetero.manage`.
@@ -125,7 +125,7 @@ def collect_stats(stm: StatefulTensorMgr, accelerator: Accelerator, config: Conf
     stm.settle()
     ledger, total = stm.ledger, stm.collector.total
     segments = stm.cycles.last_sampled
-    moved = [period for segment in segments for period in segment.periods]
+    moved = [period for segment in stm.cycles.last for period in segment.periods]
     plan = stm.cycles.last_plan
     bound = 0 if plan is None else lower_bound(plan.trace) + sum(period.written_bytes for period in moved)
     copies = ledger.nbytes(Tier.DEVICE, Kind.PARAMETER) + ledger.nbytes(Tier.DEVICE, Kind.GRADIENT)

@@ -108,6 +108,7 @@ class Cycles:
         self._current = self._training
         self._drift = 0
         self.last_sampled: list[Segment] = []
+        self.last: list[Segment] = []
         self.last_plan: CyclePlan | None = None
 
     # -- segments -------------------------------------------------------------------------------------
@@ -175,6 +176,7 @@ class Cycles:
             self._learn(keys, segments)
 
     def _learn(self, keys: tuple[SegmentKey, ...], segments: list[Segment]) -> None:
+        self.last = segments
         if all(segment.sampled for segment in segments):
             self.last_sampled = segments
             if keys in self._plans:

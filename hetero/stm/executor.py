@@ -123,7 +123,11 @@ class Executor:
     # -- helpers --------------------------------------------------------------------------------------
 
     def _change_layout(self, operands: list[ManagedTensor], indices: tuple[int, ...], name: object) -> None:
+        if self._is_in_place(operands, indices):
+            self._position += 1
+            return
         actions = self._advance(indices)
+        self._forget_overtaken(actions)
         limit = self._limit()
         self._evict(actions.evict)
         self._residency.trim(limit, keep=indices)
@@ -135,10 +139,33 @@ class Executor:
         self._prefetch(actions.fetch, limit)
         self._collector.operands_ready()
 
+    def _forget_overtaken(self, actions: Actions) -> None:
+        """What the schedule wants now goes before what it wanted earlier and could not have yet."""
+        if self._to_prefetch and actions.evict:
+            self._to_prefetch = [index for index in self._to_prefetch if index not in actions.evict]
+        if self._to_evict and actions.fetch:
+            self._to_evict = [index for index in self._to_evict if index not in actions.fetch]
+
     def _set_unplanned(self, unplanned: bool) -> None:
         if unplanned is not self._is_unplanned:
             self._is_unplanned = unplanned
             self._cap(unplanned)
+
+    def _is_in_place(self, operands: list[ManagedTensor], indices: tuple[int, ...]) -> bool:
+        """The plan foresaw this moment and asks for nothing, and every operand can be read: the common case."""
+        plan, position = self._plan, self._position
+        if plan is None or position >= self._stop or plan.operands[position] != indices:
+            return False
+        actions = plan.schedule.actions[position]
+        if (
+            actions.evict
+            or actions.fetch
+            or self._to_evict
+            or self._to_prefetch
+            or self._collector.is_sampling
+        ):
+            return False
+        return self._residency.holds(operands, limit=plan.limits[position] - self._drift)
 
     def _advance(self, operands: tuple[int, ...]) -> Actions:
         """The schedule's actions for the moment with these operands; skips moments that did not come."""

@@ -46,7 +46,8 @@ _LAST = (1 << 64) - 1
 
 def make_identity(tensor: ManagedTensor) -> None:
     """Give ``tensor``, which is resident, the autograd identity that operators receive (tensors: [Note: identity])."""
-    with torch.enable_grad():
+    # It outlives the caller's inference mode, and must be fit for training then.
+    with torch.inference_mode(False), torch.enable_grad():
         identity = _apply_fetch(tensor.parameter, tensor)
     # As for AccumulateGrad: hand the gradient over as soon as it is complete, not when its turn comes.
     identity.grad_fn._set_sequence_nr(_LAST)

@@ -28,14 +28,24 @@ def _ask(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     return func(*args, **kwargs)
 
 
+def _computes() -> bool:
+    """The caller computes with parameters on the device: a managed forward, or a checkpoint's within backward."""
+    return in_scope() or torch._C._current_graph_task_id() != -1
+
+
+def _convert(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Conversions: about home outside a scope, but a checkpoint converts what it computes with."""
+    return run_operator(func, args, kwargs) if _computes() else func(*args, **kwargs)
+
+
 def _home_outside(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Copies and conversions: outside a scope they are about home, whatever the other operand's device."""
+    """Copies: outside a scope they are about home, whatever the other operand's device."""
     return run_operator(func, args, kwargs) if in_scope() else func(*args, **kwargs)
 
 
 def _device(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Where the parameter is: at home, or on the compute device for those who ask while it computes."""
-    if not in_scope():
+    if not _computes():
         return func(*args, **kwargs)
     device = managed_of(args[0]).owner.device
     if func is torch.Tensor.device.__get__:
@@ -191,7 +201,8 @@ _ASK: list[Any] = [
 HANDLERS.update(
     {
         **dict.fromkeys(_ASK, _ask),
-        **dict.fromkeys([_T.copy_, _T.to, _T.cpu, _T.type], _home_outside),
+        **dict.fromkeys([_T.copy_, _T.cpu], _home_outside),
+        **dict.fromkeys([_T.to, _T.type], _convert),
         **dict.fromkeys([_T.device.__get__, _T.get_device, *_DEVICE_FLAGS], _device),
         **dict.fromkeys(_getters("grad", "_grad"), _get_grad),
         **dict.fromkeys([*_setters("grad", "_grad"), _T.grad.__delete__], _set_grad),

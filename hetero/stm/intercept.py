@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from hetero.stm.fetch import Fetch, plain
-from hetero.stm.tensors import ManagedTensor
+from hetero.stm.tensors import ManagedTensor, Owner
 
 __all__ = [
     "ManagedParameter",
@@ -144,20 +144,18 @@ class substituted:
 
     def __init__(self, operands: list[ManagedTensor], name: object) -> None:
         self._operands = operands
-        owners = {id(tensor.owner): tensor.owner for tensor in operands}
-        self._groups: list[tuple[Any, list[ManagedTensor]]] = [
-            (owner, [t for t in operands if t.owner is owner] if len(owners) > 1 else operands)
-            for owner in owners.values()
-        ]
-        begun = []
-        try:
-            for owner, group in self._groups:
+        owner = operands[0].owner
+        self._groups: list[tuple[Owner, list[ManagedTensor]]] = [(owner, operands)]
+        if len(operands) > 1 and any(tensor.owner is not owner for tensor in operands):
+            owners = {id(tensor.owner): tensor.owner for tensor in operands}.values()
+            self._groups = [(owner, [t for t in operands if t.owner is owner]) for owner in owners]
+        for index, (owner, group) in enumerate(self._groups):
+            try:
                 owner.begin_operator(group, name)
-                begun.append((owner, group))
-        except BaseException:
-            for owner, group in begun:
-                owner.end_operator(group)
-            raise
+            except BaseException:
+                self._groups = self._groups[:index]
+                self.__exit__()
+                raise
 
     def __enter__(self) -> dict[int, torch.Tensor]:
         try:

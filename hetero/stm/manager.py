@@ -212,15 +212,17 @@ class StatefulTensorMgr:
                 tensor.end_compute()
 
     def copy_for(self, tensor: ManagedTensor) -> torch.Tensor:
-        """The identity where autograd records, else the bare copy."""
-        if torch.is_grad_enabled() and tensor.parameter.requires_grad:
-            if tensor.identity is None:
-                with self._lock:
-                    make_identity(tensor)
-            assert tensor.identity is not None
-            return tensor.identity
-        assert tensor.data is not None
-        return tensor.data
+        """The identity, or for a frozen parameter the bare copy."""
+        # Without grad mode too: kernels are chosen by `requires_grad` whatever the mode (matmul folds batches by it).
+        # And not a leaf with that flag, whose casts autocast would keep, and the copy with them.
+        if not tensor.parameter.requires_grad:
+            assert tensor.data is not None
+            return tensor.data
+        if tensor.identity is None:
+            with self._lock:
+                make_identity(tensor)
+        assert tensor.identity is not None
+        return tensor.identity
 
     def load_saved(self, tensor: ManagedTensor, version: int) -> torch.Tensor:
         """A saved parameter is about to be read by backward: its copy, after autograd's version check."""

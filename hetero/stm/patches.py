@@ -8,6 +8,8 @@ goes on to the original unless a managed parameter is involved.
 * ``Module._apply`` (``model.to``, ``.half``, ``.cuda`` ...) would replace homes behind the manager's back.
 * ``autograd._engine_run_backward``, through which ``backward`` and ``grad`` go: nothing else tells when a backward
   begins, ends, or fails.
+
+Beside them, torch's own hook after every optimizer's step.
 """
 
 import contextlib
@@ -15,6 +17,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from hetero.errors import ManageError
 from hetero.stm.fetch import plain
@@ -39,6 +43,7 @@ class BackwardListener(Protocol):
 
 
 _listeners: list[BackwardListener] = []
+_step_hooks: list[RemovableHandle] = []
 
 
 def install(listener: BackwardListener) -> None:
@@ -47,6 +52,7 @@ def install(listener: BackwardListener) -> None:
         _Function.apply = classmethod(_apply)
         _Module._apply = _refuse_conversion
         _autograd._engine_run_backward = _announced_backward
+        _step_hooks.append(register_optimizer_step_post_hook(_note_step))
     _listeners.append(listener)
 
 
@@ -57,6 +63,7 @@ def remove(listener: BackwardListener) -> None:
         del _Function.apply
         _Module._apply = _module_apply
         _autograd._engine_run_backward = _run_backward
+        _step_hooks.pop().remove()
 
 
 def _announced_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -66,6 +73,16 @@ def _announced_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         for listener in _listeners:
             stack.enter_context(listener.backward(captures=not kwargs.get("accumulate_grad", True)))
         return _run_backward(outputs, *args, **kwargs)
+
+
+def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """After the step of any optimizer of the process: fused kernels write parameters without moving their version,
+    so whatever has a gradient counts as written."""
+    with plain():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if is_managed(parameter) and parameter.grad is not None:
+                    managed_of(parameter).note_write()
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:

@@ -67,6 +67,15 @@ class Residency:
         # When each tensor is needed next, in moments from now; `hetero.stm.executor` sets this.
         self.next_use: Callable[[ManagedTensor], float] = lambda tensor: float("inf")
 
+    def holds(self, operands: Sequence[ManagedTensor], *, limit: int) -> bool:
+        """`require` would have nothing to do, nor would `trim`."""
+        self._clock += 1
+        for tensor in operands:
+            if tensor.data is None or tensor.ready is not None or tensor.home_clock != tensor.loaded_clock:
+                return False
+            tensor.last_use = self._clock
+        return self._ledger.device_bytes <= limit
+
     def require(self, operands: Sequence[ManagedTensor], *, limit: int, operator: Callable[[], str]) -> int:
         """Make every operand resident and safe to read by compute. Returns how many had to be fetched now.
 

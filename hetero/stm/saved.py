@@ -4,6 +4,11 @@ Owns the saved-tensor hooks. Invariant: what backward reads has the bytes that f
 parameter is saved as a handle, so that it may leave between forward and backward; everything else is saved as
 it is. Hooks switch autograd's own version check off, so it is made here, with the same answer.
 
+[Note: casts]
+Under autocast an operator saves the low-precision cast of a weight, a tensor of its own. Kept as it is, the casts
+of all weights would stay on the device until backward. A cast is recognised by its graph (a fetch node, one
+cast, then views) and saved as a handle that casts again: the same bits, as long as neither side was written.
+
 [Note: outer hooks]
 Only the innermost pair of hooks sees a saved tensor. If the caller has hooks of their own around the model
 (``save_on_cpu``, a checkpoint), what is no parameter goes on to them.
@@ -16,7 +21,7 @@ from typing import Any
 
 import torch
 
-from hetero.stm.fetch import plain
+from hetero.stm.fetch import Fetch, plain
 from hetero.stm.residency import RESIDENT
 from hetero.stm.tensors import ManagedTensor
 
@@ -25,13 +30,14 @@ __all__ = ["saved_tensors_as_handles"]
 
 @dataclass(slots=True)
 class _Handle:
-    """A view of a parameter's device copy."""
+    """A view of a parameter's device copy, or of its cast to ``dtype``."""
 
     tensor: ManagedTensor
     version: int
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+    dtype: torch.dtype
 
 
 @dataclass(slots=True)
@@ -81,19 +87,48 @@ def _handle(saved: torch.Tensor) -> _Handle | None:
         tensor = RESIDENT.get(saved.untyped_storage()._cdata)
     except NotImplementedError:  # a tensor without storage (functorch)
         return None
-    if tensor is None or tensor.data is None or saved.dtype != tensor.data.dtype:
+    if tensor is None:
+        tensor = _cast_of(saved)
+    elif tensor.data is None or saved.dtype != tensor.data.dtype:
         return None
-    if saved.is_conj() or saved.is_neg():
+    if tensor is None or saved.is_conj() or saved.is_neg():
         return None
-    return _Handle(tensor, tensor.version, saved.size(), saved.stride(), int(saved.storage_offset()))
+    offset = int(saved.storage_offset())
+    return _Handle(tensor, tensor.version, saved.size(), saved.stride(), offset, saved.dtype)
+
+
+# What may lie between a cast and the operator that saves it: the same memory seen otherwise.
+_VIEWS = frozenset(
+    {"TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "UnsafeViewBackward0"}
+)
+
+
+def _cast_of(saved: torch.Tensor) -> ManagedTensor | None:
+    """The parameter whose unwritten cast ``saved`` is a view of ([Note: casts])."""
+    node: Any = saved.grad_fn
+    if node is None or saved._version or saved.dtype not in (torch.bfloat16, torch.float16):
+        return None
+    while node is not None and node.name() in _VIEWS:
+        node = node.next_functions[0][0]
+    if node is None or node.name() != "ToCopyBackward0":
+        return None
+    source = node.next_functions[0][0]
+    if not isinstance(source, Fetch._backward_cls):
+        return None
+    tensor: ManagedTensor = source.tensor  # type: ignore[attr-defined]
+    data = tensor.data
+    if data is None or tensor.is_dirty or saved.untyped_storage().nbytes() != data.numel() * saved.itemsize:
+        return None
+    return tensor
 
 
 def _unpack(packed: Any) -> Any:
     if type(packed) is _Handle:
         with plain():
-            return packed.tensor.owner.load_saved(packed.tensor, packed.version).as_strided(
-                packed.size, packed.stride, packed.offset
-            )
+            copy = packed.tensor.owner.load_saved(packed.tensor, packed.version)
+            if copy.dtype is not packed.dtype:
+                copy = copy.to(packed.dtype)
+            return copy.as_strided(packed.size, packed.stride, packed.offset)
     if type(packed) is _Outer:
         return packed.unpack(packed.packed)
     if packed.tensor._version != packed.version:

@@ -41,14 +41,14 @@ class Kind(enum.IntEnum):
 
 
 # The one transition table. COMPUTE -> FREE is missing on purpose: whoever frees what an operator reads has a bug.
-_ALLOWED = frozenset(
-    {
-        (State.FREE, State.HOLD),
-        (State.HOLD, State.FREE),
-        (State.HOLD, State.COMPUTE),
-        (State.COMPUTE, State.HOLD),
-    }
+_TRANSITIONS = (
+    (State.FREE, State.HOLD),
+    (State.HOLD, State.FREE),
+    (State.HOLD, State.COMPUTE),
+    (State.COMPUTE, State.HOLD),
 )
+# The same as rows, because every operator asks twice and hashing an enum member is slow.
+_ALLOWED = tuple(tuple((old, new) in _TRANSITIONS for new in State) for old in State)
 
 
 class Ledger:
@@ -81,7 +81,7 @@ class Ledger:
         self._cells[tier][kind][state] += nbytes
         self._tiers[tier] += nbytes
 
-    def move(self, tier: Tier, kind: Kind, old: State, new: State, nbytes: int) -> None:
+    def move(self, tier: int, kind: Kind, old: State, new: State, nbytes: int) -> None:
         """Recount ``nbytes`` from one state to another. For `StatefulTensor` only."""
         cells = self._cells[tier][kind]
         cells[old] -= nbytes
@@ -140,12 +140,13 @@ class StatefulTensor:
     def transition(self, new: State) -> None:
         """Change state. Raises `StateError` if the table does not allow it; then nothing has changed."""
         old = self.state
-        if (old, new) not in _ALLOWED:
+        if not _ALLOWED[old][new]:
             raise StateError(f"{self.name}: {old.name} -> {new.name} is not allowed")
         self.state = new
-        for tier in Tier:
-            if self._tiers[tier]:
-                self._ledger.move(tier, self.kind, old, new, self._tiers[tier])
+        move, kind = self._ledger.move, self.kind
+        for tier, nbytes in enumerate(self._tiers):
+            if nbytes:
+                move(tier, kind, old, new, nbytes)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, {self.kind.name}, {self.state.name}, {self._tiers})"

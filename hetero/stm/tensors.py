@@ -78,6 +78,7 @@ class ManagedTensor(StatefulTensor):
     __slots__ = (
         "_alias",
         "_fetch_nodes",
+        "_unseen_writes",
         "clean_version",
         "data",
         "device_nbytes",
@@ -110,6 +111,7 @@ class ManagedTensor(StatefulTensor):
         self.owner = owner
         self.device_nbytes = device_nbytes
         self._alias: torch.Tensor | None = None
+        self._unseen_writes = 0
         self._fetch_nodes: list[weakref.ref[object]] = []
         self.data: torch.Tensor | None = None
         self.identity: torch.Tensor | None = None
@@ -140,13 +142,17 @@ class ManagedTensor(StatefulTensor):
     @property
     def home_clock(self) -> int:
         """Moves whenever home is written, through the parameter or through its ``.data``."""
-        return self.home._version + (0 if self._alias is None else self._alias._version)
+        return self.home._version + self._unseen_writes + (0 if self._alias is None else self._alias._version)
 
     @property
     def version(self) -> int:
         """The version autograd's check sees: in-place writes to the parameter, at home or on the device."""
         written = 0 if self.data is None else self.data._version - self.clean_version
         return self.home._version + written
+
+    def note_write(self) -> None:
+        """Home was written by somebody who does not move version counters: fused optimizer kernels do not."""
+        self._unseen_writes += 1
 
     def data_alias(self) -> torch.Tensor:
         """What ``p.data`` is: same memory, with a version counter of its own, which we can watch."""

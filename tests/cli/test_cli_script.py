@@ -1,5 +1,6 @@
 """The console script itself: info, help, entry points."""
 
+import os
 import subprocess
 import sys
 
@@ -23,6 +24,21 @@ def test_info_shows_versions_memory_and_the_virtual_link() -> None:
         "built",
     ):
         assert text in result.output
+
+
+def test_info_without_an_accelerator_says_so() -> None:
+    # In a process of its own: in this one there is the virtual accelerator.
+    result = subprocess.run(
+        [sys.executable, "-m", "hetero", "info"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "accelerator" in result.stdout
+    assert "none; --virtual shows" in result.stdout
 
 
 def test_help_lists_the_commands() -> None:

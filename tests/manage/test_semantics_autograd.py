@@ -463,3 +463,39 @@ def test_in_place_write_to_a_leaf_is_refused():
         return [False, model.weight]
 
     assert_twins(Bad, loop, share=1.5)
+
+
+def test_casts_under_autocast_do_not_stay_until_backward():
+    def stack():
+        return nn.Sequential(*[nn.Linear(128, 128) for _ in range(16)])
+
+    def loop(model, optimizer, target):
+        seen = []
+        for _ in range(3):
+            with torch.autocast("virtual", dtype=torch.bfloat16):
+                loss = model(batch(target, 4, 128)).float().square().mean()
+            loss.backward()
+            seen.append([loss, *[p.grad for p in model.parameters()]])
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    casts = 16 * 128 * 128 * 2
+    assert_twins(stack, loop, budget=casts * 3 // 4)
+
+
+def test_a_cast_that_was_written_is_saved_as_it_is():
+    class Halved(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weights = nn.ParameterList([nn.Parameter(torch.randn(64, 64) / 8) for _ in range(4)])
+
+        def forward(self, x):
+            for weight in self.weights:
+                low = weight.to(torch.bfloat16)
+                with torch.no_grad():
+                    low.mul_(0.5)
+                x = torch.tanh(x.to(torch.bfloat16) @ low).float()
+            return x
+
+    assert_twins(Halved, train, share=0.9)

@@ -479,10 +479,23 @@ def test_keywords_are_validated_at_once(keyword, value, message):
     assert_untouched(model, before)
 
 
-def test_host_budget_is_a_cap():
+def test_host_budget_counts_gradients_and_optimizer_states():
     model = mlp()
-    with pytest.raises(hetero.BudgetError, match="host_budget"):
-        hetero.manage(model, None, device=device(), device_budget="1MiB", host_budget=1000)
+    nbytes = sum(p.nbytes for p in model.parameters())
+    for optimizer, times in ((None, 1), (torch.optim.SGD(model.parameters(), lr=1.0), 2), (adamw(model), 4)):
+        with pytest.raises(hetero.BudgetError, match="host_budget"):
+            hetero.manage(
+                model, optimizer, device=device(), device_budget="1MiB", host_budget=times * nbytes - 1
+            )
+        manager = hetero.manage(
+            model, optimizer, device=device(), device_budget="1MiB", host_budget=times * nbytes
+        )
+        if optimizer is not None:
+            train(model, optimizer, device(), 2)
+        # A device copy is not in host memory; 'step' counters are: 4 bytes a parameter.
+        counters = 4 * len(list(model.parameters()))
+        assert manager.stats.host_model_bytes <= times * nbytes + counters
+        manager.close()
 
 
 @pytest.mark.parametrize("policy", ["opt", "cost-opt", "lru", "fifo"])
@@ -527,3 +540,31 @@ def test_without_an_optimizer_gradients_are_the_users():
     assert_same(got, expected, "seen")
     assert_same(got_state, state, "state")
     assert target.type == "virtual"
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("known", [True, False])
+def test_fused_optimizers_that_move_no_version_counter(fused, known):
+    """A fused kernel writes parameters unseen; ``known``: the optimizer was handed to manage."""
+
+    def run(managed):
+        target = device()
+        torch.manual_seed(0)
+        model = mlp(depth=2)
+        model = model if managed else model.to(target)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused, foreach=False)
+        manager = None
+        if managed:  # everything stays resident, so that a stale copy would be used
+            budget = torch.accelerator.memory_allocated() + (4 << 20)
+            manager = hetero.manage(
+                model, optimizer if known else None, device=target, device_budget=budget, warmup_budget=1.0
+            )
+        torch.manual_seed(1)
+        seen = plain(train(model, optimizer, target, 5))
+        if manager is not None:
+            manager.close()
+        return seen
+
+    expected = run(managed=False)
+    gc.collect()
+    assert_same(run(managed=True), expected, "seen")

@@ -6,6 +6,7 @@ on both.
 """
 
 import os
+import warnings
 from types import ModuleType, TracebackType
 from typing import Any
 
@@ -59,6 +60,20 @@ def register(extension: ModuleType) -> None:
     module = _device_module(extension)
     torch._register_device_module(_NAME, module)
     backend_registration.generate_methods_for_privateuse1_backend()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that it overrides what the device's fallback would do
+        _operators.impl("histc", _histc, "PrivateUse1", allow_override=True)
+
+
+# Kept for the life of the process: operators leave with the library object.
+_operators = torch.library.Library("aten", "IMPL")
+
+
+def _histc(self: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:
+    """Counts integers too, as on CUDA (mixtures of experts count tokens so); the CPU has no kernel for them."""
+    host = self.cpu()
+    values = host if host.is_floating_point() else host.double()
+    return torch.histc(values, bins, min, max).to(host.dtype).to(self.device)
 
 
 def _index(device: _Device) -> torch.device:

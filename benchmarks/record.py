@@ -1,0 +1,112 @@
+"""What every result file has in common: the machine, the versions, the commit, the date; and how to time.
+
+Owns the format of the files under ``results/`` and the interleaved measurement.
+"""
+
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hetero.devices.host import host_memory_total
+
+__all__ = ["RESULTS", "Samples", "interleaved", "median", "read", "write"]
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+Samples = dict[str, dict[str, list[float]]]
+"""By what was timed: ``seconds`` of the clock and ``cpu_seconds`` of all of the process's threads, one a repeat."""
+
+
+def interleaved(timed: Mapping[str, Callable[[], object]], *, repeats: int) -> Samples:
+    """Time each function ``repeats`` times in turns, so that a slow minute of the machine meets all of them alike.
+
+    On a shared machine the processor time tells what work was added; only the clock shows overlap.
+    """
+    samples: Samples = {name: {"seconds": [], "cpu_seconds": []} for name in timed}
+    for _ in range(repeats):
+        for name, function in timed.items():
+            begin, cpu = time.perf_counter(), time.process_time()
+            function()
+            samples[name]["cpu_seconds"].append(time.process_time() - cpu)
+            samples[name]["seconds"].append(time.perf_counter() - begin)
+    return samples
+
+
+def median(values: list[float]) -> float:
+    return statistics.median(values)
+
+
+def write(name: str, parameters: Mapping[str, Any], results: Any, *, device: torch.device | None) -> Path:
+    """Write ``results/NAME.json``; ``device`` None: nothing was computed on one."""
+    record = {
+        "benchmark": name,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "machine": _machine(device),
+        "parameters": dict(parameters),
+        "results": results,
+    }
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"wrote {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
+    return path
+
+
+def read(name: str) -> dict[str, Any] | None:
+    """The record of benchmark ``name``, or None if it has not been run."""
+    path = RESULTS / f"{name}.json"
+    record: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
+    return record
+
+
+def _machine(device: torch.device | None) -> dict[str, Any]:
+    return {
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load": round(os.getloadavg()[0], 2),
+        "memory_bytes": host_memory_total(),
+        "system": platform.platform(),
+        "accelerator": _accelerator(device),
+    }
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line] \
+        if info.exists() else []  # fmt: skip
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _accelerator(device: torch.device | None) -> str | None:
+    if device is None:
+        return None
+    if device.type == "virtual":
+        return "virtual (operators run on the CPU)"
+    return str(torch.get_device_module(device).get_device_properties(device))
+
+
+def _commit() -> str:
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", *arguments], cwd=RESULTS.parent, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        # Only what is measured counts as changed: a run rewrites its own results.
+        changed = git("status", "--porcelain", "--", "../hetero", "../benchmarks/*.py")
+        return git("rev-parse", "HEAD") + (" with changes" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

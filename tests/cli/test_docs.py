@@ -1,0 +1,79 @@
+"""Documentation that runs, links that lead somewhere, and figures that are those of the committed files."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_the_virtual_devices_page_runs() -> None:
+    text = (ROOT / "docs" / "virtual-device.md").read_text()
+    code = "\n".join(re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL))
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "virtual accelerator out of memory: tried to allocate 100.00 MiB" in result.stdout
+    assert re.search(
+        r"stream 0 reads tensor Float\[1048576\] .* which stream \d+ writes, and no wait", result.stdout
+    )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_local_links_lead_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text())
+    missing = [target for target in targets if "://" not in target and not (page.parent / target).exists()]
+    assert missing == []
+
+
+def test_the_readmes_figures_of_the_demo_are_those_of_its_file() -> None:
+    numbers = json.loads((ROOT / "benchmarks" / "results" / "demo.json").read_text())
+    text = (ROOT / "README.md").read_text()
+    for key in (
+        "model_data_bytes",
+        "device_budget",
+        "peak_device_bytes",
+        "unmanaged_peak_device_bytes",
+        "bytes_moved",
+        "lower_bound_bytes",
+    ):
+        assert f"{numbers[key] / 2**20:.1f} MiB" in text, key
+    assert numbers["bit_identical"] is True
+    assert numbers["peak_device_bytes"] <= numbers["device_budget"] < numbers["model_data_bytes"]
+
+
+def test_every_keyword_of_manage_is_in_the_readme_with_its_default() -> None:
+    import inspect
+
+    import hetero
+
+    text = (ROOT / "README.md").read_text()
+    keywords = [p for p in inspect.signature(hetero.manage).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", text, flags=re.MULTILINE))
+    assert list(rows) == [p.name for p in keywords]
+    for p in keywords:
+        if p.default is not None:
+            assert rows[p.name].strip("` ").strip('"') == str(p.default)
+
+
+def test_every_statistic_is_documented() -> None:
+    import dataclasses
+
+    from hetero.msc import PeriodStats
+    from hetero.report import MemoryStats
+
+    text = (ROOT / "docs" / "statistics.md").read_text()
+    for value in (MemoryStats, PeriodStats):
+        for each in dataclasses.fields(value):
+            assert f"`{each.name}`" in text, f"{value.__name__}.{each.name}"
