@@ -30,6 +30,7 @@ from hetero.errors import BudgetError, ManageError
 from hetero.eviction import Policy, resolve_policy
 from hetero.report import MemoryStats, collect_stats, plot_stats
 from hetero.stm import patches
+from hetero.stm.compiled import CompiledCalls
 from hetero.stm.fetch import plain
 from hetero.stm.functions import HomeHook
 from hetero.stm.intercept import ManagedParameter, is_managed, scope
@@ -129,6 +130,7 @@ class Manager:
         self._closed = False
         # What stood in the two places that are taken over; None: nothing of the object's own.
         self._own_call: Any = None
+        self._compiled = CompiledCalls(model)
         self._own_step: Any = None
         self._call: Any = None
         self._step_method: Any = None
@@ -200,6 +202,7 @@ class Manager:
             self._homes.take_tensor(name, buffer, self.device)
             self._stm.register_buffer(name, buffer)
         self._take_optimizer_states()
+        self._compiled.attach()  # before the model itself: its wrapper stays the outer one
         self._wrap_model()
         self._wrap_optimizer()
 
@@ -207,6 +210,7 @@ class Manager:
         model, optimizer = self._model, self._optimizer
         if self._call is not None and model.__dict__.get("_compiled_call_impl") is self._call:
             _set_own(model, "_compiled_call_impl", self._own_call)
+        self._compiled.detach()
         # A scheduler made since then has wrapped our step: then it stays, and hands on.
         if optimizer is not None and optimizer.__dict__.get("step") is self._step_method is not None:
             _set_own(optimizer, "step", self._own_step)

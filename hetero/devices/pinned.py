@@ -6,8 +6,10 @@ tensor, because each tensor's storage holds a reference to the slab it was cut f
 [Note: slabs]
 torch's own pinned allocator rounds every block up to a power of two (20.4 GiB becomes 32), and pinning many
 small blocks takes minutes. A slab is one anonymous ``mmap`` of the exact size, page-locked once
-(``cudaHostRegister``). ``torch.frombuffer`` gives each tensor its own storage over its part of the slab, so a
-checkpoint of one parameter does not write its neighbours, and version counters are not shared.
+(``cudaHostRegister``). It is a shared mapping (Python's default): with a private one, a forked data loader would
+make the next write go to another physical page than the one the device reads. ``torch.frombuffer`` gives each
+tensor its own storage over its part of the slab, so a checkpoint of one parameter does not write its
+neighbours, and version counters are not shared.
 """
 
 import mmap

@@ -8,15 +8,20 @@ allocate before they write, so running one again after a failed allocation repea
 It costs a few microseconds an operator: planned iterations run without it.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 from hetero.stm.fetch import plain
 
-__all__ = ["Guard"]
+__all__ = ["Guard", "unguarded"]
 
 
 class Guard(TorchDispatchMode):
@@ -35,3 +40,13 @@ class Guard(TorchDispatchMode):
                 if self._relieve() == 0:
                     raise
             return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def unguarded() -> Iterator[None]:
+    """Within it, no `Guard` is active on this thread. Dispatch modes of others stay."""
+    if any(isinstance(mode, Guard) for mode in _get_current_dispatch_mode_stack()):
+        with _disable_current_modes():
+            yield
+    else:
+        yield

@@ -77,9 +77,7 @@ def _qwen3() -> nn.Module:
 def _mixtral() -> nn.Module:
     return transformers.MixtralForCausalLM(
         # The grouped kernels count tokens in a type that only CUDA can count in.
-        transformers.MixtralConfig(
-            **_DECODER, num_local_experts=4, output_router_logits=True, experts_implementation="eager"
-        )
+        transformers.MixtralConfig(**_DECODER, num_local_experts=4, experts_implementation="eager")
     )
 
 
@@ -101,10 +99,10 @@ def _vit() -> nn.Module:
         transformers.ViTConfig(
             image_size=32,
             patch_size=8,
-            hidden_size=64,
+            hidden_size=128,
             num_hidden_layers=3,
             num_attention_heads=4,
-            intermediate_size=128,
+            intermediate_size=256,
             num_labels=5,
         )
     )
@@ -137,7 +135,7 @@ def _whisper() -> nn.Module:
 
 def _mamba() -> nn.Module:
     return transformers.MambaForCausalLM(
-        transformers.MambaConfig(vocab_size=VOCABULARY, hidden_size=64, state_size=4, num_hidden_layers=3)
+        transformers.MambaConfig(vocab_size=VOCABULARY, hidden_size=192, state_size=4, num_hidden_layers=3)
     )
 
 
@@ -239,7 +237,7 @@ def _activation_bytes(model: nn.Module, loop: Loop, batches: list[dict[str, Any]
     def drop(parameter: torch.Tensor) -> None:
         parameter.grad = None
 
-    hooks = [p.register_post_accumulate_grad_hook(drop) for p in model.parameters()]
+    hooks = [p.register_post_accumulate_grad_hook(drop) for p in model.parameters() if p.requires_grad]
     needed = 0
     for step in range(len(batches)):
         used = fresh_memory()

@@ -1,0 +1,172 @@
+"""Models with compiled blocks train as the same compiled blocks do unmanaged, bit for bit."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from equality import assert_identical, device, fresh_memory, peak_memory, values_of
+from torch import nn
+
+import hetero
+from hetero.devices import virtual
+
+pytestmark = [
+    # Dynamo looks at the gradients of its inputs, be they leaves or not, managed or not.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
+
+WIDTH = 64
+STEPS = 4
+
+
+class Block(nn.Module):
+    """A transformer's block without the attention: norm, two products, a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+        self.last = nn.Linear(WIDTH, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)
+
+
+def _compile_in_place(model: Model, backend: str) -> None:
+    for layer in model.layers:
+        layer.compile(backend=backend)
+
+
+def _compile_into_wrappers(model: Model, backend: str) -> None:
+    for place, layer in enumerate(model.layers):
+        model.layers[place] = torch.compile(layer, backend=backend)
+
+
+def _compile_whole(model: Model, backend: str) -> None:
+    model.compile(backend=backend)
+
+
+COMPILERS = {
+    "in_place": _compile_in_place,
+    "wrappers": _compile_into_wrappers,
+    "whole": _compile_whole,
+}
+
+
+def _train(
+    compile_blocks: Callable[[Model, str], None], backend: str, target: torch.device, budget: int | None
+) -> tuple[dict[str, torch.Tensor], Model]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Model()
+    if budget is None:
+        model.to(target)
+    compile_blocks(model, backend)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    manager = None if budget is None else hetero.manage(model, optimizer, device=target, device_budget=budget)
+    found = {}
+    for step in range(STEPS):
+        x = torch.randn(4, 16, device=target)
+        loss = (model(x) ** 2).mean()
+        loss.backward()
+        found[f"loss {step}"] = loss.detach().cpu()
+        found |= {f"{step} {name}": value for name, value in values_of(model).items()}
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            with torch.no_grad():
+                found["eval"] = model.eval()(x).cpu()
+            model.train()
+    if manager is not None:
+        manager.close()
+    return found | values_of(model), model
+
+
+# Inductor generates code for devices it knows; the virtual one is none of them.
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("how", ["in_place", "wrappers"])
+def test_compiled_blocks_train_to_the_same_bits_under_a_budget(how: str, backend: str) -> None:
+    target = device()
+    unmanaged, reference = _train(COMPILERS[how], backend, target, None)
+    parameter_bytes = sum(p.nbytes for p in reference.parameters())
+    del reference
+    torch._dynamo.reset()
+    fresh_memory()
+    # Activations take about 64 KiB; of the four blocks about two fit.
+    budget = 64 * 1024 + parameter_bytes * 5 // 8
+    managed, model = _train(COMPILERS[how], backend, target, budget)
+    assert_identical(managed, unmanaged)
+    assert peak_memory() <= budget
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    assert virtual.races() == []
+
+
+def test_model_compiled_as_a_whole_trains_to_the_same_bits() -> None:
+    target = device()
+    unmanaged, _ = _train(_compile_whole, "aot_eager", target, None)
+    managed, _ = _train(_compile_whole, "aot_eager", target, 4 << 20)
+    assert_identical(managed, unmanaged)
+
+
+@pytest.mark.parametrize("how", COMPILERS)
+def test_closing_gives_the_compiled_calls_back(how: str) -> None:
+    target = device()
+    model = Model()
+    COMPILERS[how](model, "eager")
+    before = [dict(module.__dict__).get("_compiled_call_impl") for module in model.modules()]
+    manager = hetero.manage(model, None, device=target, device_budget="1MiB")
+    model(torch.randn(2, 16, device=target)).sum().backward()
+    manager.close()
+    assert [dict(module.__dict__).get("_compiled_call_impl") for module in model.modules()] == before
+
+
+def test_an_exception_in_a_compiled_block_leaves_the_parameters_in_their_places() -> None:
+    target = device()
+    model = Model()
+    _compile_in_place(model, "eager")
+    own = dict(model.named_parameters())
+    with hetero.manage(model, None, device=target, device_budget="1MiB"):
+        with pytest.raises(RuntimeError):
+            model.layers[0](torch.randn(2, WIDTH + 1, device=target))
+        assert all(parameter is own[name] for name, parameter in model.named_parameters())
+        model(torch.randn(2, 16, device=target)).sum().backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_blocks_are_not_compiled_again_at_every_step() -> None:
+    compiled = []
+
+    def counting(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
+        compiled.append(graph)
+        return graph.forward
+
+    target = device()
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    fresh_memory()
+    model = Model()
+    for layer in model.layers:
+        layer.compile(backend=counting)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with hetero.manage(model, optimizer, device=target, device_budget=192 * 1024):
+        counts = []
+        for _ in range(6):
+            model(torch.randn(4, 16, device=target)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            counts.append(len(compiled))
+    assert counts[0] == counts[-1]
