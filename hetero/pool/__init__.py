@@ -2,8 +2,11 @@
 
 Problems, solutions, planners by name (`plan`, `planner_names`), the `portfolio` that runs them within a
 time limit, a naive validator, MiniMalloc CSV files, reports and pictures; `hetero.pool.allocators` holds
-the simulators. No torch.
+the simulators. `planned` runs a loop at planned offsets; it is imported when asked for, and torch with it.
+Without it, no torch.
 """
+
+from typing import TYPE_CHECKING, Any
 
 from hetero.pool import allocators
 from hetero.pool.blocks import binary_block, ge_two_level, max_block
@@ -24,8 +27,13 @@ from hetero.pool.problem import (
 from hetero.pool.report import AllocatorRow, Report, allocator_rows, format_report, report, solve
 from hetero.pool.validation import validate
 
+if TYPE_CHECKING:
+    from hetero.pool.arena import Arena, ArenaStats, planned
+
 __all__ = [
     "AllocatorRow",
+    "Arena",
+    "ArenaStats",
     "Buffer",
     "BufferId",
     "Planner",
@@ -44,6 +52,7 @@ __all__ = [
     "lower_bound",
     "max_block",
     "plan",
+    "planned",
     "planner_names",
     "plot_solution",
     "portfolio",
@@ -62,3 +71,11 @@ __all__ = [
     "write_solution",
     "xla",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Arena", "ArenaStats", "planned"):
+        from hetero.pool import arena
+
+        return getattr(arena, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

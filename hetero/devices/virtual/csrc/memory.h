@@ -8,6 +8,9 @@
 #include <c10/core/StorageImpl.h>
 #include <c10/core/TensorImpl.h>
 
+#include <atomic>
+#include <utility>
+
 #include "races.h"
 
 namespace hetero {

@@ -8,6 +8,8 @@
 // moments; Stream::exec serialises what runs inline on one stream and may be held long. Never take exec while
 // holding the state mutex, and never take the GIL while holding either.
 #pragma once
+#include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <functional>

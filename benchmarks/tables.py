@@ -1,0 +1,174 @@
+"""The README's tables, in markdown, from the files under ``results/``.
+
+python -m benchmarks.tables
+
+Every number comes from a file; a benchmark that has not been run gives no table.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from benchmarks.record import read
+from hetero.units import format_bytes
+
+Record = dict[str, Any]
+
+
+def main() -> None:
+    for name, table in TABLES.items():
+        record = read(name)
+        if record is not None:
+            print(f"{table(record)}\n\n{_source(name, record)}\n")
+
+
+def overhead(record: Record) -> str:
+    return "**What management adds when every copy is resident** (bound: 10 us an operator)\n\n" + _table(
+        (
+            "",
+            "managed operators a step",
+            "added each (median)",
+            "quickest runs",
+            "processor time",
+            "step ratio",
+        ),
+        [
+            (
+                _MODES[row["mode"]],
+                str(row["operators"]),
+                f"{row['added_microseconds']:.1f} us",
+                f"{row['added_microseconds_at_best']:.1f} us",
+                f"{row['added_cpu_microseconds']:.1f} us",
+                f"{row['step_ratio']:.2f}",
+            )
+            for row in record["results"]
+        ],
+    )
+
+
+_MODES = {
+    "inference": "forward without gradients",
+    "frozen": "forward, backward to the input",
+    "training": "forward, backward, AdamW (gradients leave, weights return)",
+}
+
+
+def prefetch(record: Record) -> str:
+    return (
+        "**Step time over max(compute, transfer)** on a virtual link of set speed, "
+        f"{record['parameters']['share']:.0%} of the weights resident\n\n"
+        + _table(
+            (
+                "",
+                "transfer / compute",
+                "without prefetch",
+                "with prefetch",
+                "no schedule below",
+                "with prefetch / that",
+            ),
+            [
+                (
+                    row["mode"],
+                    f"{row['transfer_over_compute']:.2f}",
+                    f"{row['ratio_without_prefetch']:.3f}",
+                    f"{row['ratio_with_prefetch']:.3f}",
+                    f"{row['ratio_least']:.3f}",
+                    f"{row['ratio_with_prefetch'] / row['ratio_least']:.3f}",
+                )
+                for row in record["results"]
+            ],
+        )
+    )
+
+
+def bytes_moved(record: Record) -> str:
+    planned, measured = record["results"]["planned"], record["results"]["measured"]
+    shares = record["parameters"]["shares"]
+    text = "**Bytes moved over the least possible** (interval LP; the worst of "
+    text += f"{', '.join(record['parameters']['models'])}; bound: 1.02)\n\n"
+    rows = []
+    for policy, on in _ways(planned):
+        mine = [row for row in planned if row["policy"] == policy and row["prefetch"] == on]
+        run = [row for row in measured if row["policy"] == policy and row["prefetch"] == on]
+        cells = [f"{max(row['ratio'] for row in mine if row['share'] == share):.3f}" for share in shares]
+        cells.append(f"{max(row['ratio'] for row in run):.3f}" if run else "-")
+        rows.append((policy, "yes" if on else "no", *cells))
+    measured_at = ", ".join(f"{share:.0%}" for share in record["parameters"]["measured_shares"])
+    heads = [f"{share:.0%}" for share in shares]
+    return text + _table(("policy", "prefetch", *heads, f"run at {measured_at}"), rows)
+
+
+def _ways(rows: Sequence[Record]) -> list[tuple[str, bool]]:
+    return list(dict.fromkeys((row["policy"], row["prefetch"]) for row in rows))
+
+
+def planning(record: Record) -> str:
+    rows = record["results"]
+    lengths = list(dict.fromkeys(row["accesses"] for row in rows))
+    ways = dict.fromkeys((row["policy"], row["prefetch"]) for row in rows)
+    times = {(row["policy"], row["prefetch"], row["accesses"]): row["cpu_seconds"] for row in rows}
+    return (
+        "**Planning time by accesses in an iteration**, processor seconds (bound: 1 s for 100,000)\n\n"
+        + _table(
+            ("policy", "prefetch", *(f"{length:,}" for length in lengths)),
+            [
+                (
+                    policy,
+                    {True: "yes", False: "no", None: ""}[on],
+                    *(f"{times[policy, on, length]:.2f}" for length in lengths),
+                )
+                for policy, on in ways
+            ],
+        )
+    )
+
+
+def sweep(record: Record) -> str:
+    rows = [
+        (
+            f"{row['way']}, {row['share']:.0%}" if "share" in row else row["way"],
+            *(
+                (
+                    f"{row['seconds']:.2f} s",
+                    f"{row['optimizer_seconds']:.2f} s",
+                    format_bytes(row["peak_device_bytes"]),
+                    format_bytes(row["device_budget"]) if "device_budget" in row else "",
+                    format_bytes(row["bytes_moved"]) if "bytes_moved" in row else "",
+                )
+                if "error" not in row
+                else (row["error"], "", "", "", "")
+            ),
+        )
+        for row in record["results"]
+    ]
+    title = (
+        f"**A GPT of {record['parameters']['parameters'] / 1e9:.2f} billion parameters** (float32, AdamW)\n\n"
+    )
+    return title + _table(("", "step", "of it the optimizer", "peak", "budget", "moved a step"), rows)
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _source(name: str, record: Record) -> str:
+    machine = record["machine"]
+    where = f"{machine['cores']} cores ({machine['cpu']}, load {machine['load']})"
+    if machine["accelerator"]:
+        where += f", {machine['accelerator']}"
+    return (
+        f"[`benchmarks/results/{name}.json`](benchmarks/results/{name}.json): {where}, torch {record['torch']}, "
+        f"Python {record['python']}, {record['date'][:10]}, commit {record['commit'][:7]}"
+    )
+
+
+TABLES: dict[str, Callable[[Record], str]] = {
+    "overhead": overhead,
+    "prefetch": prefetch,
+    "bytes": bytes_moved,
+    "planning": planning,
+    "sweep": sweep,
+}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Placing the allocations of an endlessly repeated iteration.
+
+Owns the cyclic problem: allocation ``i`` of ``n`` begins at time ``i`` of every iteration and lives for a
+number of allocations, over the end of the iteration into the next one if need be. Invariant: two buffers
+that are alive at the same time in the endless repetition never overlap. It knows no tensors, and which
+allocation of a later iteration is which is not its business.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hetero.errors import ConfigError, PlanError
+from hetero.pool.planner import Planner
+from hetero.pool.problem import Buffer, IntArray, Problem
+
+__all__ = ["CyclePlan", "CyclicLife", "cyclic_load", "plan_cycle"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CyclicLife:
+    """One allocation of the iteration: its size, and for how many allocations it lives (its own included).
+
+    ``length`` is None for what is not to be placed. Raises `PlanError` for a negative size or a length below
+    1.
+    """
+
+    nbytes: int
+    length: int | None
+
+    def __post_init__(self) -> None:
+        if self.nbytes < 0:
+            raise PlanError(f"an allocation of {self.nbytes} bytes: sizes start at 0")
+        if self.length is not None and self.length < 1:
+            raise PlanError(f"a life of {self.length} allocations: it includes its own, so the least is 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CyclePlan:
+    """An offset in bytes for each allocation of the iteration, or None for those left to the allocator.
+
+    ``nbytes`` is the arena's size, ``load_nbytes`` the most bytes of planned allocations alive at once.
+    """
+
+    offsets: tuple[int | None, ...]
+    nbytes: int
+    load_nbytes: int
+    proven_optimal: bool
+
+
+def plan_cycle(lives: Sequence[CyclicLife], planner: Planner, *, granularity: int = 1) -> CyclePlan:
+    """Place one iteration's allocations so that it can be repeated; sizes are rounded to ``granularity``.
+
+    The cycle is cut where it holds least. What lives across the cut keeps its place throughout. What lives
+    longer than an iteration would meet its own successor: it gets no place. Raises `ConfigError` for a
+    granularity below 1.
+    """
+    if granularity < 1:
+        raise ConfigError(f"granularity={granularity}: sizes are rounded to a multiple of at least 1 byte")
+    period = len(lives)
+    sizes = [-(-life.nbytes // granularity) * granularity for life in lives]
+    placeable = [i for i, life in enumerate(lives) if sizes[i] and (life.length or period + 1) <= period]
+    load = cyclic_load(lives, granularity=granularity)
+    cut = int(load.argmin()) if period else 0
+    problem = Problem(
+        buffers=tuple(_cut_open(i, lives[i].length or 0, sizes[i], cut, period) for i in placeable),
+        name="iteration",
+    )
+    solution = planner(problem)
+    offsets: list[int | None] = [None] * period
+    for i, offset in zip(placeable, solution.offsets, strict=True):
+        offsets[i] = offset
+    return CyclePlan(
+        offsets=tuple(offsets),
+        nbytes=solution.footprint,
+        load_nbytes=int(load.max(initial=0)),
+        proven_optimal=solution.proven_optimal,
+    )
+
+
+def cyclic_load(lives: Sequence[CyclicLife], *, granularity: int = 1) -> IntArray:
+    """Bytes alive at each time of the repeated iteration, of allocations that live at most one iteration."""
+    period = len(lives)
+    change = np.zeros(2 * period + 1, dtype=np.int64)
+    for begin, life in enumerate(lives):
+        if life.length is not None and life.length <= period:
+            nbytes = -(-life.nbytes // granularity) * granularity
+            change[begin] += nbytes
+            change[begin + life.length] -= nbytes
+    unrolled = np.cumsum(change[:-1])
+    return unrolled[:period] + unrolled[period:]
+
+
+def _cut_open(index: int, length: int, nbytes: int, cut: int, period: int) -> Buffer:
+    """The allocation in the time that starts at ``cut``; all of it, if it lives across the cut."""
+    begin = (index - cut) % period
+    if begin + length > period:
+        return Buffer(id=index, begin=0, end=period, nbytes=nbytes)
+    return Buffer(id=index, begin=begin, end=begin + length, nbytes=nbytes)
