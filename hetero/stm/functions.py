@@ -48,9 +48,9 @@ def _device(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     if not _computes():
         return func(*args, **kwargs)
     device = managed_of(args[0]).owner.device
-    if func is torch.Tensor.device.__get__:
+    if func == torch.Tensor.device.__get__:  # a new wrapper at each look: equal, not the same
         return device
-    if func is torch.Tensor.get_device:
+    if func == torch.Tensor.get_device:
         return device.index
     return device.type == _DEVICE_FLAGS[func]
 
