@@ -9,6 +9,7 @@ import functools
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -319,6 +320,7 @@ def _check_manageable(
         raise ManageError(f"{type(model).__name__} has no parameters: there is nothing to manage")
     for name, parameter in parameters:
         _check_parameter(name, parameter)
+    _check_shared_memory(parameters)
     for module in model.modules():
         if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
             raise ManageError(
@@ -339,6 +341,21 @@ def _check_manageable(
             f"the optimizer holds none of the model's {len(parameters)} parameters (it holds {len(held)} others): "
             "make it from model.parameters() after the last change of the model's device or dtype"
         )
+
+
+def _check_shared_memory(parameters: list[tuple[str, nn.Parameter]]) -> None:
+    """Different parameters over the same bytes: a write to one would not be seen through the other's copy."""
+    spans = sorted(
+        (p.untyped_storage().data_ptr(), p.storage_offset() * p.element_size(), p.nbytes, name)
+        for name, p in parameters
+        if p.numel() and p.is_contiguous() and not p.is_meta
+    )
+    for (storage, begin, nbytes, name), (other_storage, other_begin, _, other) in pairwise(spans):
+        if storage == other_storage and other_begin < begin + nbytes:
+            raise ManageError(
+                f"{name} and {other} are two parameters over the same memory: make them one nn.Parameter "
+                "(module.weight = other.weight), or give each its own (p.data = p.data.clone())"
+            )
 
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:

@@ -23,6 +23,9 @@ from hetero.stm.tensors import ManagedTensor
 
 __all__ = ["CompiledCalls"]
 
+# In inference these take one fused kernel for the whole module, unless a parameter is intercepted.
+_FAST_IN_EVAL = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+
 _SLOT = "_compiled_call_impl"  # torch's own slot for a replaced call; it is not copied nor pickled
 
 
@@ -38,7 +41,8 @@ class CompiledCalls:
         for name, submodule in _outermost_compiled(self._model, ""):
             own = submodule.__dict__.get(_SLOT)
             inner = own or submodule._call_impl
-            call = _substituting(submodule, name or type(submodule).__name__, inner)
+            label = f"compiled {name or type(submodule).__name__}"
+            call = _substituting(submodule, label, inner, inference_only=isinstance(submodule, _FAST_IN_EVAL))
             submodule.__dict__[_SLOT] = (
                 call  # past OptimizedModule's __setattr__, which would set it on the original
             )
@@ -58,16 +62,24 @@ class CompiledCalls:
 
 def _outermost_compiled(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
     compiled_forward = hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
-    if isinstance(module, OptimizedModule) or module.__dict__.get(_SLOT) is not None or compiled_forward:
+    if (
+        isinstance(module, (OptimizedModule, *_FAST_IN_EVAL))
+        or module.__dict__.get(_SLOT) is not None
+        or compiled_forward
+    ):
         yield name, module
         return
     for child_name, child in module.named_children():
         yield from _outermost_compiled(child, f"{name}.{child_name}" if name else child_name)
 
 
-def _substituting(submodule: nn.Module, name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+def _substituting(
+    submodule: nn.Module, label: str, inner: Callable[..., Any], *, inference_only: bool
+) -> Callable[..., Any]:
     @functools.wraps(inner)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if inference_only and (submodule.training or torch.is_grad_enabled()):
+            return inner(*args, **kwargs)
         places = _managed_places(submodule)
         if not places or not _on_device(places[0][2], args, kwargs):
             return inner(*args, **kwargs)
@@ -77,7 +89,7 @@ def _substituting(submodule: nn.Module, name: str, inner: Callable[..., Any]) ->
             if tensor not in operands:
                 operands.append(tensor)
         # Modes would make the compiler run everything eagerly, which is not the same arithmetic.
-        with plain(), substituted(operands, f"compiled {name}") as copies, unguarded():
+        with plain(), substituted(operands, label) as copies, unguarded():
             try:
                 for module, key, parameter in places:
                     module._parameters[key] = copies[id(parameter)]  # type: ignore[assignment]

@@ -67,6 +67,11 @@ class Place:
     missing: tuple[int, ...] = ()
 
 
+# Segments without a step in between (a closure that runs the model, forwards whose graphs are dropped): give up
+# waiting for the iteration's end.
+_LONGEST_CYCLE = 1024
+
+
 @dataclass(slots=True)
 class _History:
     keys: list[SegmentKey]
@@ -118,6 +123,8 @@ class Cycles:
         self._close_if_over(key.phase)
         self._current = self._training if key.trains or key.phase is not Phase.FORWARD else self._inference
         history = self._current
+        if len(history.keys) >= _LONGEST_CYCLE:
+            self.abandon()
         history.keys.append(key)
         plan = self._matching(tuple(history.keys))
         sampled = len(self._samples.get(key, ())) >= self._warmup_steps

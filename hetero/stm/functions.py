@@ -16,6 +16,7 @@ from hetero.stm.intercept import (
     ManagedParameter,
     in_scope,
     managed_of,
+    run_at_home,
     run_operator,
     substituted,
 )
@@ -35,12 +36,12 @@ def _computes() -> bool:
 
 def _convert(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Conversions: about home outside a scope, but a checkpoint converts what it computes with."""
-    return run_operator(func, args, kwargs) if _computes() else func(*args, **kwargs)
+    return run_operator(func, args, kwargs) if _computes() else run_at_home(func, args, kwargs)
 
 
 def _home_outside(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Copies: outside a scope they are about home, whatever the other operand's device."""
-    return run_operator(func, args, kwargs) if in_scope() else func(*args, **kwargs)
+    return run_operator(func, args, kwargs) if in_scope() else run_at_home(func, args, kwargs)
 
 
 def _device(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -75,9 +76,12 @@ def _set_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 def _get_data(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = managed_of(args[0])
     if not in_scope():
+        tensor.owner.before_home_write()  # whoever takes it may write
         return tensor.data_alias()
     with substituted([tensor], func):
-        return tensor.data
+        assert tensor.data is not None
+        # A tensor of its own, so that it counts as a holder; same version counter, so that writes are seen.
+        return tensor.data.detach()
 
 
 def _set_data(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -111,6 +115,17 @@ class HomeHook:
 def _register_post_accumulate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     hook = kwargs["hook"] if "hook" in kwargs else args[1]
     return func(args[0], HomeHook(hook))
+
+
+def _change_memory(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``p.set_()``, ``p.resize_()``: home is other memory afterwards."""
+    if type(args[0]) is not ManagedParameter:
+        return run_operator(func, args, kwargs)
+    tensor = managed_of(args[0])
+    tensor.owner.before_home_write()
+    func(*args, **kwargs)
+    tensor.owner.rebind_home(tensor, args[0].detach().to("cpu"))
+    return args[0]
 
 
 # Any: typing knows attributes of tensors, not the descriptors behind them.
@@ -209,6 +224,7 @@ HANDLERS.update(
         _T.data.__get__: _get_data,
         _T.data.__set__: _set_data,
         **dict.fromkeys([torch.autograd.grad, torch.autograd.backward, _T.backward], _ask),
+        **dict.fromkeys([_T.set_, _T.resize_, _T.resize_as_], _change_memory),
         _T.register_post_accumulate_grad_hook: _register_post_accumulate,
     }
 )

@@ -134,7 +134,17 @@ def _on_device(
                 raise
             result = func(*args, **kwargs)
         _refuse_write_to_leaf(operands)
+        if not _scope.depth:
+            # Outside a forward home is the truth, at once: the next reader, or the optimizer, looks there.
+            write_back(operands)
     return _restore(result, operands, copies)
+
+
+def write_back(operands: list[ManagedTensor]) -> None:
+    """Bring homes up to date with what was written to their copies."""
+    for tensor in operands:
+        if tensor.is_dirty:
+            tensor.owner.write_back(tensor)
 
 
 class substituted:
@@ -169,14 +179,30 @@ class substituted:
             owner.end_operator(group)
 
 
+def run_at_home(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``func(*args, **kwargs)`` on the parameters themselves."""
+    operands: list[ManagedTensor] = []
+    collect((*args, *kwargs.values()), operands)
+    return _at_home(func, operands, args, kwargs)
+
+
 def _at_home(
     func: Callable[..., Any], operands: list[ManagedTensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
+    note_use_at_home(operands)
+    name = getattr(func, "__name__", "")
+    if name.endswith("_") or "out" in kwargs or name == "__setitem__":
+        for tensor in operands:
+            tensor.owner.before_home_write()
+    return func(*args, **kwargs)
+
+
+def note_use_at_home(operands: list[ManagedTensor]) -> None:
+    """Autograd may now reach these parameters by a path of its own (gradients: [Note: unread gradients]). For good:
+    nothing tells when such a graph is gone."""
     if torch.is_grad_enabled():
         for tensor in operands:
-            # Autograd now reaches the parameter by a path of its own ([Note: unread gradients]).
             tensor.used_at_home = True
-    return func(*args, **kwargs)
 
 
 def _belongs_on_device(device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -49,6 +49,7 @@ class StatefulTensorMgr:
         self._lock = threading.RLock()
         self._fixed: list[StatefulTensor] = []
         self._optimizer_states: dict[int, StatefulTensor] = {}
+        self._closed = False
         self._pending_forwards: list[SegmentKey] = []
         self._clocks_before_step: list[int] = []
         engine = CopyEngine(accelerator)
@@ -166,8 +167,6 @@ class StatefulTensorMgr:
             else:
                 self.residency.drop_stale(written)
                 self.executor.finish_segment()
-            for tensor in self.tensors:
-                tensor.used_at_home = False
 
     @contextlib.contextmanager
     def backward(self, *, captures: bool) -> Iterator[None]:
@@ -227,6 +226,8 @@ class StatefulTensorMgr:
     def load_saved(self, tensor: ManagedTensor, version: int) -> torch.Tensor:
         """A saved parameter is about to be read by backward: its copy, after autograd's version check."""
         with self._lock:
+            if self._closed:  # a graph from before: the parameter is wherever it lives now
+                return tensor.parameter.detach().to(self.device)
             if tensor.version != version:
                 raise modified_in_place(tensor.home, tensor.version, version)
             self._enter_backward()
@@ -239,8 +240,25 @@ class StatefulTensorMgr:
     def hand_over(self, tensor: ManagedTensor, gradient: torch.Tensor) -> torch.Tensor:
         """A parameter's gradient is complete on the device; what autograd should take for it at home."""
         with self._lock:
+            if self._closed:
+                return gradient.to(tensor.parameter.device)
             self._enter_backward()
             return self.gradients.hand_over(tensor, gradient)
+
+    def write_back(self, tensor: ManagedTensor) -> None:
+        """The device copy was written outside a forward."""
+        with self._lock:
+            self.collector.count_eviction(0, self.residency.write_back(tensor))
+
+    def before_home_write(self) -> None:
+        """Homes are about to be written: no copy may still be reading them."""
+        with self._lock:
+            self.residency.before_host_write()
+
+    def wait_for_gradients(self) -> None:
+        """As `wait_for_gradient`, for all."""
+        with self._lock:
+            self.gradients.wait_all(self.tensors)
 
     def wait_for_gradient(self, tensor: ManagedTensor) -> None:
         """Somebody is about to read ``p.grad``."""
@@ -259,6 +277,7 @@ class StatefulTensorMgr:
             self.residency.discard(tensor)
             tensor.parameter.data = data
             tensor.bind_home()
+            tensor.watch(data)
 
     def relieve(self) -> int:
         """Free what can be freed after an out-of-memory error."""
@@ -289,3 +308,4 @@ class StatefulTensorMgr:
                 self.residency.discard(tensor)
                 tensor.identity = None
             self.executor.release_cap()
+            self._closed = True

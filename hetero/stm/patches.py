@@ -22,7 +22,16 @@ from torch.utils.hooks import RemovableHandle
 
 from hetero.errors import ManageError
 from hetero.stm.fetch import plain
-from hetero.stm.intercept import collect, in_scope, is_managed, managed_of, replace_one, substituted
+from hetero.stm.intercept import (
+    collect,
+    in_scope,
+    is_managed,
+    managed_of,
+    note_use_at_home,
+    replace_one,
+    substituted,
+    write_back,
+)
 from hetero.stm.tensors import ManagedTensor
 
 __all__ = ["install", "remove"]
@@ -40,6 +49,9 @@ class BackwardListener(Protocol):
 
     def backward(self, *, captures: bool) -> contextlib.AbstractContextManager[None]:
         """Surrounds a backward; ``captures``: it returns gradients instead of accumulating them."""
+
+    def wait_for_gradients(self) -> None:
+        """Every gradient that was handed over can be read afterwards."""
 
 
 _listeners: list[BackwardListener] = []
@@ -68,7 +80,11 @@ def remove(listener: BackwardListener) -> None:
 
 def _announced_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
     if torch._C._current_graph_task_id() != -1:  # a backward within a backward: a reentrant checkpoint
-        return _run_backward(outputs, *args, **kwargs)
+        result = _run_backward(outputs, *args, **kwargs)
+        if not kwargs.get("accumulate_grad", True):  # what it returns is about to be read
+            for listener in _listeners:
+                listener.wait_for_gradients()
+        return result
     with contextlib.ExitStack() as stack:
         for listener in _listeners:
             stack.enter_context(listener.backward(captures=not kwargs.get("accumulate_grad", True)))
@@ -91,11 +107,15 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     collect(args, operands)
     # Outside a scope a Function of the user's may well be about home (a regulariser, say): device tensors decide.
     if not operands or not (in_scope() or _has_device_operand(operands[0].owner.device, args)):
+        note_use_at_home(operands)
         return original(*args, **kwargs)
     with plain(), substituted(operands, cls.__name__) as copies:
         args = tuple(replace_one(value, copies) for value in args)
         with torch._C._EnableTorchFunction():
-            return original(*args, **kwargs)
+            result = original(*args, **kwargs)
+        if not in_scope():
+            write_back(operands)
+    return result
 
 
 def _has_device_operand(device: torch.device, args: tuple[Any, ...]) -> bool:

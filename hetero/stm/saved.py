@@ -119,6 +119,9 @@ def _cast_of(saved: torch.Tensor) -> ManagedTensor | None:
     data = tensor.data
     if data is None or tensor.is_dirty or saved.untyped_storage().nbytes() != data.numel() * saved.itemsize:
         return None
+    base = saved if saved._base is None else saved._base
+    if base.stride() != data.stride() or saved.device != data.device:
+        return None
     return tensor
 
 

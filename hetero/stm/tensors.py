@@ -65,6 +65,12 @@ class Owner(Protocol):
 
     def rebind_home(self, tensor: "ManagedTensor", data: torch.Tensor) -> None: ...
 
+    def write_back(self, tensor: "ManagedTensor") -> None:
+        """Bring home up to date with writes to the copy."""
+
+    def before_home_write(self) -> None:
+        """Homes are about to be written: no copy may still be reading them."""
+
     def hand_over(self, tensor: "ManagedTensor", gradient: torch.Tensor) -> torch.Tensor:
         """The gradient is complete on the device; what autograd takes for it at home."""
 
@@ -78,6 +84,7 @@ class ManagedTensor(StatefulTensor):
     __slots__ = (
         "_alias",
         "_fetch_nodes",
+        "_source",
         "_unseen_writes",
         "clean_version",
         "data",
@@ -111,6 +118,7 @@ class ManagedTensor(StatefulTensor):
         self.owner = owner
         self.device_nbytes = device_nbytes
         self._alias: torch.Tensor | None = None
+        self._source: torch.Tensor | None = None
         self._unseen_writes = 0
         self._fetch_nodes: list[weakref.ref[object]] = []
         self.data: torch.Tensor | None = None
@@ -131,18 +139,24 @@ class ManagedTensor(StatefulTensor):
         # A detached alias shares storage and version counter with the parameter, and is a plain tensor.
         self.home = self.parameter.detach()
         self._alias = None
+        self._source = None
+
+    def watch(self, source: torch.Tensor) -> None:
+        """Home is memory that ``source`` shares, under a version counter of its own (``p.data = flat[i:j]``)."""
+        self._source = source
 
     def forget_home(self) -> None:
         """Management is over: hold nothing that keeps the parameter's memory."""
-        self.identity = self.data = self._alias = self.gradient_slot = None
-        del self.home
+        self.identity = self.data = self._alias = self._source = self.gradient_slot = None
+        self.home = self.parameter.detach()[:0] if self.parameter.dim() else torch.empty(0)
 
     # -- versions -------------------------------------------------------------------------------------
 
     @property
     def home_clock(self) -> int:
         """Moves whenever home is written, through the parameter or through its ``.data``."""
-        return self.home._version + self._unseen_writes + (0 if self._alias is None else self._alias._version)
+        aliases = sum(alias._version for alias in (self._alias, self._source) if alias is not None)
+        return self.home._version + self._unseen_writes + aliases
 
     @property
     def version(self) -> int:
