@@ -117,17 +117,6 @@ def _register_post_accumulate(func: Callable[..., Any], args: tuple[Any, ...], k
     return func(args[0], HomeHook(hook))
 
 
-def _change_memory(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``p.set_()``, ``p.resize_()``: home is other memory afterwards."""
-    if type(args[0]) is not ManagedParameter:
-        return run_operator(func, args, kwargs)
-    tensor = managed_of(args[0])
-    tensor.owner.before_home_write()
-    func(*args, **kwargs)
-    tensor.owner.rebind_home(tensor, args[0].detach().to("cpu"))
-    return args[0]
-
-
 # Any: typing knows attributes of tensors, not the descriptors behind them.
 _T: Any = torch.Tensor
 
@@ -224,7 +213,6 @@ HANDLERS.update(
         _T.data.__get__: _get_data,
         _T.data.__set__: _set_data,
         **dict.fromkeys([torch.autograd.grad, torch.autograd.backward, _T.backward], _ask),
-        **dict.fromkeys([_T.set_, _T.resize_, _T.resize_as_], _change_memory),
         _T.register_post_accumulate_grad_hook: _register_post_accumulate,
     }
 )

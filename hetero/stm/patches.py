@@ -79,15 +79,23 @@ def remove(listener: BackwardListener) -> None:
 
 
 def _announced_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    captures = not kwargs.get("accumulate_grad", True)
     if torch._C._current_graph_task_id() != -1:  # a backward within a backward: a reentrant checkpoint
-        result = _run_backward(outputs, *args, **kwargs)
-        if not kwargs.get("accumulate_grad", True):  # what it returns is about to be read
+        result = _run(outputs, args, kwargs)
+        if captures:  # what it returns is about to be read
             for listener in _listeners:
                 listener.wait_for_gradients()
         return result
     with contextlib.ExitStack() as stack:
         for listener in _listeners:
-            stack.enter_context(listener.backward(captures=not kwargs.get("accumulate_grad", True)))
+            stack.enter_context(listener.backward(captures=captures))
+        return _run(outputs, args, kwargs)
+
+
+def _run(outputs: Any, args: Any, kwargs: Any) -> Any:
+    # autograd.grad with respect to managed parameters comes here with interception off, and its threads inherit that;
+    # but what runs within backward (a checkpoint's recompute, a Function of the user's) needs it.
+    with torch._C._EnableTorchFunction():
         return _run_backward(outputs, *args, **kwargs)
 
 

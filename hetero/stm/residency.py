@@ -182,6 +182,7 @@ class Residency:
     # -- helpers --------------------------------------------------------------------------------------
 
     def _fetch(self, tensor: ManagedTensor) -> None:
+        tensor.follow_parameter()
         # Copies made inside the user's inference_mode would be unusable for training later.
         with torch.inference_mode(False), torch.no_grad():
             copy = torch.empty_like(tensor.home, device=self._accelerator.device)

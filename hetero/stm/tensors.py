@@ -141,6 +141,12 @@ class ManagedTensor(StatefulTensor):
         self._alias = None
         self._source = None
 
+    def follow_parameter(self) -> None:
+        """``p.set_()``, which cannot be intercepted, gives the parameter other memory: then that is home."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if self.parameter.data_ptr() != self.home.data_ptr():
+                self.bind_home()
+
     def watch(self, source: torch.Tensor) -> None:
         """Home is memory that ``source`` shares, under a version counter of its own (``p.data = flat[i:j]``)."""
         self._source = source

@@ -51,10 +51,11 @@ def managed(
     loop: Loop,
     budget: int,
     make_optimizer: Callable[[nn.Module], Any] = adamw,
+    link: dict[str, str] | None = None,
     **keywords: Any,
 ) -> tuple[Any, list[torch.Tensor], hetero.Manager]:
     """As `unmanaged`; asserts the budget, no race and nothing left on the device."""
-    target = device()
+    target = device(**(link or {}))
     gc.collect()
     virtual.clear_races()
     torch.manual_seed(0)
@@ -85,11 +86,16 @@ def assert_twins(
     share: float = 0.6,
     budget: int | None = None,
     make_optimizer: Callable[[nn.Module], Any] = adamw,
+    bandwidth: str = "4GiB/s",
+    latency: str = "10us",
     **keywords: Any,
 ) -> hetero.Manager:
     """Same observations, same parameters, under a budget of ``share`` of the unmanaged peak."""
     seen, state, peak = unmanaged(build, loop, make_optimizer)
-    got, got_state, manager = managed(build, loop, budget or int(share * peak), make_optimizer, **keywords)
+    link = {"bandwidth": bandwidth, "latency": latency}
+    got, got_state, manager = managed(
+        build, loop, budget or int(share * peak), make_optimizer, link=link, **keywords
+    )
     assert_same(got, seen, "observed")
     assert_same(got_state, state, "state")
     return manager
