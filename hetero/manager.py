@@ -4,18 +4,16 @@ Owns what is changed on the user's objects and its undoing. Invariant: `manage` 
 everything as it was; after `Manager.close` nothing shows that it was there.
 """
 
-import copy
 import functools
 import types
-from collections import defaultdict
 from collections.abc import Callable, Iterable
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 
 from hetero import stm
+from hetero.checks import check_budgets, check_manageable, named_buffers, named_parameters
 from hetero.config import Config, Size, resolve
 from hetero.devices import (
     Accelerator,
@@ -27,14 +25,13 @@ from hetero.devices import (
 )
 from hetero.devices.accelerator import ALLOCATION_GRANULARITY
 from hetero.devices.host import host_memory_total
-from hetero.errors import BudgetError, ManageError
 from hetero.eviction import Policy, resolve_policy
 from hetero.report import MemoryStats, collect_stats, plot_stats
 from hetero.stm import patches
 from hetero.stm.compiled import CompiledCalls
 from hetero.stm.fetch import plain
 from hetero.stm.functions import HomeHook
-from hetero.stm.intercept import ManagedParameter, is_managed, scope
+from hetero.stm.intercept import ManagedParameter, scope
 from hetero.stm.saved import saved_tensors_as_handles
 from hetero.units import format_bytes
 
@@ -101,9 +98,9 @@ def manage(
         host_free=host_memory_free,
     )
     eviction_policy = resolve_policy(policy)
-    parameters = _named_parameters(model)
-    _check_manageable(model, optimizer, parameters)
-    _check_budgets(model, optimizer, parameters, config, accelerator)
+    parameters = named_parameters(model)
+    check_manageable(model, optimizer, parameters)
+    check_budgets(model, optimizer, parameters, config, accelerator)
     return Manager(model, optimizer, accelerator, config, eviction_policy)
 
 
@@ -190,7 +187,7 @@ class Manager:
         model = self._model
         patches.install(self._stm)
         self._patched = True
-        parameters = _named_parameters(model)
+        parameters = named_parameters(model)
         self._homes.take_parameters(parameters)
         for name, parameter in parameters:
             tensor = self._stm.register_parameter(name, parameter)
@@ -199,7 +196,7 @@ class Manager:
             hooks = parameter._post_accumulate_grad_hooks
             for key in list(hooks or ()):
                 hooks[key] = HomeHook(hooks[key])
-        for name, buffer in _named_buffers(model):
+        for name, buffer in named_buffers(model):
             self._homes.take_tensor(name, buffer, self.device)
             self._stm.register_buffer(name, buffer)
         self._take_optimizer_states()
@@ -308,141 +305,12 @@ class Manager:
         self._stm.register_optimizer_state(states)
 
 
-# -- checks ------------------------------------------------------------------------------------------
-
-
-def _check_manageable(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, parameters: list[tuple[str, nn.Parameter]]
-) -> None:
-    if not isinstance(model, nn.Module):
-        raise ManageError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
-    if not parameters:
-        raise ManageError(f"{type(model).__name__} has no parameters: there is nothing to manage")
-    for name, parameter in parameters:
-        _check_parameter(name, parameter)
-    _check_shared_memory(parameters)
-    for module in model.modules():
-        if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            raise ManageError(
-                f"{type(module).__name__} holds references to gradients and buckets that cannot move yet: manage "
-                "the module inside it, without the wrapper"
-            )
-    if optimizer is None:
-        return
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ManageError(
-            f"optimizer is a {type(optimizer).__name__}: expected a torch.optim.Optimizer or None"
-        )
-    ours = {id(parameter) for _, parameter in parameters}
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    foreign = sum(id(parameter) not in ours for parameter in held)
-    if foreign == len(held):
-        raise ManageError(
-            f"the optimizer holds none of the model's {len(parameters)} parameters (it holds {len(held)} others): "
-            "make it from model.parameters() after the last change of the model's device or dtype"
-        )
-
-
-def _check_shared_memory(parameters: list[tuple[str, nn.Parameter]]) -> None:
-    """Different parameters over the same bytes: a write to one would not be seen through the other's copy."""
-    spans = sorted(
-        (p.untyped_storage().data_ptr(), p.storage_offset() * p.element_size(), p.nbytes, name)
-        for name, p in parameters
-        if p.numel() and p.is_contiguous() and not p.is_meta
-    )
-    for (storage, begin, nbytes, name), (other_storage, other_begin, _, other) in pairwise(spans):
-        if storage == other_storage and other_begin < begin + nbytes:
-            raise ManageError(
-                f"{name} and {other} are two parameters over the same memory: make them one nn.Parameter "
-                "(module.weight = other.weight), or give each its own (p.data = p.data.clone())"
-            )
-
-
-def _check_parameter(name: str, parameter: nn.Parameter) -> None:
-    if is_managed(parameter):
-        raise ManageError(f"{name} is managed already: call close() on its manager first")
-    if isinstance(parameter, nn.parameter.UninitializedParameter):
-        raise ManageError(f"{name} has no shape yet (a lazy module): run one forward first, then manage")
-    if parameter.is_meta:
-        raise ManageError(
-            f"{name} is on the meta device: give it memory first (model.to_empty(device='cpu'))"
-        )
-    if type(parameter).__name__ == "DTensor":  # by name: importing torch.distributed.tensor takes a second
-        raise ManageError(f"{name} is a DTensor (FSDP2, tensor parallelism): these cannot be managed yet")
-    if type(parameter) is not nn.Parameter:
-        raise ManageError(
-            f"{name} is a {type(parameter).__name__}, not a plain nn.Parameter: its class would be lost; convert it, "
-            "or leave that module out"
-        )
-    if parameter.layout is not torch.strided:
-        raise ManageError(f"{name} has layout {parameter.layout}: only dense parameters can be managed")
-
-
-def _check_budgets(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    parameters: list[tuple[str, nn.Parameter]],
-    config: Config,
-    accelerator: Accelerator,
-) -> None:
-    buffers = sum(accelerator.allocated_size(b.numel() * b.element_size()) for _, b in _named_buffers(model))
-    name, largest = max(parameters, key=lambda item: item[1].numel() * item[1].element_size())
-    needed = buffers + accelerator.allocated_size(largest.numel() * largest.element_size())
-    if needed > config.device_budget:
-        raise BudgetError(
-            f"{name} {tuple(largest.shape)} and the buffers ({format_bytes(buffers)}) need {needed} bytes on "
-            f"{accelerator.device} at once, device_budget is {config.device_budget} bytes: raise it to more than "
-            f"{format_bytes(needed)}, activations not counted"
-        )
-    homes = sum(p.numel() * p.element_size() for _, p in parameters)
-    trained = sum(p.numel() * p.element_size() for _, p in parameters if p.requires_grad)
-    states = _states_per_parameter(optimizer)
-    total = homes if optimizer is None else homes + trained * (1 + states)
-    if total > config.host_budget:
-        raise BudgetError(
-            f"model data at home need {total} bytes of host memory ({format_bytes(homes)} of parameters"
-            + (f", as much again for gradients and {states} times for optimizer states" if optimizer else "")
-            + f"), host_budget is {config.host_budget} bytes: raise it to {format_bytes(total)} or more, or use an "
-            "optimizer with fewer states"
-        )
-
-
-def _states_per_parameter(optimizer: torch.optim.Optimizer | None) -> int:
-    """How many tensors of a parameter's size this optimizer keeps, found by letting its kind step a small one."""
-    if optimizer is None:
-        return 0
-    probe = nn.Parameter(torch.zeros(3, 5))
-    probe.grad = torch.zeros_like(probe)
-    try:
-        twin = copy.copy(optimizer)  # its kind and settings, nothing it holds
-        twin.state = defaultdict(dict)
-        twin.param_groups = [{**optimizer.param_groups[0], "params": [probe]}]
-        type(optimizer).step(twin)
-    except (
-        Exception
-    ):  # an optimizer with other arguments, or one that needs a closure: its states are not known yet
-        return 0
-    kept = twin.state.get(probe, {}).values()
-    return sum(isinstance(value, torch.Tensor) and value.shape == probe.shape for value in kept)
-
-
 def _set_own(owner: object, name: str, value: Any) -> None:
     """Restore an attribute of the object's own; None: it had none."""
     if value is None:
         owner.__dict__.pop(name, None)
     else:
         owner.__dict__[name] = value
-
-
-# -- reading a model ---------------------------------------------------------------------------------
-
-
-def _named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return list(model.named_parameters()) if isinstance(model, nn.Module) else []
-
-
-def _named_buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [(name, buffer) for name, buffer in model.named_buffers() if buffer is not None]
 
 
 def _signature(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
