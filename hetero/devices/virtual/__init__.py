@@ -187,15 +187,4 @@ def _register() -> None:
         _torch_module.register(extension)
         # torch answers is_pinned() with False until something was pinned by its own hand.
         torch.empty(1, pin_memory=True)
-        _check_autograd()
         _extension = extension
-
-
-def _check_autograd() -> None:
-    try:
-        torch.ones(1, device="virtual:0", requires_grad=True).sum().backward()
-    except RuntimeError as error:
-        raise DeviceError(
-            "autograd counted this process's devices at its first backward, before the virtual one was there: call "
-            "hetero.virtual_device() earlier, before any backward"
-        ) from error
