@@ -15,7 +15,9 @@ block may be freed under a pending copy, as torch's own pinned allocator allows,
 recurrent layers have no double backward (as with cuDNN), and save their inputs only.
 """
 
+import atexit
 import threading
+import time
 from types import ModuleType
 
 import torch
@@ -187,4 +189,7 @@ def _register() -> None:
         _torch_module.register(extension)
         # torch answers is_pinned() with False until something was pinned by its own hand.
         torch.empty(1, pin_memory=True)
+        # Autograd's device thread may still be letting go of Python objects; a thread that asks for the interpreter
+        # while it shuts down is ended by force, and C++ aborts the process for that.
+        atexit.register(time.sleep, 0.3)
         _extension = extension
