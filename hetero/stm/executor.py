@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 
 from hetero.eviction import Actions
-from hetero.msc import MemStatsCollector, Segment, SegmentKey
+from hetero.msc import MemStatsCollector, Phase, Segment, SegmentKey
 from hetero.stm.cycles import CyclePlan, Cycles
 from hetero.stm.gradients import Gradients
 from hetero.stm.guard import arm, guarded
@@ -76,6 +76,8 @@ class Executor:
         self._plan, self._position, self._stop = place.plan, place.begin, place.end
         self._has_left_plan = False
         self._set_guarded(place.guarded)
+        if key.phase is not Phase.STEP:  # which uses no copies
+            self._residency.follow_stream()
         self._to_evict = []
         # A plan that is followed for the first time, or again after something else ran, finds other copies
         # resident than it left behind.
