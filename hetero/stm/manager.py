@@ -143,7 +143,8 @@ class StatefulTensorMgr:
                 self.executor.finish_segment()
             elif self.executor.is_guarded:
                 # What the caller does next, the loss for instance, runs unguarded: leave all the room there is.
-                self.residency.evict_idle()
+                with self.collector.evicting(for_operator=False):
+                    self.residency.evict_idle()
             if not complete or (segment is not None and not segment.key.trains):
                 self.executor.release_cap()
 
@@ -183,10 +184,15 @@ class StatefulTensorMgr:
         finally:
             with self._lock:
                 segment = self.executor.segment
-                if segment is not None and segment.key.phase is Phase.BACKWARD:
+                in_backward = segment is not None and segment.key.phase is Phase.BACKWARD
+                if segment is not None and in_backward:
                     segment.complete = complete
-                    if not complete:
-                        self.executor.finish_segment()
+                if not complete and (in_backward or self._pending_forwards):
+                    # It may have failed before it reached a parameter: then the forward's last period was cut short.
+                    if segment is not None:
+                        segment.complete = False
+                    self.executor.finish_segment()
+                    self._pending_forwards.clear()
                 if captures or not complete:
                     self.gradients.wait_all(self.tensors)
                 if not self._has_optimizer:  # nothing tells when the iteration is over
@@ -299,9 +305,8 @@ class StatefulTensorMgr:
     def relieve(self) -> int:
         """Free what can be freed after an out-of-memory error."""
         with self._lock:
-            self.collector.before_relief()
-            freed = self.residency.evict_idle()
-            self.collector.after_relief()
+            with self.collector.evicting(for_operator=True):
+                freed = self.residency.evict_idle()
             self._accelerator.release_cached()
             return freed
 
