@@ -6,6 +6,7 @@ everything as it was; after `Manager.close` nothing shows that it was there.
 
 import functools
 import types
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -101,7 +102,8 @@ def manage(
     parameters = named_parameters(model)
     check_manageable(model, optimizer, parameters)
     check_budgets(model, optimizer, parameters, config, accelerator)
-    return Manager(model, optimizer, accelerator, config, eviction_policy)
+    with torch.inference_mode(False):  # homes outlive the caller's
+        return Manager(model, optimizer, accelerator, config, eviction_policy)
 
 
 class Manager:
@@ -147,6 +149,9 @@ class Manager:
         except BaseException:
             self._detach()
             raise
+        # Whoever drops the model without closing: identities hold parameters where Python's collector cannot see it.
+        self._abandon = weakref.finalize(self, _abandon, self._stm)
+        self._abandon.atexit = False
 
     # -- what users call ------------------------------------------------------------------------------
 
@@ -164,8 +169,10 @@ class Manager:
         devices where they were before. Closing twice does nothing."""
         if self._closed:
             return
-        self._stm.close()
-        self._detach()
+        with torch.inference_mode(False):
+            self._abandon.detach()
+            self._stm.close()
+            self._detach()
         self._closed = True
 
     def __enter__(self) -> "Manager":
@@ -212,16 +219,7 @@ class Manager:
         # A scheduler made since then has wrapped our step: then it stays, and hands on.
         if optimizer is not None and optimizer.__dict__.get("step") is self._step_method is not None:
             _set_own(optimizer, "step", self._own_step)
-        for tensor in self._stm.tensors:
-            parameter = tensor.parameter
-            with plain():
-                hooks = parameter._post_accumulate_grad_hooks
-                for key in list(hooks or ()):
-                    if isinstance(hooks[key], HomeHook):
-                        hooks[key] = hooks[key].inner
-                parameter.__class__ = nn.Parameter
-                parameter.__dict__.pop("_hetero", None)
-            tensor.forget_home()
+        _make_plain(self._stm)
         self._homes.give_back()
         if self._patched:
             patches.remove(self._stm)
@@ -303,6 +301,27 @@ class Manager:
                     self._homes.take_tensor(f"{name}.{key}", value, torch.device("cpu"))
                     states.append((f"{name}.{key}", value))
         self._stm.register_optimizer_state(states)
+
+
+def _make_plain(manager: stm.StatefulTensorMgr) -> None:
+    """Parameters are `nn.Parameter` again, wherever their bytes are."""
+    for tensor in manager.tensors:
+        parameter = tensor.parameter
+        with plain():
+            hooks = parameter._post_accumulate_grad_hooks
+            for key in list(hooks or ()):
+                if isinstance(hooks[key], HomeHook):
+                    hooks[key] = hooks[key].inner
+            parameter.__class__ = nn.Parameter
+            parameter.__dict__.pop("_hetero", None)
+        tensor.forget_home()
+
+
+def _abandon(manager: stm.StatefulTensorMgr) -> None:
+    """A manager was dropped with its model: nothing of it may stay, on the device or in torch."""
+    manager.close()
+    _make_plain(manager)
+    patches.remove(manager)
 
 
 def _set_own(owner: object, name: str, value: Any) -> None:

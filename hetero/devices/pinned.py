@@ -12,6 +12,7 @@ tensor its own storage over its part of the slab, so a checkpoint of one paramet
 neighbours, and version counters are not shared.
 """
 
+import contextlib
 import mmap
 import warnings
 import weakref
@@ -116,6 +117,7 @@ def _register(accelerator: Accelerator, address: int, nbytes: int):  # type: ign
     elif accelerator.device.type == "cuda":  # ROCm answers to the same names
         runtime = torch.cuda.cudart()
         if int(runtime.cudaHostRegister(address, nbytes, 0)) != 0:
+            _forget_cuda_error(accelerator.device)
             return None
         unregister = runtime.cudaHostUnregister
     else:
@@ -126,3 +128,9 @@ def _register(accelerator: Accelerator, address: int, nbytes: int):  # type: ign
         unregister(address)
 
     return undo
+
+
+def _forget_cuda_error(device: torch.device) -> None:
+    """A refused registration leaves its error behind, which the next kernel launch would report as its own."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device=device)

@@ -47,6 +47,7 @@ class MemStatsCollector:
         self.peaks = PeakKeeper(accelerator)
         self._segment: Segment | None = None
         self._period = Period(operands=())
+        self._model_base = 0  # model data on the device since the period began, or was relieved
         self.total = Period(operands=())  # sums over the manager's life
         self.largest_growth = 0
 
@@ -94,10 +95,21 @@ class MemStatsCollector:
         segment = self._segment
         if segment is not None and segment.sampled:
             period = self._period
-            period.model_bytes = self._model_bytes.device_bytes
+            period.model_bytes = self._model_base = self._model_bytes.device_bytes
             period.host_model_bytes = self._model_bytes.host_bytes
             period.begin = self._event()
             period.used_bytes = self._accelerator.used_bytes()
+
+    def before_relief(self) -> None:
+        """The operator ran out of memory; copies are about to be evicted for it."""
+        period = self._period
+        if self.is_sampling and period.begin is not None:
+            period.relieved = True
+            self._read_peak(period)
+
+    def after_relief(self) -> None:
+        """They have been; the operator is tried again."""
+        self._model_base = self._model_bytes.device_bytes
 
     def count_fetch(self, nbytes: int) -> None:
         """A copy to the device was started."""
@@ -141,9 +153,14 @@ class MemStatsCollector:
         if not self.is_sampling or period.begin is None:
             return
         period.end = self._event()
-        period.peak_bytes = self.peaks.next_period()
+        self._read_peak(period)
         period.host_bytes = host_memory_used()
         self.largest_growth = max(self.largest_growth, period.peak_bytes - period.used_bytes)
+
+    def _read_peak(self, period: Period) -> None:
+        peak = self.peaks.next_period()
+        period.peak_bytes = max(period.peak_bytes, peak)
+        period.non_model_bytes = max(period.non_model_bytes, peak - self._model_base)
 
     def _event(self) -> torch.Event:
         event = torch.Event(device=self._accelerator.device, enable_timing=True)
@@ -165,7 +182,7 @@ def period_stats(segments: list[Segment]) -> list[PeriodStats]:
                     operator=period.label,
                     phase=segment.key.phase.value,
                     device_model_bytes=period.model_bytes,
-                    device_non_model_bytes=period.peak_bytes - period.model_bytes,
+                    device_non_model_bytes=period.non_model_bytes,
                     device_peak_bytes=period.peak_bytes,
                     host_model_bytes=period.host_model_bytes,
                     host_non_model_bytes=max(0, period.host_bytes - period.host_model_bytes),

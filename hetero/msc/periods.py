@@ -38,7 +38,9 @@ class SegmentKey:
 class Period:
     """One period as it is being measured. Bytes; -1 where this period was not sampled.
 
-    ``used_bytes``: on the device when the operator began, ``peak_bytes``: at most until the period's end.
+    ``used_bytes``: on the device when the operator began, ``peak_bytes``: at most until the period's end;
+    ``non_model_bytes``: at most of what is no model data. ``relieved``: it ran out of memory until copies were
+    evicted in its middle.
     """
 
     operands: tuple[int, ...]
@@ -53,6 +55,8 @@ class Period:
     model_bytes: int = -1
     used_bytes: int = -1
     peak_bytes: int = -1
+    non_model_bytes: int = -1
+    relieved: bool = False
     host_model_bytes: int = -1
     host_bytes: int = -1
     seconds: float = 0.0

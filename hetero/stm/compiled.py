@@ -9,12 +9,12 @@ Compile per block: all of a region's parameters are on the device at once, in fo
 """
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.eval_frame import OptimizedModule
 
 from hetero.stm.fetch import plain
 from hetero.stm.guard import unguarded
@@ -63,7 +63,8 @@ class CompiledCalls:
 def _outermost_compiled(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
     compiled_forward = hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
     if (
-        isinstance(module, (OptimizedModule, *_FAST_IN_EVAL))
+        isinstance(module, _FAST_IN_EVAL)
+        or _is_optimized(module)
         or module.__dict__.get(_SLOT) is not None
         or compiled_forward
     ):
@@ -71,6 +72,12 @@ def _outermost_compiled(module: nn.Module, name: str) -> Iterator[tuple[str, nn.
         return
     for child_name, child in module.named_children():
         yield from _outermost_compiled(child, f"{name}.{child_name}" if name else child_name)
+
+
+def _is_optimized(module: nn.Module) -> bool:
+    # Not imported for this: the compiler takes longer to load than everything else of hetero.
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    return compiler is not None and isinstance(module, compiler.OptimizedModule)
 
 
 def _substituting(
@@ -99,7 +106,9 @@ def _substituting(
                 for module, key, parameter in places:
                     module._parameters[key] = parameter
 
-    return torch._dynamo.disable(call, recursive=False)  # type: ignore[no-any-return]
+    # What torch.compiler.disable(recursive=False) does, without loading the compiler.
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return call
 
 
 def _managed_places(submodule: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:

@@ -58,12 +58,14 @@ class Place:
     """Where a segment lies in a plan, and whether to measure it.
 
     ``missing``: what the plan expects to be resident and may not be, because something else ran before.
+    ``guarded``: it may need more memory than is left beside what is resident (`hetero.stm.guard`).
     """
 
     plan: CyclePlan | None
     begin: int = 0
     end: int = 0
     sample: bool
+    guarded: bool
     missing: tuple[int, ...] = ()
 
 
@@ -76,6 +78,7 @@ _LONGEST_CYCLE = 1024
 class _History:
     keys: list[SegmentKey]
     segments: list[Segment]
+    has_left_plan: bool = False
 
 
 class Cycles:
@@ -108,6 +111,7 @@ class Cycles:
         self._samples: dict[SegmentKey, list[Segment]] = defaultdict(list)
         self._plans: dict[tuple[SegmentKey, ...], CyclePlan] = {}
         self._verified: set[tuple[SegmentKey, ...]] = set()
+        self._departures: dict[tuple[SegmentKey, ...], int] = defaultdict(int)
         self._training = _History([], [])
         self._inference = _History([], [])
         self._current = self._training
@@ -129,7 +133,7 @@ class Cycles:
         plan = self._matching(tuple(history.keys))
         sampled = len(self._samples.get(key, ())) >= self._warmup_steps
         if plan is None:
-            return Place(plan=None, sample=not sampled)
+            return Place(plan=None, sample=not sampled, guarded=True)
         place = len(history.keys) - 1
         return Place(
             plan=plan,
@@ -137,7 +141,18 @@ class Cycles:
             end=plan.bounds[place + 1],
             sample=not sampled or plan.keys not in self._verified,
             missing=plan.schedule.start if place == 0 else (),
+            guarded=history.has_left_plan or self._needed_relief(key),
         )
+
+    def will_be_guarded(self, key: SegmentKey) -> bool:
+        """`Place.guarded` of a training segment that is about to begin with ``key``."""
+        history = self._training
+        plan = self._matching((*history.keys, key))
+        return plan is None or history.has_left_plan or self._needed_relief(key)
+
+    def leave_plan(self) -> None:
+        """Operators come that the plan does not know: a branch with the same shapes, a layer unfrozen."""
+        self._current.has_left_plan = True
 
     def end_segment(self, segment: Segment) -> None:
         """A segment is over; an incomplete one makes the cycle void."""
@@ -154,6 +169,7 @@ class Cycles:
         """The current cycle was left by an exception: forget how far it went."""
         self._current.keys.clear()
         self._current.segments.clear()
+        self._current.has_left_plan = False
 
     def finish(self) -> None:
         """Close the cycle if its last segment is over."""
@@ -163,8 +179,11 @@ class Cycles:
         """Model data allowed on the device in a segment that no plan covers."""
         room = min(self._warmup_bytes, self._headroom(self._budget))
         samples = () if segment is None else self._samples.get(segment.key, ())
-        peaks = [p.peak_bytes - p.model_bytes for s in samples for p in s.periods if p.is_sampled]
+        peaks = [period.non_model_bytes for s in samples for period in s.periods if period.is_sampled]
         return max(room, self._budget - max(peaks)) if peaks else room
+
+    def _needed_relief(self, key: SegmentKey) -> bool:
+        return any(period.relieved for sample in self._samples.get(key, ()) for period in sample.periods)
 
     # -- cycles ---------------------------------------------------------------------------------------
 
@@ -177,10 +196,12 @@ class Cycles:
             over = self._ends_with_backward and last is Phase.BACKWARD and coming is Phase.FORWARD
             if not over:
                 return
-        keys, segments = tuple(history.keys), list(history.segments)
+        keys, segments, has_left_plan = tuple(history.keys), list(history.segments), history.has_left_plan
         self.abandon()
         if len(segments) == len(keys):
             self._learn(keys, segments)
+            if has_left_plan:
+                self._measure_again(keys)
 
     def _learn(self, keys: tuple[SegmentKey, ...], segments: list[Segment]) -> None:
         self.last = segments
@@ -194,6 +215,18 @@ class Cycles:
             self._plans[keys] = self.last_plan = self._make_plan(keys)
         else:
             self._replan_if_outgrown(keys, segments)
+
+    def _measure_again(self, keys: tuple[SegmentKey, ...]) -> None:
+        """Iterations with these keys are no longer what they were: forget them at the 1st, 2nd, 4th, 8th ... that
+        left the plan, because some models take another path every time."""
+        self._departures[keys] += 1
+        if self._departures[keys].bit_count() == 1:
+            plan = self._plans.pop(keys, None)
+            if plan is self.last_plan:
+                self.last_plan = None
+            self._verified.discard(keys)
+            for key in keys:
+                self._samples.pop(key, None)
 
     def note_drift(self, nbytes: int) -> None:
         """There is more non-model data than the current plan was made for. If it is to stay, plan anew."""
@@ -270,7 +303,7 @@ class Cycles:
 def _non_model_peak(samples: Sequence[Segment], index: int) -> int:
     """Highest non-model peak of period ``index`` over the samples that have it."""
     periods = [segment.periods[index] for segment in samples if index < len(segment.periods)]
-    return max(period.peak_bytes - period.model_bytes for period in periods)
+    return max(period.non_model_bytes for period in periods)
 
 
 def _positions(operands: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], list[int]]:

@@ -6,13 +6,13 @@ fetch of its own, counted. What is planned is decided in `hetero.stm.cycles`; by
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from hetero.eviction import Actions
-from hetero.msc import MemStatsCollector, Segment, SegmentKey
+from hetero.msc import MemStatsCollector, Phase, Segment, SegmentKey
 from hetero.stm.cycles import CyclePlan, Cycles
 from hetero.stm.gradients import Gradients
-from hetero.stm.guard import Guard
+from hetero.stm.guard import arm, guarded
 from hetero.stm.residency import Residency
 from hetero.stm.tensors import ManagedTensor
 
@@ -42,7 +42,8 @@ class Executor:
         self._cycles = cycles
         self._relieve = relieve
         self._cap = cap
-        self._is_unplanned = False
+        self._is_guarded = False
+        self._has_left_plan = False
         self._drift = 0
         self._segment: Segment | None = None
         self._plan: CyclePlan | None = None
@@ -59,22 +60,24 @@ class Executor:
         return self._segment
 
     @property
-    def is_unplanned(self) -> bool:
-        """What runs now, or ran last, follows no plan, or has left it."""
-        return self._is_unplanned
+    def is_guarded(self) -> bool:
+        """What runs now, or ran last, follows no plan, has left it, or is known to need relief."""
+        return self._is_guarded
 
-    @contextlib.contextmanager
-    def guarded(self) -> Iterator[None]:
-        """Around what may run out of memory: guarded unless it follows a plan (`hetero.stm.guard`)."""
-        with Guard(self._relieve) if self._is_unplanned else contextlib.nullcontext():
-            yield
+    def guarded(self, coming: SegmentKey | None = None) -> contextlib.AbstractContextManager[None]:
+        """Around what may run out of memory (`hetero.stm.guard`): the segment that runs, or one that may begin."""
+        at_once = self._is_guarded or (coming is not None and self._cycles.will_be_guarded(coming))
+        return guarded(self._relieve, at_once=at_once)
 
     def begin_segment(self, key: SegmentKey) -> None:
         """A forward, backward or step begins."""
         self.finish_segment()
         place = self._cycles.begin_segment(key)
         self._plan, self._position, self._stop = place.plan, place.begin, place.end
-        self._set_unplanned(self._plan is None)
+        self._has_left_plan = False
+        self._set_guarded(place.guarded)
+        if key.phase is not Phase.STEP:  # which uses no copies
+            self._residency.follow_stream()
         self._to_evict = []
         # A plan that is followed for the first time, or again after something else ran, finds other copies
         # resident than it left behind.
@@ -146,10 +149,17 @@ class Executor:
         if self._to_evict and actions.fetch:
             self._to_evict = [index for index in self._to_evict if index not in actions.fetch]
 
-    def _set_unplanned(self, unplanned: bool) -> None:
-        if unplanned is not self._is_unplanned:
-            self._is_unplanned = unplanned
-            self._cap(unplanned)
+    def _set_guarded(self, guarded: bool) -> None:
+        if guarded is not self._is_guarded:
+            self._is_guarded = guarded
+            self._cap(guarded)
+
+    def _leave_plan(self) -> None:
+        """What the plan knows of memory holds no longer: from here on keep to the budget as if there were none."""
+        self._has_left_plan = True
+        self._cycles.leave_plan()
+        self._set_guarded(True)
+        arm()
 
     def _is_in_place(self, operands: list[ManagedTensor], indices: tuple[int, ...]) -> bool:
         """The plan foresaw this moment and asks for nothing, and every operand can be read: the common case."""
@@ -176,6 +186,7 @@ class Executor:
         if position < self._stop and plan.operands[position] == operands:
             self._position = position + 1
             return plan.schedule.actions[position]
+        self._leave_plan()
         found = plan.find(operands, position, self._stop)
         if found is None:
             return _NOTHING
@@ -189,7 +200,8 @@ class Executor:
     def _limit(self) -> int:
         if self._plan is None:
             return self._cycles.unplanned_limit(self._segment)
-        return self._plan.limits[max(0, self._position - 1)] - self._drift
+        limit = self._plan.limits[max(0, self._position - 1)] - self._drift
+        return min(limit, self._cycles.unplanned_limit(None)) if self._has_left_plan else limit
 
     def _measure_drift(self) -> int:
         """How much more non-model data there is than when this segment was measured: tensors the caller keeps,

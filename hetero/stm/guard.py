@@ -1,15 +1,21 @@
 """Out-of-memory errors, answered by making room.
 
-Owns the retry. While an iteration is unplanned, its operators may need more than is left beside the copies that
-are resident; the device's allocator is then capped at the budget (`Accelerator.cap`), so that an operator that
-would pass it fails, and the guard evicts what no operator uses and runs that operator again. Operators
-allocate before they write, so running one again after a failed allocation repeats nothing.
+Owns the retry. An iteration that follows no plan may need more than is left beside the copies that are resident;
+the device's allocator is then capped at the budget (`Accelerator.cap`), so that an operator that would pass it
+fails, and the guard evicts what no operator uses and runs that operator again. Operators allocate before they
+write, so running one again after a failed allocation repeats nothing.
 
-It costs a few microseconds an operator: planned iterations run without it.
+It costs a few microseconds an operator: iterations that follow their plan run without it.
+
+[Note: formulas]
+ATen chooses the backward formula of a few operators by whether any dispatch mode is active, and another formula
+gives other bits. For those nodes the guard steps aside, after making all the room there is. Which they are was
+found by running PyTorch's operator database with and without a mode.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,19 +23,24 @@ from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
 )
 
 from hetero.stm.fetch import plain
 
-__all__ = ["Guard", "unguarded"]
+__all__ = ["arm", "formulas_kept", "guarded", "unguarded"]
+
+_CHOSEN_BY_MODE = frozenset({"ProdBackward0", "ProdBackward1", "CumprodBackward0", "MaskedFillBackward1"})
 
 
-class Guard(TorchDispatchMode):
-    """Context in which every operator, forward and backward, is tried again after ``relieve()`` freed memory."""
+class _Guard(TorchDispatchMode):
+    """While it is active, every operator is tried again after ``relieve()`` freed memory."""
 
     def __init__(self, relieve: Callable[[], int]) -> None:
         super().__init__()
-        self._relieve = relieve
+        self.relieve = relieve
+        self.is_armed = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Below autograd a managed parameter is only memory at home: it must not be intercepted again.
@@ -37,16 +48,101 @@ class Guard(TorchDispatchMode):
             try:
                 return func(*args, **(kwargs or {}))
             except torch.OutOfMemoryError:
-                if self._relieve() == 0:
+                if self.relieve() == 0:
                     raise
             return func(*args, **(kwargs or {}))
 
 
+class _Here(threading.local):
+    guard: _Guard | None = None
+
+
+_here = _Here()
+
+
+@contextlib.contextmanager
+def guarded(relieve: Callable[[], int], *, at_once: bool) -> Iterator[None]:
+    """Within it, operators of this thread, and of a backward that begins here, are guarded: ``at_once``, or from
+    `arm` on."""
+    guard = _Guard(relieve)
+    outer, _here.guard = _here.guard, guard
+    if at_once:
+        arm()
+    try:
+        yield
+    finally:
+        _here.guard = outer
+        if guard.is_armed:
+            _remove(guard)
+
+
+def arm() -> None:
+    """What runs now on this thread needs guarding after all."""
+    guard = _here.guard
+    if guard is not None and not guard.is_armed:
+        guard.is_armed = True
+        # Below the modes of others that were entered since: they leave in their own order.
+        others = _pop_all()
+        _push_mode(guard)
+        _push_all(others)
+
+
 @contextlib.contextmanager
 def unguarded() -> Iterator[None]:
-    """Within it, no `Guard` is active on this thread. Dispatch modes of others stay."""
-    if any(isinstance(mode, Guard) for mode in _get_current_dispatch_mode_stack()):
+    """Within it, nothing is guarded on this thread. Dispatch modes of others stay."""
+    if any(isinstance(mode, _Guard) for mode in _get_current_dispatch_mode_stack()):
         with _disable_current_modes():
             yield
     else:
         yield
+
+
+@contextlib.contextmanager
+def formulas_kept(outputs: Sequence[Any]) -> Iterator[None]:
+    """Around a backward from ``outputs`` (tensors or gradient edges): [Note: formulas]."""
+    handles = []
+    if any(isinstance(mode, _Guard) for mode in _get_current_dispatch_mode_stack()):
+        roots = [output.grad_fn if isinstance(output, torch.Tensor) else output.node for output in outputs]
+        nodes = [node for node in _reachable(roots) if node.name() in _CHOSEN_BY_MODE]
+        handles = [node.register_prehook(_step_aside) for node in nodes]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _step_aside(gradients: Any) -> None:
+    # Autograd restores its threads' modes after every node: this lasts for one.
+    modes = _pop_all()
+    for mode in modes:
+        if isinstance(mode, _Guard):
+            mode.relieve()
+    _push_all([mode for mode in modes if not isinstance(mode, _Guard)])
+
+
+def _reachable(roots: Sequence[Any]) -> Iterator[Any]:
+    waiting = [root for root in roots if root is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+
+
+def _remove(guard: _Guard) -> None:
+    others = _pop_all()
+    _push_all([mode for mode in others if mode is not guard])
+
+
+def _pop_all() -> list[TorchDispatchMode]:
+    """From the innermost on."""
+    return [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
+
+
+def _push_all(modes: list[TorchDispatchMode]) -> None:
+    for mode in reversed(modes):
+        _push_mode(mode)

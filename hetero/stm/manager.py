@@ -140,7 +140,7 @@ class StatefulTensorMgr:
             if not complete:
                 self._pending_forwards.clear()
                 self.executor.finish_segment()
-            elif self.executor.is_unplanned:
+            elif self.executor.is_guarded:
                 # What the caller does next, the loss for instance, runs unguarded: leave all the room there is.
                 self.residency.evict_idle()
 
@@ -173,7 +173,7 @@ class StatefulTensorMgr:
         """Surrounds every backward of the process, whether or not it reaches this model."""
         complete = False
         try:
-            with self.executor.guarded():
+            with self.executor.guarded(self._coming_backward()):
                 yield
             complete = True
         finally:
@@ -190,8 +190,17 @@ class StatefulTensorMgr:
         """First sign that the backward that runs now reaches this model."""
         segment = self.executor.segment
         if segment is None or segment.key.phase is not Phase.BACKWARD:
-            self.executor.begin_segment(SegmentKey(Phase.BACKWARD, True, tuple(self._pending_forwards)))
+            self.executor.begin_segment(self._backward_key())
             self._pending_forwards.clear()
+
+    def _coming_backward(self) -> SegmentKey | None:
+        """The segment that a backward begins which starts now, if it reaches this model; None: one runs already."""
+        segment = self.executor.segment
+        runs = segment is not None and segment.key.phase is Phase.BACKWARD
+        return None if runs else self._backward_key()
+
+    def _backward_key(self) -> SegmentKey:
+        return SegmentKey(Phase.BACKWARD, True, tuple(self._pending_forwards))
 
     # -- what interception calls (`hetero.stm.intercept.Owner`) ---------------------------------------
 
@@ -282,7 +291,9 @@ class StatefulTensorMgr:
     def relieve(self) -> int:
         """Free what can be freed after an out-of-memory error."""
         with self._lock:
+            self.collector.before_relief()
             freed = self.residency.evict_idle()
+            self.collector.after_relief()
             self._accelerator.release_cached()
             return freed
 

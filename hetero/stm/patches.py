@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hetero.errors import ManageError
 from hetero.stm.fetch import plain
+from hetero.stm.guard import formulas_kept
 from hetero.stm.intercept import (
     collect,
     in_scope,
@@ -95,7 +96,7 @@ def _announced_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
 def _run(outputs: Any, args: Any, kwargs: Any) -> Any:
     # autograd.grad with respect to managed parameters comes here with interception off, and its threads inherit that;
     # but what runs within backward (a checkpoint's recompute, a Function of the user's) needs it.
-    with torch._C._EnableTorchFunction():
+    with torch._C._EnableTorchFunction(), formulas_kept(outputs):
         return _run_backward(outputs, *args, **kwargs)
 
 

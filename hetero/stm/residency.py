@@ -59,6 +59,7 @@ class Residency:
         self._budget = device_budget
         self._placeholders: dict[torch.dtype, torch.Tensor] = {}
         self._clock = 0
+        self._stream: torch.Stream | None = None  # that copies were allocated for
         # Copies that may still be reading homes, oldest first.
         self._uploads: deque[tuple[torch.Event, ManagedTensor]] = deque()
         self.resident: dict[int, ManagedTensor] = {}
@@ -142,6 +143,18 @@ class Residency:
         for tensor in list(self.resident.values()):
             self.evict(tensor)
         return before - self._ledger.device_bytes
+
+    def follow_stream(self) -> None:
+        """Compute may have moved to another stream: nothing allocated for the one before is left to it.
+
+        Raises nothing; copies that are held stay, and are the caller's to order, as any tensor of theirs.
+        """
+        stream, before = self._accelerator.compute_stream(), self._stream
+        if before is not None and stream != before:
+            with before:
+                self.evict_idle()
+            stream.wait_event(before.record_event())
+        self._stream = stream
 
     def write_back(self, tensor: ManagedTensor) -> int:
         """Bring home up to date with writes to the device copy; returns the bytes moved."""

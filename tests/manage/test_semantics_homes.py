@@ -1,11 +1,14 @@
 """Homes written, read and replaced behind the device copies' backs: found by review, each silently wrong once."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
 from test_semantics_autograd import batch, mlp, train
 from torch import nn
-from twins import assert_twins, device
+from twins import adamw, assert_same, assert_twins, device, plain, unmanaged
 
 import hetero
 
@@ -219,3 +222,55 @@ def test_backward_after_close_finishes_a_graph_made_before():
     loss.backward()
     # The forward ran with the host's kernels either way: the virtual device is the host.
     assert all(torch.equal(p.grad, e) for p, e in zip(model.parameters(), expected, strict=True))
+
+
+def test_a_manager_dropped_without_close_goes_with_its_model():
+    target = device()
+    gc.collect()
+    before = torch.accelerator.memory_allocated()
+    model = mlp(depth=2)
+    manager = hetero.manage(model, None, device=target, device_budget=before + (200 << 10))
+    model(batch(target)).square().mean().backward()  # measured: under a cap on the whole process
+    gone = weakref.ref(manager)
+    del model, manager
+    gc.collect()
+    assert gone() is None
+    assert torch.accelerator.memory_allocated() == before
+    assert torch.empty(1 << 20, device=target).numel() == 1 << 20  # no cap is left behind
+    assert "_announced" not in torch.autograd._engine_run_backward.__name__
+
+
+def test_managed_within_inference_mode_trains_afterwards():
+    def loop(model, optimizer, target):
+        return [p.is_inference() for p in model.parameters()] + train(model, optimizer, target)
+
+    seen, state, peak = unmanaged(mlp, loop)
+    target = device()
+    torch.manual_seed(0)
+    model = mlp()
+    optimizer = adamw(model)
+    with torch.inference_mode():
+        manager = hetero.manage(model, optimizer, device=target, device_budget=peak)
+    torch.manual_seed(1)
+    assert_same(plain(loop(model, optimizer, target)), seen, "observed")
+    with torch.inference_mode():
+        manager.close()
+    assert_same([p.detach() for p in model.parameters()], state, "state")
+    assert not any(p.is_inference() for p in model.parameters())
+
+
+def test_an_evaluation_on_a_stream_of_its_own():
+    def loop(model, optimizer, target):
+        seen = []
+        side = torch.Stream(device=target)
+        for _ in range(4):
+            seen += train(model, optimizer, target, 1)
+            x = batch(target)
+            side.wait_event(torch.accelerator.current_stream().record_event())
+            with side, torch.no_grad():
+                y = model(x).clone()
+            torch.accelerator.current_stream().wait_event(side.record_event())
+            seen.append(y)
+        return seen
+
+    assert_twins(mlp, loop)

@@ -1,0 +1,122 @@
+"""Iterations that follow no plan, or leave it: the budget holds, and the numbers stay."""
+
+import torch
+from test_random_graphs import Graph, Node, Step, run, twin
+from torch import nn
+from twins import assert_same, assert_twins, device, plain
+
+import hetero
+from hetero.stm import guard
+
+WIDTH = 64
+
+
+class Formulas(nn.Module):
+    """Operators whose backward ATen computes in two ways (guard: [Note: formulas])."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.fill = nn.Parameter(torch.tensor(0.3))
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        x = self.first(x).sigmoid() + 0.5
+        x = x.masked_fill(x > 1.1, self.fill.sigmoid())
+        product = x.prod(1, keepdim=True) + x.cumprod(1)[:, -1:] + x.prod()
+        return self.last(x) * product
+
+
+def steps(model, optimizer, target, count=3):
+    seen = []
+    for _ in range(count):
+        loss = model(torch.randn(32, WIDTH).to(target)).square().mean()
+        loss.backward()
+        seen.append([loss, [p.grad for p in model.parameters()]])
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+def test_formulas_that_depend_on_the_mode_give_the_same_bits():
+    assert_twins(Formulas, steps, share=0.9)
+
+
+def test_without_stepping_aside_those_formulas_give_other_bits(monkeypatch):
+    # So that the test above cannot pass by chance: torch still chooses by the mode.
+    x = torch.rand(32, WIDTH, dtype=torch.float32).add_(0.5).requires_grad_()
+    (expected,) = torch.autograd.grad(x.prod(1).sum(), x)
+    with guard.guarded(lambda: 0, at_once=True):
+        loss = x.prod(1).sum()
+        (other,) = torch.autograd.grad(loss, x)
+        with guard.formulas_kept([loss := x.prod(1).sum()]):
+            (kept,) = torch.autograd.grad(loss, x)
+    assert not torch.equal(other, expected)
+    assert torch.equal(kept, expected)
+
+
+class Branching(nn.Module):
+    """The same input shapes, another path: with ``wide`` much more is alive at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(12)])
+        self.side = nn.Linear(WIDTH, WIDTH)
+        self.wide = False
+
+    def forward(self, x):
+        for index, layer in enumerate(self.trunk):
+            x = layer(x).tanh()
+            if self.wide and index == 2:
+                y = self.side(x.repeat(6, 1))
+                x = x + (y.sin() * y.cos()).view(6, *x.shape).sum(0)
+        return x
+
+
+BUDGET = (
+    400 << 10
+)  # all weights fit beside the activations of the narrow path, not beside those of the wide one
+
+
+def test_an_iteration_that_leaves_its_plan_keeps_to_the_budget():
+    def loop(model, optimizer, target):
+        seen = []
+        for step in range(9):
+            model.wide = step in (3, 5, 6)
+            seen += steps(model, optimizer, target, 1)
+        return seen
+
+    assert_twins(Branching, loop, budget=BUDGET)
+
+
+def test_a_branch_taken_for_good_is_measured_and_planned():
+    def loop(model, optimizer, target):
+        model.wide = False
+        seen = steps(model, optimizer, target, 3)
+        model.wide = True
+        return seen + steps(model, optimizer, target, 5)
+
+    manager = assert_twins(Branching, loop, budget=BUDGET)
+    operators = [period.operator for period in manager.stats.periods]
+    assert any("side" in operator for operator in operators)
+
+
+def test_relief_in_the_middle_of_an_operator_is_needed_again_when_planned():
+    # One weight used twice, and a budget that holds two of its gradients only once its copy has left.
+    graph = Graph((Node("linear", 0, 0), Node("linear", 0, 0)), weights=2, frozen=frozenset())
+    loop = [Step(4, 1, False, None), Step(4, 2, False, None), Step(4, 1, False, None)]
+    target = device()
+    torch.accelerator.reset_peak_memory_stats()
+    base = torch.accelerator.memory_allocated()
+    model, optimizer = twin(graph, target)
+    expected = run(model, optimizer, loop, target)
+    peak = torch.accelerator.max_memory_allocated() - base
+    del model, optimizer
+    model, optimizer = twin(graph)
+    torch.accelerator.reset_peak_memory_stats()
+    budget = torch.accelerator.memory_allocated() + int(0.375 * peak)
+    with hetero.manage(model, optimizer, device=target, device_budget=budget) as manager:
+        got = run(model, optimizer, loop, target)
+        assert torch.accelerator.max_memory_allocated() <= budget
+        assert manager.stats.periods
+    assert_same(plain(got), plain(expected), "relieved")
