@@ -18,6 +18,8 @@ ALLOCATION_GRANULARITY = 512
 
 # The allocator knows one cap; several managers may each want one. By device, then by who wants it.
 _caps: dict[torch.device, dict[int, int]] = {}
+# What the user had set before the first of them.
+_shares_before: dict[torch.device, float] = {}
 
 
 def default_device() -> torch.device:
@@ -91,19 +93,19 @@ class Accelerator:
         The least of all caps of the process holds. On CUDA a cap is on what is reserved, fragmentation included.
         """
         caps = _caps.setdefault(self.device, {})
-        before = min(caps.values(), default=None)
+        if not caps and nbytes is not None:
+            _shares_before[self.device] = self._call("get_per_process_memory_fraction", self.device)
         if nbytes is None:
-            caps.pop(id(self), None)
+            if caps.pop(id(self), None) is None:
+                return
         else:
             caps[id(self)] = nbytes
-        least = min(caps.values(), default=None)
-        if least != before:
+        share = _shares_before[self.device]
+        if caps:
             # Half a byte more, because a rounded-down share would refuse what exactly fits. A cap below what is in
             # use already means the same as one at it: no more.
-            share = 1.0
-            if least is not None:
-                share = min(1.0, (max(least, self.used_bytes()) + 0.5) / self.total_bytes())
-            self._call("set_per_process_memory_fraction", share, self.device)
+            share = min(share, (max(min(caps.values()), self.used_bytes()) + 0.5) / self.total_bytes())
+        self._call("set_per_process_memory_fraction", share, self.device)
 
     def release_cached(self) -> None:
         """Give cached, unused memory back to the device."""

@@ -135,6 +135,8 @@ class Executor:
         self._evict(actions.evict)
         self._residency.trim(limit, keep=indices)
         fetched = self._residency.require(operands, limit=limit, operator=lambda: _label(name, operands))
+        if not self._is_guarded and self._residency.exceeds(limit):
+            self._guard_from_here()  # the operands alone pass it: what the operator itself needs may not fit
         if fetched and self._plan is not None:
             self._collector.count_unplanned(
                 max(0, fetched - sum(index in indices for index in actions.fetch))
@@ -150,14 +152,17 @@ class Executor:
             self._to_evict = [index for index in self._to_evict if index not in actions.fetch]
 
     def _set_guarded(self, guarded: bool) -> None:
-        if guarded is not self._is_guarded:
-            self._is_guarded = guarded
+        if guarded or self._is_guarded:  # again, because a cap cannot be below what is in use when it is set
             self._cap(guarded)
+        self._is_guarded = guarded
 
     def _leave_plan(self) -> None:
         """What the plan knows of memory holds no longer: from here on keep to the budget as if there were none."""
         self._has_left_plan = True
         self._cycles.leave_plan()
+        self._guard_from_here()
+
+    def _guard_from_here(self) -> None:
         self._set_guarded(True)
         arm()
 

@@ -77,6 +77,10 @@ class Residency:
             tensor.last_use = self._clock
         return self._ledger.device_bytes <= limit
 
+    def exceeds(self, limit: int) -> bool:
+        """More model data is on the device than ``limit`` bytes."""
+        return self._ledger.device_bytes > limit
+
     def require(self, operands: Sequence[ManagedTensor], *, limit: int, operator: Callable[[], str]) -> int:
         """Make every operand resident and safe to read by compute. Returns how many had to be fetched now.
 

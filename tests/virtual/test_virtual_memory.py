@@ -87,6 +87,9 @@ def test_the_limit_can_move_but_not_below_what_is_allocated(device: torch.device
     assert torch.virtual.mem_get_info() == (free, total)
     torch.virtual.set_per_process_memory_fraction(0.5)
     assert memory_limit() == 32 * MiB
+    assert torch.virtual.get_per_process_memory_fraction() == 0.5
+    # As on CUDA, where a cap on the process does not make the device smaller.
+    assert torch.virtual.mem_get_info()[1] == 64 * MiB
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(8 * MiB, device=device)
     torch.virtual.set_per_process_memory_fraction(1.0)

@@ -183,7 +183,7 @@ def _device_type() -> int:
 
 
 def _memory_functions(extension: ModuleType) -> dict[str, Any]:
-    configured: list[tuple[int, int]] = []  # (the limit as configured, the limit as this fraction set it)
+    configured: list[tuple[int, int]] = []  # (the limit as configured, the limit as a fraction of it was set)
 
     def memory_allocated(device: _Device = None) -> int:
         return int(extension.allocated_and_peak()[0])
@@ -200,9 +200,12 @@ def _memory_functions(extension: ModuleType) -> dict[str, Any]:
     def reset_accumulated_memory_stats(device: _Device = None) -> None:
         torch.accelerator.reset_accumulated_memory_stats(_index(device))
 
+    def total() -> int:
+        limit = int(extension.memory_limit())
+        return configured[0][0] if configured and configured[0][1] == limit else limit
+
     def mem_get_info(device: _Device = None) -> tuple[int, int]:
-        total = int(extension.memory_limit())
-        return total - memory_allocated(), total
+        return total() - memory_allocated(), total()
 
     def empty_cache() -> None:
         torch.accelerator.empty_cache()
@@ -212,12 +215,16 @@ def _memory_functions(extension: ModuleType) -> dict[str, Any]:
         _index(device)
         if not 0.0 <= fraction <= 1.0:
             raise ValueError(f"fraction={fraction!r}: expected a share in [0, 1]")
-        limit = extension.memory_limit()
-        total = configured[0][0] if configured and configured[0][1] == limit else limit
-        extension.set_memory_limit(int(total * fraction))
-        configured[:] = [(total, extension.memory_limit())]
+        before = total()
+        extension.set_memory_limit(int(before * fraction))
+        configured[:] = [(before, int(extension.memory_limit()))]
+
+    def get_per_process_memory_fraction(device: _Device = None) -> float:
+        """The share that is set, 1.0 if none is."""
+        return float(extension.memory_limit()) / total()
 
     found = {f.__name__: f for f in locals().values() if callable(f)}
+    del found["total"]
     found["memory_reserved"] = memory_allocated
     found["max_memory_reserved"] = max_memory_allocated
     return found
