@@ -37,8 +37,14 @@ from hetero.stm.tensors import ManagedTensor
 
 __all__ = ["install", "remove"]
 
-# Any: these are not meant to be assigned to, says their typing.
-_Function: Any = torch.autograd.function._SingleLevelFunction
+# Any: these are not meant to be assigned to, says their typing. Until torch 2.14 ``Function.apply`` is Python that goes
+# on to its base's; since 2.15 it is that of the base itself.
+_Function: Any = (
+    torch.autograd.function._SingleLevelFunction
+    if isinstance(torch.autograd.Function.__dict__["apply"], classmethod)
+    else torch.autograd.Function
+)
+_function_apply = _Function.__dict__.get("apply")
 _Module: Any = nn.Module
 _autograd: Any = torch.autograd
 _module_apply = _Module._apply
@@ -73,7 +79,10 @@ def remove(listener: BackwardListener) -> None:
     """One manager fewer."""
     _listeners.remove(listener)
     if not _listeners:
-        del _Function.apply
+        if _function_apply is None:
+            del _Function.apply
+        else:
+            _Function.apply = _function_apply
         _Module._apply = _module_apply
         _autograd._engine_run_backward = _run_backward
         _step_hooks.pop().remove()
