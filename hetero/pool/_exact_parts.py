@@ -39,23 +39,30 @@ class Preference(NamedTuple):
 
 
 class Members(NamedTuple):
-    """Unplaced buffers of nodes, by position: number, lowest offset, whether stuck there, rank in its
-    part.
+    """Unplaced buffers of nodes, by position: number; top of what it would rest on; lowest offset that it can
+    still have; whether stuck, so that it cannot go to either; rank in its part.
     """
 
     number: Ints
+    ground: IntArray
     lowest: IntArray
     stuck: Flags
     rank: IntArray
 
 
 class Scratch(NamedTuple):
-    """Room for one node: members by position, and by section the load, the floor and the part."""
+    """Room for one node: members by position, their lowest offsets before, sort keys of those that moved; and
+    by section the load, the floor and the part.
+    """
 
     group: IntArray
+    ground: IntArray
     lowest: IntArray
     stuck: Flags
     rank: IntArray
+    before: IntArray
+    keys: IntArray
+    moved: IntArray
     load: IntArray
     floor: IntArray
     label: IntArray
@@ -160,6 +167,7 @@ def _sort_into_parts(
     for k in range(size):
         j = members.number[low + k]
         scratch.group[k] = j
+        scratch.ground[k] = members.ground[low + k]
         scratch.lowest[k] = members.lowest[low + k]
         scratch.stuck[k] = members.stuck[low + k]
         scratch.rank[k] = members.rank[low + k]
@@ -177,7 +185,7 @@ def _sort_into_parts(
     for k in order:
         part = scratch.label[lives.begins[scratch.group[k]]]
         to = place[part]
-        members.number[to] = scratch.group[k]
+        members.number[to], members.ground[to] = scratch.group[k], scratch.ground[k]
         members.lowest[to], members.stuck[to] = scratch.lowest[k], scratch.stuck[k]
         members.rank[to] = scratch.rank[k]
         place[part] = to + 1
@@ -196,7 +204,8 @@ def rank_all(lives: Lives, preference: Preference, members: Members, scratch: Sc
     _rank(lives, preference, scratch.group[:count], scratch.load, scratch.rank)
     for j in range(count):
         at = scratch.rank[j]
-        members.number[at], members.lowest[at], members.stuck[at], members.rank[at] = j, 0, False, at
+        members.number[at], members.rank[at] = j, at
+        members.ground[at], members.lowest[at], members.stuck[at] = 0, 0, False
 
 
 @jit

@@ -2,7 +2,7 @@
 
 Owns the choice of capacities and preference orders for the canonical search of `hetero.pool._exact_kernel`,
 and what its outcomes prove. Invariant: a bound is reported as proven only when a search ran out of
-branches. Memory grows with the square of the number of buffers: `MOST_BUFFERS` is the limit.
+branches. Memory grows with the square of the number of buffers, hence `MOST_BUFFERS`.
 """
 
 import time
@@ -16,9 +16,11 @@ from hetero.pool.orders import OrderKeys
 from hetero.pool.problem import IntArray
 from hetero.pool.reduction import Piece
 
-__all__ = ["MOST_BUFFERS", "Exact"]
+__all__ = ["MOST_BUFFERS", "MOST_BYTES", "Exact"]
 
 MOST_BUFFERS = 4000
+# The kernel sorts offsets and ranks as one integer of 63 bits.
+MOST_BYTES = 2**49
 # Node budgets of random orders, in units of the current one: most orders succeed early or not at all.
 _LENGTHS = (1, 1, 2, 1, 1, 2, 6)
 _TRIES_A_GROWTH, _GROWTH = 20, 1.2
@@ -42,9 +44,7 @@ class Exact:
     """Canonical search under preference orders in turn, each with a node budget that grows.
 
     MiniMalloc's three orders first, and again when the others have had their share; in between random
-    mixtures, most of them raising buffers that searches failed on. All at the goal. Once that is refuted, at
-    capacities between the proven bound and the limit: the lowest, the middle and the highest in turn,
-    whichever can be decided first.
+    mixtures, half of them raising buffers that searches failed on.
     """
 
     name = "exact"
@@ -119,10 +119,14 @@ class Exact:
         return max(2 * len(self._piece), int(rate * max(0.5, self._seconds / 20)))
 
     def _capacity(self, goal: int, limit: int) -> int:
-        """Nearly always the goal; once that is refuted, the ends and the middle of what is open."""
+        """Mostly the goal, sometimes nearer to the limit, so that the search is of use where the goal is out of
+        reach; once the goal is refuted, the ends and the middle of what is open.
+        """
         if self._refuted:
             return (goal, (goal + limit) // 2, limit)[self._tries // 4 % 3]
-        return (goal + limit) // 2 if self._tries > 100 and self._tries % 8 == 0 else goal
+        if self._tries % 4:
+            return goal
+        return goal + (limit - goal) // (2, 8, 32)[self._tries // 4 % 3]
 
     def _next_order(self) -> _Order:
         """The classic order that has had the fewest branches, if it is due; or a random one."""
