@@ -26,6 +26,7 @@ from hetero.devices import (
 )
 from hetero.devices.accelerator import ALLOCATION_GRANULARITY
 from hetero.devices.host import host_memory_total
+from hetero.errors import ConfigError
 from hetero.eviction import Policy, resolve_policy
 from hetero.report import MemoryStats, collect_stats, plot_stats
 from hetero.stm import patches
@@ -34,7 +35,7 @@ from hetero.stm.fetch import plain
 from hetero.stm.functions import HomeHook
 from hetero.stm.intercept import ManagedParameter, scope
 from hetero.stm.saved import saved_tensors_as_handles
-from hetero.units import format_bytes
+from hetero.units import format_bytes, parse_budget
 
 __all__ = ["Manager", "manage"]
 
@@ -159,6 +160,30 @@ class Manager:
     def stats(self) -> MemoryStats:
         """Memory and traffic so far; a snapshot."""
         return collect_stats(self._stm, self._accelerator, self.config)
+
+    def trim(self, device_budget: Size | None = None) -> int:
+        """Give device memory back that later iterations do not need, so that other jobs can share the device.
+
+        Copies that no operator uses leave, the allocator's cached blocks go back to the device, and plans are
+        made anew for ``device_budget`` (default: what the present ones use, which costs no time). Below that,
+        fewer copies stay and more bytes move; the numbers are the same. Works between iterations; before the
+        first plan there is nothing to plan anew. The budget of `manage` stays the hard limit: on a device that
+        several managers of one process share it is that of all of them together.
+
+        Returns the bytes that the process has given back. Raises `ConfigError` for a budget above that of
+        `manage`, `BudgetError` for one below what one operator needs.
+
+        Source: the iteration-aware release that the analysis of TensorFlow's BFC allocator asks for.
+        """
+        if device_budget is None:
+            return self._stm.trim(None)
+        nbytes = parse_budget(device_budget, self._accelerator.total_bytes(), name="device_budget")
+        if nbytes > self.config.device_budget:
+            raise ConfigError(
+                f"trim(device_budget={device_budget!r}) is above the budget of {self.config.device_budget} bytes "
+                "that manage() was given: trim only gives back"
+            )
+        return self._stm.trim(nbytes)
 
     def plot(self, path: str) -> None:
         """Draw model and non-model data per period against the budget, as PNG, SVG or PDF by the name's ending."""

@@ -84,8 +84,12 @@ class Accelerator:
     def free_bytes(self) -> int:
         """What this process could still allocate: free on the device, plus what its allocator caches."""
         free, _ = self._call("mem_get_info", self.device)
-        cached = self._call("memory_reserved", self.device) - self._call("memory_allocated", self.device)
+        cached = self.reserved_bytes() - self._call("memory_allocated", self.device)
         return int(free + cached)
+
+    def reserved_bytes(self) -> int:
+        """What this process's allocator holds of the device, cached blocks included."""
+        return int(self._call("memory_reserved", self.device))
 
     def cap(self, nbytes: int | None) -> None:
         """Let the allocator refuse to pass ``nbytes``, with a true `torch.OutOfMemoryError`; None: not for us.

@@ -17,8 +17,8 @@ __all__ = ["OrderKeys"]
 
 
 class OrderKeys:
-    """Logarithms of each buffer's size, duration (in cliques) and worst load (peak live bytes during its
-    life).
+    """Logarithms of each buffer's size, duration (in cliques), span (in the problem's own time) and worst load
+    (peak live bytes during its life).
     """
 
     def __init__(self, piece: Piece) -> None:
@@ -31,6 +31,7 @@ class OrderKeys:
         worst = np.maximum.reduceat(load, bounds)[::2]
         self.size = np.log(piece.sizes.astype(np.float64))
         self.duration = np.log((piece.ends - piece.begins).astype(np.float64))
+        self.span = np.log(piece.spans.astype(np.float64))
         self.load = np.log(worst.astype(np.float64))
         lives = np.stack([piece.begins, piece.ends, piece.sizes], axis=1)
         _, kind = np.unique(lives, axis=0, return_inverse=True)
@@ -42,29 +43,27 @@ class OrderKeys:
         return np.lexsort([self._kind, -self.duration, -self.size, -self.load, -key])
 
     def lexical(self, names: str) -> IntArray:
-        """Order by several measures descending, first letter first: T load, A area, W duration, S size."""
-        measures = {"T": self.load, "A": self.size + self.duration, "W": self.duration, "S": self.size}
+        """Order by several measures descending, first letter first: A area (size x span), W span."""
+        measures = {"A": self.size + self.span, "W": self.span}
         return np.lexsort([self._kind, *(-measures[name] for name in reversed(names))])
+
+    def grouped(self) -> IntArray:
+        """Any order with equal buffers next to each other, lower number first."""
+        return np.argsort(self._kind, kind="stable")
 
     def mixed(self, size: float, duration: float, load: float = 0.0) -> IntArray:
         """Order by ``size * log size + duration * log duration + load * log load``, descending."""
         return self.descending(size * self.size + duration * self.duration + load * self.load)
 
-    def random(
-        self,
-        rng: np.random.Generator,
-        scales: Sequence[float],
-        noise: float,
-        extra: npt.NDArray[np.float64] | None = None,
-    ) -> IntArray:
-        """A random mixture with weights up to ``scales`` (size, duration, load), some zero, plus noise.
-
-        ``extra`` (one a buffer, the same for equal buffers) is added to the key.
-        """
+    def random(self, rng: np.random.Generator, scales: Sequence[float], noise: float) -> IntArray:
+        """A random mixture with weights up to ``scales`` (size, duration, load), some zero, plus noise."""
         weights = rng.random(3) * np.asarray(scales) * (rng.random(3) < 0.7)
-        blur = rng.normal(size=self._kinds)[self._kind] * (noise * rng.random())
-        key = weights[0] * self.size + weights[1] * self.duration + weights[2] * self.load + blur
-        return self.descending(key if extra is None else key + extra)
+        key = weights[0] * self.size + weights[1] * self.duration + weights[2] * self.load
+        return self.descending(key + self.noise(rng, noise * rng.random()))
+
+    def noise(self, rng: np.random.Generator, scale: float) -> npt.NDArray[np.float64]:
+        """Normal noise, one value a buffer, the same for equal buffers."""
+        return np.asarray(rng.normal(size=self._kinds)[self._kind] * scale)
 
     def shared_equally(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """``values`` (one a buffer) summed over equal buffers."""

@@ -13,7 +13,7 @@ import numpy as np
 from hetero.errors import ConfigError
 from hetero.pool._jit import COMPILED
 from hetero.pool.engines import Engine, RandomKeys, RepairedOrder, Skyline, size_step
-from hetero.pool.exact import MOST_BUFFERS, Exact
+from hetero.pool.exact import MOST_BUFFERS, MOST_BYTES, Exact
 from hetero.pool.greedy import smartpool
 from hetero.pool.orders import OrderKeys
 from hetero.pool.placement import NO_LIMIT, Placer
@@ -85,9 +85,7 @@ class _PieceSearch:
         found = placer.place(by_size, best_fit=True, limit=NO_LIMIT)
         assert found is not None
         self.offsets, self.footprint = found
-        self._engines = [
-            _engine(name, piece, placer, keys, seed) for name in engines if _suits(name, len(piece))
-        ]
+        self._engines = [_engine(name, piece, placer, keys, seed) for name in engines if _suits(name, piece)]
         self._seconds = {engine.name: 0.0 for engine in self._engines}
         # On small pieces the exact search is the one that reaches the bound; the others only lower the limit.
         self._charge = {"exact": 0.05} if len(piece) <= _EXACT_LEADS else {}
@@ -154,10 +152,10 @@ def _search(
     return solution_from_offsets(problem, offsets, planner=name, seconds=elapsed, proven_optimal=proven)
 
 
-def _suits(name: str, buffers: int) -> bool:
+def _suits(name: str, piece: Piece) -> bool:
     if name == "exact":
-        return buffers <= MOST_BUFFERS
-    return name != "hill-climb" or COMPILED or buffers <= _MOST_WITHOUT_NUMBA
+        return len(piece) <= MOST_BUFFERS and int(piece.sizes.sum()) <= MOST_BYTES
+    return name != "hill-climb" or COMPILED or len(piece) <= _MOST_WITHOUT_NUMBA
 
 
 def _engine(name: str, piece: Piece, placer: Placer, keys: OrderKeys, seed: int) -> Engine:

@@ -25,14 +25,16 @@ __all__ = ["Piece", "pieces"]
 class Piece:
     """An independent part: buffer ``members[i]`` of the problem lives over cliques ``[begins[i], ends[i])``.
 
-    ``base`` (bytes): where the piece starts, above the full-life buffers it lies on. ``bound`` (bytes):
-    peak live bytes of the piece itself. ``horizon``: number of cliques.
+    ``spans[i]``: how long it lives in the problem's own time. ``base`` (bytes): where the piece starts, above
+    the full-life buffers it lies on. ``bound`` (bytes): peak live bytes of the piece itself. ``horizon``:
+    number of cliques.
     """
 
     members: IntArray
     begins: IntArray
     ends: IntArray
     sizes: IntArray
+    spans: IntArray
     base: int
     bound: int
     horizon: int
@@ -65,7 +67,8 @@ def pieces(problem: Problem) -> tuple[IntArray, tuple[Piece, ...]]:
         if part.max() > 0:
             pending.extend((members[part == k], base) for k in range(int(part.max()) + 1))
             continue
-        leaves.append(_piece(members, begins, ends, sizes, base, horizon))
+        spans = problem.ends[members] - problem.begins[members]
+        leaves.append(_piece(members, begins, ends, sizes, spans, base, horizon))
     return offsets, tuple(leaves)
 
 
@@ -93,12 +96,25 @@ def _independent_parts(begins: IntArray, ends: IntArray, horizon: int) -> IntArr
 
 
 def _piece(
-    members: IntArray, begins: IntArray, ends: IntArray, sizes: IntArray, base: int, horizon: int
+    members: IntArray,
+    begins: IntArray,
+    ends: IntArray,
+    sizes: IntArray,
+    spans: IntArray,
+    base: int,
+    horizon: int,
 ) -> Piece:
     change = np.zeros(horizon + 1, dtype=np.int64)
     np.add.at(change, begins, sizes)
     np.subtract.at(change, ends, sizes)
     bound = int(np.cumsum(change).max())
     return Piece(
-        members=members, begins=begins, ends=ends, sizes=sizes, base=base, bound=bound, horizon=horizon
+        members=members,
+        begins=begins,
+        ends=ends,
+        sizes=sizes,
+        spans=spans,
+        base=base,
+        bound=bound,
+        horizon=horizon,
     )

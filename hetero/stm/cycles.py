@@ -116,6 +116,7 @@ class Cycles:
         self._inference = _History([], [])
         self._current = self._training
         self._drift = 0
+        self._margin = 0  # of every plan, and of what runs without one: given to others by `trim`
         self.last_sampled: list[Segment] = []
         self.last: list[Segment] = []
         self.last_plan: CyclePlan | None = None
@@ -177,10 +178,29 @@ class Cycles:
 
     def unplanned_limit(self, segment: Segment | None) -> int:
         """Model data allowed on the device in a segment that no plan covers."""
-        room = min(self._warmup_bytes, self._headroom(self._budget))
+        budget = self._budget - self._margin
+        room = min(self._warmup_bytes, self._headroom(budget))
         samples = () if segment is None else self._samples.get(segment.key, ())
         peaks = [period.non_model_bytes for s in samples for period in s.periods if period.is_sampled]
-        return max(room, self._budget - max(peaks)) if peaks else room
+        return max(room, budget - max(peaks)) if peaks else room
+
+    def needs(self) -> tuple[int, int] | None:
+        """Bytes of the device, by all plans: the fewest that any could work with, and what they work with now.
+
+        None before there is a plan.
+        """
+        if not self._plans:
+            return None
+        plans = self._plans.values()
+        return max(map(self._least, plans)), max(map(self._planned, plans))
+
+    def trim(self, budget: int) -> None:
+        """Plan anew for ``budget`` bytes of the device, leaving the rest of the budget to others."""
+        self._margin = self._budget - budget
+        for keys in list(self._plans):
+            self._plans[keys] = self._make_plan(keys, self._margin)
+        if self.last_plan is not None:
+            self.last_plan = self._plans.get(self.last_plan.keys)
 
     def _needed_relief(self, key: SegmentKey) -> bool:
         return any(period.relieved for sample in self._samples.get(key, ()) for period in sample.periods)
@@ -212,7 +232,7 @@ class Cycles:
         if keys not in self._plans and all(
             len(self._samples.get(key, ())) >= self._warmup_steps for key in keys
         ):
-            self._plans[keys] = self.last_plan = self._make_plan(keys)
+            self._plans[keys] = self.last_plan = self._make_plan(keys, self._margin)
         else:
             self._replan_if_outgrown(keys, segments)
 
@@ -249,9 +269,9 @@ class Cycles:
                 return candidate
         return None
 
-    def _make_plan(self, keys: tuple[SegmentKey, ...], margin: int = 0) -> CyclePlan:
+    def _make_plan(self, keys: tuple[SegmentKey, ...], margin: int) -> CyclePlan:
         sizes = tuple(tensor.device_nbytes for tensor in self._tensors)
-        reserve = self._gradient_reserve(keys)
+        reserve = min(self._gradient_reserve(keys), self._spare_in_backward(keys, margin))
         fixed = self._fixed_bytes()
         moments: list[Moment] = []
         operands: list[tuple[int, ...]] = []
@@ -293,11 +313,50 @@ class Cycles:
             uses=_uses(moments),
         )
 
+    def _least(self, plan: CyclePlan) -> int:
+        """What the plan's moments need with no copy but the operands'."""
+        return max(
+            self._beside(plan, position) + sum(plan.trace.sizes[index] for index in moment.operands)
+            for position, moment in enumerate(plan.trace.moments)
+        )
+
+    def _planned(self, plan: CyclePlan) -> int:
+        """What the plan's moments need with the copies that it keeps and fetches ahead."""
+        sizes, resident, most = plan.trace.sizes, set(plan.schedule.start), 0
+        for position, (moment, actions) in enumerate(
+            zip(plan.trace.moments, plan.schedule.actions, strict=True)
+        ):
+            resident.difference_update(actions.evict)
+            resident.update(actions.fetch, moment.operands)
+            segment = plan.keys[bisect.bisect_right(plan.bounds, position) - 1]
+            gradients = plan.gradient_reserve if segment.phase is Phase.BACKWARD else 0
+            most = max(
+                most, self._beside(plan, position) + gradients + sum(sizes[index] for index in resident)
+            )
+            resident.difference_update(moment.invalidates)
+        return most
+
+    def _beside(self, plan: CyclePlan, position: int) -> int:
+        """Bytes of a moment that are no parameters: what operators allocate, and buffers."""
+        return self._budget - plan.margin - plan.limits[position] + self._fixed_bytes()
+
     def _gradient_reserve(self, keys: tuple[SegmentKey, ...]) -> int:
         """Room for two gradients on their way down, so that one is copied while the next is made."""
         if not any(key.phase is Phase.BACKWARD for key in keys):
             return 0
         return 2 * max((t.device_nbytes for t in self._tensors if t.parameter.requires_grad), default=0)
+
+    def _spare_in_backward(self, keys: tuple[SegmentKey, ...], margin: int) -> int:
+        """What every operator of the backwards leaves: with less, gradients on their way would pass the budget."""
+        needs = [
+            _non_model_peak(samples, index)
+            + sum(self._tensors[tensor].device_nbytes for tensor in {*period.operands, *period.held})
+            for key in keys
+            if key.phase is Phase.BACKWARD
+            for samples in (self._samples[key],)
+            for index, period in enumerate(samples[-1].periods)
+        ]
+        return max(0, self._budget - margin - self._fixed_bytes() - max(needs, default=0))
 
 
 def _non_model_peak(samples: Sequence[Segment], index: int) -> int:

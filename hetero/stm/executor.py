@@ -137,14 +137,18 @@ class Executor:
         limit = self._limit()
         self._evict(actions.evict)
         self._residency.trim(limit, keep=indices)
-        fetched = self._residency.require(operands, limit=limit, operator=lambda: _label(name, operands))
-        if not self._is_guarded and self._residency.exceeds(limit):
-            self._guard_from_here()  # the operands alone pass it: what the operator itself needs may not fit
-        if fetched and self._plan is not None:
-            self._collector.count_unplanned(
-                max(0, fetched - sum(index in indices for index in actions.fetch))
-            )
-        self._prefetch(actions.fetch, limit)
+        self._residency.wanted = frozenset(indices)
+        try:
+            fetched = self._residency.require(operands, limit=limit, operator=lambda: _label(name, operands))
+            if not self._is_guarded and self._residency.exceeds(limit):
+                self._guard_from_here()  # the operands alone pass it: what the operator itself needs may not fit
+            if fetched and self._plan is not None:
+                self._collector.count_unplanned(
+                    max(0, fetched - sum(index in indices for index in actions.fetch))
+                )
+            self._prefetch(actions.fetch, limit)
+        finally:
+            self._residency.wanted = frozenset()
         self._collector.operands_ready()
 
     def _forget_overtaken(self, actions: Actions) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 
 from hetero.config import Config
 from hetero.devices import Accelerator, CopyEngine, HostArena, LinkSpeeds
+from hetero.errors import BudgetError
 from hetero.eviction import Links, Policy
 from hetero.msc import MemStatsCollector, Phase, SegmentKey
 from hetero.stm.cycles import Cycles
@@ -24,6 +25,7 @@ from hetero.stm.residency import Residency
 from hetero.stm.saved import modified_in_place
 from hetero.stm.state import Kind, Ledger, State, StatefulTensor, Tier
 from hetero.stm.tensors import ManagedTensor
+from hetero.units import format_bytes
 
 __all__ = ["StatefulTensorMgr"]
 
@@ -51,6 +53,7 @@ class StatefulTensorMgr:
         self._optimizer_states: dict[int, StatefulTensor] = {}
         self._has_optimizer = has_optimizer
         self._closed = False
+        self._budget = config.device_budget
         self._pending_forwards: list[SegmentKey] = []
         self._clocks_before_step: list[int] = []
         engine = CopyEngine(accelerator)
@@ -309,6 +312,25 @@ class StatefulTensorMgr:
                 freed = self.residency.evict_idle()
             self._accelerator.release_cached()
             return freed
+
+    def trim(self, device_budget: int | None) -> int:
+        """Leave the device's other bytes to others (`Manager.trim`); returns what the process has given back."""
+        with self._lock:
+            self.settle()
+            before = self._accelerator.reserved_bytes()
+            needs = self.cycles.needs()
+            if needs is not None:
+                least, present = needs
+                if device_budget is not None and device_budget < least:
+                    raise BudgetError(
+                        f"trim(device_budget={device_budget}): the measured iterations need {format_bytes(least)} "
+                        f"of the device: pass at least {least} bytes"
+                    )
+                budget = max(least, present if device_budget is None else device_budget)
+                self.cycles.trim(min(budget, self._budget))
+            self.residency.evict_idle()
+            self._accelerator.release_cached()
+            return max(0, before - self._accelerator.reserved_bytes())
 
     def settle(self) -> None:
         """Close the books of the iteration if its last segment is over, so that they can be read."""

@@ -60,6 +60,9 @@ class Residency:
         self._placeholders: dict[torch.dtype, torch.Tensor] = {}
         self._clock = 0
         self._stream: torch.Stream | None = None  # that copies were allocated for
+        # Operands that are being made resident: an allocation on the way may run out of memory, and must not be
+        # relieved by evicting them.
+        self.wanted: frozenset[int] = frozenset()
         # Copies that may still be reading homes, oldest first.
         self._uploads: deque[tuple[torch.Event, ManagedTensor]] = deque()
         self.resident: dict[int, ManagedTensor] = {}
@@ -115,7 +118,10 @@ class Residency:
             self.reclaim(self._ledger.device_bytes + tensor.device_nbytes - limit)
             if self._ledger.device_bytes + tensor.device_nbytes > limit:
                 return False
-        self._fetch(tensor)
+        try:
+            self._fetch(tensor)
+        except torch.OutOfMemoryError:  # somebody else's, on the same device: it can wait
+            return False
         return True
 
     def trim(self, limit: int, *, keep: Sequence[int]) -> None:
@@ -127,7 +133,7 @@ class Residency:
 
     def evict(self, tensor: ManagedTensor) -> bool:
         """Drop the device copy, writing it back first if it was written. False if it is in use or held."""
-        if tensor.data is None or tensor.users or tensor.is_held():
+        if tensor.data is None or tensor.users or tensor.index in self.wanted or tensor.is_held():
             return False
         written_back = self.write_back(tensor)
         self._meter.count_eviction(tensor.device_nbytes, written_back)

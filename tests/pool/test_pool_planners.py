@@ -184,6 +184,44 @@ def test_pure_numpy_and_compiled_placement_agree():
     assert (compiled[order] == offsets).all()
 
 
+@pytest.mark.parametrize("planner", ["exact", "portfolio"])
+def test_sizes_near_the_end_of_the_integers_are_placed(planner):
+    huge = 2**56
+    problem = Problem.from_lives(
+        [
+            (b, e, size * huge)
+            for b, e, size in [(0, 2, 2), (0, 1, 2), (1, 4, 2), (2, 5, 2), (4, 6, 2), (3, 4, 1)]
+        ]
+    )
+    pool.validate(problem, pool.solve(problem, planner, seconds=1.0))
+
+
+def tight(columns, height, cuts, seed):
+    """Rectangles that fill ``columns`` moments by ``height`` bytes without a gap, cut by guillotine, shuffled."""
+    rng = np.random.default_rng(seed)
+    boxes = [(0, columns, 0, height)]
+    while len(boxes) < cuts:
+        begin, end, low, high = boxes.pop(int(np.argmax([(e - b) * (h - a) for b, e, a, h in boxes])))
+        if end - begin > 1 and (rng.random() < 0.5 or high - low < 2):
+            cut = int(rng.integers(begin + 1, end))
+            boxes += [(begin, cut, low, high), (cut, end, low, high)]
+        else:
+            cut = int(rng.integers(low + 1, high))
+            boxes += [(begin, end, low, cut), (begin, end, cut, high)]
+    rng.shuffle(boxes)
+    return Problem.from_lives([(int(b), int(e), int(h - a)) for b, e, a, h in boxes])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_portfolio_packs_what_fits_without_a_gap(seed):
+    # Every moment is full: any wasted byte shows. Best fit alone wastes some.
+    problem = tight(columns=40, height=1000, cuts=60, seed=seed)
+    solution = pool.portfolio(problem, seconds=60.0)
+    pool.validate(problem, solution)
+    assert solution.footprint == pool.lower_bound(problem) == 1000
+    assert pool.smartpool(problem).footprint > 1000
+
+
 def test_random_planners_repeat_themselves():
     problem = generated(300, seed=3)
     for planner in ("random-keys", "hill-climb"):

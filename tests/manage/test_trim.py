@@ -1,0 +1,173 @@
+"""Giving device memory back after warm-up, so that several jobs share one device."""
+
+import gc
+import threading
+
+import pytest
+import torch
+from torch import nn
+from twins import adamw, device
+
+import hetero
+from hetero.devices import virtual
+
+WIDTH, DEPTH, BATCH = 256, 20, 16
+LAYER = WIDTH * WIDTH * 4
+MEMORY = 10 * LAYER
+ITERATIONS = 6
+
+
+def build():
+    """A frozen trunk, whose copies are worth keeping, so that the manager fills its budget; a head that learns."""
+    trunk = nn.Sequential(
+        *(nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)),
+        *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(DEPTH)),
+    )
+    return nn.Sequential(trunk.requires_grad_(False), nn.Linear(WIDTH, WIDTH))
+
+
+def batches():
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(BATCH, WIDTH, generator=generator) for _ in range(ITERATIONS)]
+
+
+def iterate(model, optimizer, batch, target):
+    loss = model(batch.to(target)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach().cpu()
+
+
+def loop(model, optimizer, target):
+    return [iterate(model, optimizer, batch, target) for batch in batches()]
+
+
+class Turns:
+    """Threads take turns, an iteration each; who is done or has failed drops out."""
+
+    def __init__(self, count):
+        self._condition = threading.Condition()
+        self._waiting = list(range(count))
+
+    def take(self, who):
+        with self._condition:
+            assert self._condition.wait_for(lambda: self._waiting[0] == who, timeout=300)
+
+    def pass_on(self, *, leave=False):
+        with self._condition:
+            first = self._waiting.pop(0)
+            if not leave:
+                self._waiting.append(first)
+            self._condition.notify_all()
+
+
+def train(who, turns, target, *, trim, results):
+    """One job: a model of its own, trained on the shared device, an iteration a turn."""
+    turns.take(who)
+    try:
+        torch.manual_seed(who)
+        model = build()
+        optimizer = adamw(model)
+        losses = []
+        with hetero.manage(model, optimizer, device=target, device_budget=MEMORY) as manager:
+            for done, batch in enumerate(batches()):
+                losses.append(iterate(model, optimizer, batch, target))
+                if done == 2 and trim is not None:
+                    manager.trim(trim)
+                # The first job has warmed up before the second one begins.
+                if done >= 2:
+                    turns.pass_on()
+                    turns.take(who)
+        results[who] = (losses, [p.detach().clone() for p in model.parameters()])
+    except Exception as error:
+        results[who] = error
+    finally:
+        turns.pass_on(leave=True)
+
+
+def share(trim):
+    target = device(memory="256MiB")
+    gc.collect()
+    virtual.clear_races()
+    free = torch.accelerator.memory_allocated()
+    virtual.set_memory_limit(free + MEMORY)
+    results, turns = {}, Turns(2)
+    threads = [
+        threading.Thread(target=train, args=(who, turns, target), kwargs={"trim": trim, "results": results})
+        for who in range(2)
+    ]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert torch.accelerator.max_memory_allocated() <= free + MEMORY
+        assert virtual.races() == []
+    finally:
+        gc.collect()
+        virtual.set_memory_limit("256MiB")
+    return results
+
+
+def test_two_training_threads_run_out_of_memory_without_trim():
+    results = share(trim=None)
+    failures = [result for result in results.values() if isinstance(result, Exception)]
+    assert failures
+    assert all(isinstance(error, hetero.BudgetError | torch.OutOfMemoryError) for error in failures)
+
+
+def test_two_training_threads_share_a_device_with_trim():
+    results = share(trim=MEMORY // 2)
+    for who in range(2):
+        assert not isinstance(results[who], Exception), results[who]
+        torch.manual_seed(who)
+        model = build()
+        losses = loop(model, adamw(model), torch.device("cpu"))
+        assert all(torch.equal(a, b) for a, b in zip(results[who][0], losses, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(results[who][1], model.parameters(), strict=True))
+
+
+def test_trim_gives_back_what_copies_hold_and_the_lower_budget_holds():
+    target = device()
+    gc.collect()
+    free = torch.accelerator.memory_allocated()
+    model = build()
+    optimizer = adamw(model)
+    with hetero.manage(model, optimizer, device=target, device_budget=free + MEMORY) as manager:
+        assert manager.trim() >= 0  # before any plan
+        loop(model, optimizer, target)
+        before = torch.accelerator.memory_allocated()
+        given_back = manager.trim(free + MEMORY // 2)
+        assert given_back == before - torch.accelerator.memory_allocated() > 0
+        torch.accelerator.reset_peak_memory_stats()
+        loop(model, optimizer, target)
+        assert torch.accelerator.max_memory_allocated() <= free + MEMORY // 2
+
+
+def test_trim_refuses_what_it_cannot_keep():
+    target = device()
+    model = build()
+    optimizer = adamw(model)
+    used = torch.accelerator.memory_allocated()
+    with hetero.manage(model, optimizer, device=target, device_budget=used + MEMORY) as manager:
+        loop(model, optimizer, target)
+        with pytest.raises(hetero.ConfigError, match="only gives back"):
+            manager.trim(used + 2 * MEMORY)
+        with pytest.raises(hetero.BudgetError, match="pass at least"):
+            manager.trim(LAYER)
+        loop(model, optimizer, target)
+
+
+def test_gradients_on_their_way_keep_to_the_budget():
+    # Two gradients of the largest parameter and its copy are more than the budget: they go one after the other.
+    target = device()
+    gc.collect()
+    budget = torch.accelerator.memory_allocated() + 8 * LAYER
+    model = build().requires_grad_(True)
+    optimizer = adamw(model)
+    with hetero.manage(model, optimizer, device=target, device_budget=budget):
+        loop(model, optimizer, target)
+        torch.accelerator.reset_peak_memory_stats()
+        loop(model, optimizer, target)
+        assert torch.accelerator.max_memory_allocated() <= budget
