@@ -150,22 +150,18 @@ def write_back(operands: list[ManagedTensor]) -> None:
 class substituted:
     """Context manager: device copies of ``operands``, by id of parameter, resident and in COMPUTE throughout."""
 
-    __slots__ = ("_groups", "_operands")
+    __slots__ = ("_begun", "_operands")
 
     def __init__(self, operands: list[ManagedTensor], name: object) -> None:
         self._operands = operands
-        owner = operands[0].owner
-        self._groups: list[tuple[Owner, list[ManagedTensor]]] = [(owner, operands)]
-        if len(operands) > 1 and any(tensor.owner is not owner for tensor in operands):
-            owners = {id(tensor.owner): tensor.owner for tensor in operands}.values()
-            self._groups = [(owner, [t for t in operands if t.owner is owner]) for owner in owners]
-        for index, (owner, group) in enumerate(self._groups):
-            try:
+        self._begun: list[tuple[Owner, list[ManagedTensor]]] = []
+        try:
+            for owner, group in _by_owner(operands):
                 owner.begin_operator(group, name)
-            except BaseException:
-                self._groups = self._groups[:index]
-                self.__exit__()
-                raise
+                self._begun.append((owner, group))
+        except BaseException:
+            self.__exit__()
+            raise
 
     def __enter__(self) -> dict[int, torch.Tensor]:
         try:
@@ -175,8 +171,17 @@ class substituted:
             raise
 
     def __exit__(self, *_: object) -> None:
-        for owner, group in self._groups:
+        for owner, group in self._begun:
             owner.end_operator(group)
+
+
+def _by_owner(operands: list[ManagedTensor]) -> list[tuple[Owner, list[ManagedTensor]]]:
+    first = operands[0].owner
+    for tensor in operands:
+        if tensor.owner is not first:
+            owners = {id(tensor.owner): tensor.owner for tensor in operands}.values()
+            return [(owner, [t for t in operands if t.owner is owner]) for owner in owners]
+    return [(first, operands)]
 
 
 def run_at_home(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -240,7 +245,12 @@ def collect(values: Any, operands: list[ManagedTensor]) -> None:
 
 
 def _replace(values: Any, copies: dict[int, torch.Tensor]) -> Any:
-    return tuple([replace_one(value, copies) for value in values])
+    return tuple(
+        [
+            copies[id(value)] if type(value) is ManagedParameter else replace_one(value, copies)
+            for value in values
+        ]
+    )
 
 
 def replace_one(value: Any, copies: dict[int, torch.Tensor]) -> Any:

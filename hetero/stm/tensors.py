@@ -161,8 +161,12 @@ class ManagedTensor(StatefulTensor):
     @property
     def home_clock(self) -> int:
         """Moves whenever home is written, through the parameter or through its ``.data``."""
-        aliases = sum(alias._version for alias in (self._alias, self._source) if alias is not None)
-        return self.home._version + self._unseen_writes + aliases
+        clock = self.home._version + self._unseen_writes
+        if self._alias is not None:
+            clock += self._alias._version
+        if self._source is not None:
+            clock += self._source._version
+        return clock
 
     @property
     def version(self) -> int:
