@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hetero.stm.casts import drop_bytes, kept_casts
 from hetero.stm.fetch import Fetch, plain
 from hetero.stm.tensors import ManagedTensor, Owner
 
@@ -122,6 +123,7 @@ def _on_device(
     func: Callable[..., Any], operands: list[ManagedTensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     with substituted(operands, func) as copies:
+        casts = kept_casts(func, operands, copies) if torch._C._is_any_autocast_enabled() else None
         args = _replace(args, copies)
         if kwargs:
             kwargs = {key: replace_one(value, copies) for key, value in kwargs.items()}
@@ -137,7 +139,11 @@ def _on_device(
         if not _scope.depth:
             # Outside a forward home is the truth, at once: the next reader, or the optimizer, looks there.
             write_back(operands)
-    return _restore(result, operands, copies)
+    result = _restore(result, operands, copies)
+    if casts:
+        del args, kwargs, copies  # which hold them
+        drop_bytes(casts)
+    return result
 
 
 def write_back(operands: list[ManagedTensor]) -> None:
