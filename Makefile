@@ -4,7 +4,7 @@ VENV ?= .venv
 ARGS ?=
 BIN := $(VENV)/bin
 
-.PHONY: demo test check bench clean
+.PHONY: demo test test-cuda check bench clean
 
 # torch goes first and alone: any package that depends on it would otherwise pull in the CUDA build.
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -17,8 +17,13 @@ demo: $(VENV)/.ready
 	$(BIN)/python -m hetero demo $(ARGS)
 
 test: $(VENV)/.ready
-	@# A process each: the virtual device, its link and autograd's threads are the process's own.
-	set -e; for file in tests/*/test_*.py; do $(BIN)/python -m pytest $$file $(ARGS); done
+	@# A process each: the virtual device, its link and autograd's threads are the process's own. Real devices are
+	@# hidden: everything runs on the virtual accelerator.
+	set -e; for file in tests/*/test_*.py; do CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest $$file $(ARGS); done
+
+# The tests marked cuda, on a machine that has such a device.
+test-cuda: $(VENV)/.ready
+	$(BIN)/python -m pytest -m cuda tests $(ARGS)
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check .

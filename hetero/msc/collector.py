@@ -6,6 +6,8 @@ run: training or not, shapes of the inputs, how many forwards wait for their bac
 been seen before is sampled by itself, whatever surrounds it.
 """
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -100,15 +102,17 @@ class MemStatsCollector:
             period.begin = self._event()
             period.used_bytes = self._accelerator.used_bytes()
 
-    def before_relief(self) -> None:
-        """The operator ran out of memory; copies are about to be evicted for it."""
+    @contextlib.contextmanager
+    def evicting(self, *, for_operator: bool) -> Iterator[None]:
+        """Around evictions in the middle of a period: non-model data are counted against what was there then.
+
+        ``for_operator``: one that ran out of memory, and is tried again.
+        """
         period = self._period
         if self.is_sampling and period.begin is not None:
-            period.relieved = True
+            period.relieved = period.relieved or for_operator
             self._read_peak(period)
-
-    def after_relief(self) -> None:
-        """They have been; the operator is tried again."""
+        yield
         self._model_base = self._model_bytes.device_bytes
 
     def count_fetch(self, nbytes: int) -> None:

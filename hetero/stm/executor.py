@@ -65,8 +65,11 @@ class Executor:
         return self._is_guarded
 
     def guarded(self, coming: SegmentKey | None = None) -> contextlib.AbstractContextManager[None]:
-        """Around what may run out of memory (`hetero.stm.guard`): the segment that runs, or one that may begin."""
-        at_once = self._is_guarded or (coming is not None and self._cycles.will_be_guarded(coming))
+        """Around what may run out of memory (`hetero.stm.guard`): the segment that runs, or ``coming``, if it may
+        begin within."""
+        at_once = self._is_guarded if coming is None else self._cycles.will_be_guarded(coming)
+        if at_once:
+            self._cap(True)
         return guarded(self._relieve, at_once=at_once)
 
     def begin_segment(self, key: SegmentKey) -> None:
@@ -120,7 +123,7 @@ class Executor:
         self._change_layout([], (), "stepped")
 
     def release_cap(self) -> None:
-        """Nothing is managed any more."""
+        """Nothing runs until the next segment: others may have the memory. A model may also be dropped here."""
         self._cap(False)
 
     # -- helpers --------------------------------------------------------------------------------------

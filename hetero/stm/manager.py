@@ -51,6 +51,7 @@ class StatefulTensorMgr:
         self._lock = threading.RLock()
         self._fixed: list[StatefulTensor] = []
         self._optimizer_states: dict[int, StatefulTensor] = {}
+        self._has_optimizer = has_optimizer
         self._closed = False
         self._budget = config.device_budget
         self._pending_forwards: list[SegmentKey] = []
@@ -145,7 +146,10 @@ class StatefulTensorMgr:
                 self.executor.finish_segment()
             elif self.executor.is_guarded:
                 # What the caller does next, the loss for instance, runs unguarded: leave all the room there is.
-                self.residency.evict_idle()
+                with self.collector.evicting(for_operator=False):
+                    self.residency.evict_idle()
+            if not complete or (segment is not None and not segment.key.trains):
+                self.executor.release_cap()
 
     def begin_step(self) -> None:
         """The optimizer is about to write homes: gradients have arrived, copies have been read."""
@@ -170,24 +174,32 @@ class StatefulTensorMgr:
             else:
                 self.residency.drop_stale(written)
                 self.executor.finish_segment()
+            self.executor.release_cap()
 
     @contextlib.contextmanager
     def backward(self, *, captures: bool) -> Iterator[None]:
         """Surrounds every backward of the process, whether or not it reaches this model."""
         complete = False
         try:
-            with self.executor.guarded(self._coming_backward()):
+            with self._guarded_backward():
                 yield
             complete = True
         finally:
             with self._lock:
                 segment = self.executor.segment
-                if segment is not None and segment.key.phase is Phase.BACKWARD:
+                in_backward = segment is not None and segment.key.phase is Phase.BACKWARD
+                if segment is not None and in_backward:
                     segment.complete = complete
-                    if not complete:
-                        self.executor.finish_segment()
+                if not complete and (in_backward or self._pending_forwards):
+                    # It may have failed before it reached a parameter: then the forward's last period was cut short.
+                    if segment is not None:
+                        segment.complete = False
+                    self.executor.finish_segment()
+                    self._pending_forwards.clear()
                 if captures or not complete:
                     self.gradients.wait_all(self.tensors)
+                if not self._has_optimizer:  # nothing tells when the iteration is over
+                    self.executor.release_cap()
 
     def _enter_backward(self) -> None:
         """First sign that the backward that runs now reaches this model."""
@@ -196,11 +208,13 @@ class StatefulTensorMgr:
             self.executor.begin_segment(self._backward_key())
             self._pending_forwards.clear()
 
-    def _coming_backward(self) -> SegmentKey | None:
-        """The segment that a backward begins which starts now, if it reaches this model; None: one runs already."""
+    def _guarded_backward(self) -> contextlib.AbstractContextManager[None]:
         segment = self.executor.segment
-        runs = segment is not None and segment.key.phase is Phase.BACKWARD
-        return None if runs else self._backward_key()
+        if segment is not None and segment.key.phase is Phase.BACKWARD:
+            return self.executor.guarded()
+        if self._pending_forwards:
+            return self.executor.guarded(self._backward_key())
+        return contextlib.nullcontext()  # no forward of ours waits for it
 
     def _backward_key(self) -> SegmentKey:
         return SegmentKey(Phase.BACKWARD, True, tuple(self._pending_forwards))
@@ -294,9 +308,8 @@ class StatefulTensorMgr:
     def relieve(self) -> int:
         """Free what can be freed after an out-of-memory error."""
         with self._lock:
-            self.collector.before_relief()
-            freed = self.residency.evict_idle()
-            self.collector.after_relief()
+            with self.collector.evicting(for_operator=True):
+                freed = self.residency.evict_idle()
             self._accelerator.release_cached()
             return freed
 

@@ -4,20 +4,18 @@ import gc
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import accelerators
 import torch
 from torch import nn
-
-import hetero
-from hetero.devices import virtual
 
 # A link far faster than the operators keeps the suite short; nothing here depends on its speed.
 DEVICE_BYTES = 256 << 20
 
 
 def device() -> torch.device:
-    """The virtual accelerator with all of its memory, nothing recorded on it."""
-    found = hetero.virtual_device(memory=DEVICE_BYTES, bandwidth="100GiB/s", latency="1us")
-    virtual.clear_races()
+    """The accelerator with all of its memory, nothing recorded on it."""
+    found = accelerators.device(memory=DEVICE_BYTES, bandwidth="100GiB/s", latency="1us")
+    accelerators.clear_races()
     return found
 
 

@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from accelerators import races
 from equality import assert_identical, device, fresh_memory, peak_memory, values_of
 from torch import nn
 
 import hetero
-from hetero.devices import virtual
 
 pytestmark = [
     # Dynamo looks at the gradients of its inputs, be they leaves or not, managed or not.
@@ -112,7 +112,7 @@ def test_compiled_blocks_train_to_the_same_bits_under_a_budget(how: str, backend
     assert_identical(managed, unmanaged)
     assert peak_memory() <= budget
     assert all(type(p) is nn.Parameter for p in model.parameters())
-    assert virtual.races() == []
+    assert races() == []
 
 
 def test_model_compiled_as_a_whole_trains_to_the_same_bits() -> None:

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from accelerators import races
 from equality import assert_identical, device, fresh_memory, on_host, peak_memory, values_of
 from torch import nn
 
 import hetero
-from hetero.devices import virtual
 
 STEPS = 3
 VOCABULARY = 96
@@ -272,7 +272,7 @@ def _evaluate(model: nn.Module, loop: Loop, batch: dict[str, Any]) -> dict[str, 
 
 
 def _precision(loop: Loop) -> AbstractContextManager[Any]:
-    return torch.autocast("virtual", dtype=torch.bfloat16) if loop.autocast else nullcontext()
+    return torch.autocast(device().type, dtype=torch.bfloat16) if loop.autocast else nullcontext()
 
 
 @pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS.keys())
@@ -287,4 +287,4 @@ def test_model_trains_to_the_same_bits_under_a_budget(name: str, loop: Loop) -> 
     assert managed.stats is not None
     assert managed.stats.model_data_bytes + unmanaged.parameter_bytes > budget  # zero_grad took the gradients
     assert managed.peak <= budget
-    assert virtual.races() == []
+    assert races() == []

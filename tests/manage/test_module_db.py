@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from accelerators import races, set_memory_limit
 from equality import assert_identical, device, fresh_memory, on_host, peak_memory, tensors_in, values_of
 from torch import nn
 
 import hetero
-from hetero.devices import virtual
 
 # The database imports torch's own test runner, which wants this package; the database itself does not.
 if "expecttest" not in sys.modules:
@@ -168,7 +168,7 @@ def _compare(run: Run) -> None:
     # What that needed, and room for a gradient that is copied while the next one is made.
     budget = run.peak_bytes + 2 * run.largest_bytes
     fresh_memory()
-    virtual.set_memory_limit(budget)
+    set_memory_limit(budget)
     planned = run.go(target, device_budget=budget, warmup_budget=1e-9)
     assert_identical(planned, unmanaged)
     assert peak_memory() <= budget
@@ -188,4 +188,4 @@ def test_module_gives_the_same_numbers_managed(info: ModuleInfo, training: bool)
     # LinearCrossEntropyLoss alone has hundreds.
     for sample in samples[:: max(1, len(samples) // PER_MODULE)]:
         _compare(Run(info, sample, training=training))
-    assert virtual.races() == []
+    assert races() == []

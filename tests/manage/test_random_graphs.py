@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from accelerators import clear_races, races
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -12,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 from twins import adamw, assert_same, device, plain
 
 import hetero
-from hetero.devices import virtual
 from hetero.stm import Kind, State, Tier
 
 WIDTH = 32
@@ -200,7 +200,7 @@ def twin(graph, target=None):
 def test_any_model_in_any_loop_under_any_budget_trains_the_same(graph, loop, share, policy, prefetch, pin):
     target = device()
     gc.collect()
-    virtual.clear_races()
+    clear_races()
     torch.accelerator.reset_peak_memory_stats()
     base = torch.accelerator.memory_allocated()
     model, optimizer = twin(graph, target)
@@ -257,7 +257,7 @@ def _check(manager, model, optimizer, loop, target, budget, expected, expected_s
     ledger = manager._stm.ledger
     assert all(ledger.nbytes(tier, kind, State.COMPUTE) == 0 for tier in Tier for kind in Kind)
     manager.close()
-    assert virtual.races() == []
+    assert races() == []
     assert ledger.device_bytes == 0
     if not refused:
         assert_same(got, expected, "seen")

@@ -472,7 +472,7 @@ def test_casts_under_autocast_do_not_stay_until_backward():
     def loop(model, optimizer, target):
         seen = []
         for _ in range(3):
-            with torch.autocast("virtual", dtype=torch.bfloat16):
+            with torch.autocast(target.type, dtype=torch.bfloat16):
                 loss = model(batch(target, 4, 128)).float().square().mean()
             loss.backward()
             seen.append([loss, *[p.grad for p in model.parameters()]])

@@ -1,4 +1,4 @@
-"""Runs the same loop unmanaged and managed on the virtual device, and compares every number.
+"""Runs the same loop unmanaged and managed on the accelerator, and compares every number.
 
 A loop is a function ``loop(model, optimizer, device) -> observations``; observations are tensors, numbers, or
 nested lists of them. Equal means `torch.equal`.
@@ -9,17 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from accelerators import clear_races, device, races
 from torch import nn
 
 import hetero
-from hetero.devices import virtual
 
 Build = Callable[[], nn.Module]
 Loop = Callable[[nn.Module, torch.optim.Optimizer, torch.device], Any]
-
-
-def device(memory: str = "256MiB", **link: str) -> torch.device:
-    return hetero.virtual_device(memory=memory, **link)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -57,7 +53,7 @@ def managed(
     """As `unmanaged`; asserts the budget, no race and nothing left on the device."""
     target = device(**(link or {}))
     gc.collect()
-    virtual.clear_races()
+    clear_races()
     torch.manual_seed(0)
     model = build()
     optimizer = make_optimizer(model)
@@ -75,7 +71,7 @@ def managed(
     for parameter in model.parameters():
         assert type(parameter) is nn.Parameter
         assert not parameter.is_pinned()
-    assert virtual.races() == []
+    assert races() == []
     return seen, state, manager
 
 

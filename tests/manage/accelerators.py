@@ -1,0 +1,81 @@
+"""The accelerator that the tests of this folder run on: CUDA where there is one, else the virtual one.
+
+``make test`` hides CUDA devices, so that everything runs on the virtual accelerator, with races detected and memory
+poisoned; ``make test-cuda`` runs the same tests, marked ``cuda``, on the real one.
+"""
+
+import gc
+
+import torch
+
+import hetero
+from hetero.devices import virtual
+
+ON_CUDA = torch.cuda.is_available()
+
+
+def device(memory: str | int = "256MiB", **link: str) -> torch.device:
+    """With ``memory`` and a link of such a speed if it is virtual."""
+    if not ON_CUDA:
+        return hetero.virtual_device(memory=memory, **link)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    # What libraries allocate once for the process would otherwise count for the test that comes first.
+    x = torch.ones(64, 64, device="cuda", requires_grad=True)
+    (x @ x).sum().backward()
+    del x
+    gc.collect()
+    return torch.device("cuda", 0)
+
+
+def races() -> list[str]:
+    """Races found since `clear_races`; no real device can tell."""
+    return [] if ON_CUDA else virtual.races()
+
+
+def clear_races() -> None:
+    if not ON_CUDA:
+        virtual.clear_races()
+
+
+def set_memory_limit(nbytes: int) -> None:
+    """No allocation passes it, on the virtual device. A real one's cap is on what it reserves, fragments included."""
+    if not ON_CUDA:
+        virtual.set_memory_limit(nbytes)
+
+
+class StepsAtHome:
+    """Lets every optimizer step parameters that live on a CUDA device with the host's arithmetic.
+
+    hetero steps at home; a device's kernels round otherwise. On the virtual accelerator both are the host's.
+    """
+
+    def __init__(self) -> None:
+        self._moved: list[tuple[torch.nn.Parameter, torch.device, torch.Tensor | None]] = []
+
+    def before(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        for p in _parameters(optimizer):
+            if p.is_cuda:
+                self._moved.append((p, p.device, p.grad))
+                p.grad = None
+                self._move(optimizer, p, torch.device("cpu"))
+                grad = self._moved[-1][2]
+                p.grad = None if grad is None else grad.cpu()
+
+    def after(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        for p, home, grad in self._moved:
+            p.grad = None
+            self._move(optimizer, p, home)
+            p.grad = grad
+        self._moved.clear()
+
+    def _move(self, optimizer: torch.optim.Optimizer, p: torch.nn.Parameter, target: torch.device) -> None:
+        p.data = p.data.to(target)
+        entries = optimizer.state.get(p, {})
+        for key, value in entries.items():
+            if isinstance(value, torch.Tensor) and value.shape == p.shape:
+                entries[key] = value.to(target)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]

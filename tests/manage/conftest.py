@@ -1,0 +1,26 @@
+"""Where there is a CUDA device, all tests of this folder run on it and carry the marker ``cuda``."""
+
+from collections.abc import Iterator
+
+import pytest
+from accelerators import ON_CUDA, StepsAtHome
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if ON_CUDA:
+        for item in items:
+            if "manage" in item.path.parts:
+                item.add_marker(pytest.mark.cuda)
+
+
+@pytest.fixture(autouse=True)
+def device_parameters_step_at_home() -> Iterator[None]:
+    if not ON_CUDA:
+        yield
+        return
+    steps = StepsAtHome()
+    handles = register_optimizer_step_pre_hook(steps.before), register_optimizer_step_post_hook(steps.after)
+    yield
+    for handle in handles:
+        handle.remove()
