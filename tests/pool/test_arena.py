@@ -23,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 import hetero
 from hetero.errors import ConfigError, PlanError
 from hetero.pool import Arena, planned, smartpool
-from hetero.pool.arena import _INTO_OUT
 from hetero.pool.cycle import CyclicLife, cyclic_load, plan_cycle
+from hetero.pool.placing import INTO_OUT
 
 transformers = pytest.importorskip("transformers")
 
@@ -427,7 +427,7 @@ def test_operators_that_write_into_their_slot_share_their_kernel_with_the_functi
     path = Path(torchgen.__file__).parent / "packaged/ATen/native/native_functions.yaml"
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     table = {entry["func"].split("(")[0]: entry for entry in yaml.load(path.read_text(), loader)}
-    for functional_name, into in _INTO_OUT.items():
+    for functional_name, into in INTO_OUT.items():
         name = functional_name.removesuffix(".default")
         assert table[name]["structured_delegate"] == f"{name.split('.')[0]}.{into}"
 
