@@ -9,7 +9,8 @@ and plans nothing itself. With `hetero.pool.placing` and `hetero.pool.slots`, wh
 byte for byte, and its tensors are set upon the slot's storage. That is right for every operator, strides and
 all, and costs a copy and, for a moment, the memory twice. Operators in `INTO_OUT` (`hetero.pool.placing`) run
 the same kernel with ``out=`` a tensor of the recorded strides, if their arguments look exactly as they did when
-recorded: no copy.
+recorded: no copy. On the virtual accelerator no operator needs one: its allocator is offered the slots that the
+operator is expected to fill, and hands them out as if they were new.
 
 [Note: whose storage] A storage is the operator's own if nobody but the tensors returned holds it, by
 reference count. So views that a schema does not admit, cached results and the like are left alone.
@@ -32,15 +33,19 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
+from hetero.devices import virtual
 from hetero.errors import ConfigError
 from hetero.pool.cycle import CyclePlan, CyclicLife, plan_cycle
 from hetero.pool.placing import IntoOut, Placing, look_of, only_plain, tensors_of
 from hetero.pool.planner import Planner
 from hetero.pool.portfolio import portfolio
-from hetero.pool.slots import Birth, Call, Memory
+from hetero.pool.slots import Birth, Call, Memory, Offer
 
 __all__ = ["Arena", "ArenaStats", "planned"]
 
+_COUNTS = ("placed", "into_out", "in_slot", "copied", "unplanned", "unexpected", "busy")
+# Kernels may allocate temporaries of the size of their result before the result; more is not looked for.
+_MOST_PASSED_OVER = 4
 # How far to look for an allocation among the expected ones, when some did not happen this time.
 _LOOK_AHEAD = 8
 
@@ -64,6 +69,7 @@ class ArenaStats:
     load_nbytes: int
     placed: int
     into_out: int
+    in_slot: int
     copied_nbytes: int
     unplanned: int
     unexpected: int
@@ -121,6 +127,7 @@ class Arena:
         self._planner = planner
         self._granularity = 64 if self.device.type == "cpu" else 512  # as torch's own allocators align
         self._stream = self._current_stream()
+        self._takes_offers = self.device.type == "virtual"
         self._lock = threading.RLock()
         self._dead: deque[Birth] = deque()
         self._clock = 0
@@ -131,7 +138,7 @@ class Arena:
         self._memory: Memory | None = None
         self._position = 0
         self._placed_at: dict[int, Birth] = {}
-        self._counts = dict.fromkeys(("placed", "into_out", "copied", "unplanned", "unexpected", "busy"), 0)
+        self._counts = dict.fromkeys(_COUNTS, 0)
         self._iterations = self._plans = 0
         self._outside = self._outside_peak = self._footprint = 0
 
@@ -146,6 +153,7 @@ class Arena:
             load_nbytes=plan.load_nbytes if plan else 0,
             placed=counts["placed"],
             into_out=counts["into_out"],
+            in_slot=counts["in_slot"],
             copied_nbytes=counts["copied"],
             unplanned=counts["unplanned"],
             unexpected=counts["unexpected"],
@@ -195,28 +203,69 @@ class Arena:
         self._counts["into_out"] += birth.memory is not None
         return out, None
 
+    def offer(self, func: OpOverload) -> Offer | None:
+        """Reserve the slots that a call of ``func`` is expected to fill, and offer them to the allocator."""
+        if self._plan is None or self._memory is None or not self._takes_offers:
+            return None
+        with self._lock:
+            self._bury()
+            first = self._peek(func)
+            if first is None or self._stream != self._current_stream():
+                return None
+            memory = self._memory
+            base, owner = memory.base.data_ptr(), memory.base.untyped_storage().data_ptr()
+            offer, slots = Offer(memory=memory, offsets={}, indices={}), []
+            for index in range(self._position, min(self._position + first.batch, len(self._expected))):
+                expected, offset = self._expected[index], self._plan.offsets[index]
+                if offset is None or expected.left_alone or expected.passed_over > _MOST_PASSED_OVER:
+                    continue
+                if memory.reserve(offset, expected.nbytes):
+                    slots.append((base - owner + offset, expected.nbytes, expected.passed_over))
+                    offer.offsets[base + offset], offer.indices[base + offset] = offset, index
+        if not slots:
+            return None
+        virtual.offer_slots(owner, slots)
+        return offer
+
+    def withdraw(self, offer: Offer) -> None:
+        """The operator is done: what it has not taken, or has given back, is free again."""
+        taken = virtual.withdraw_slots()
+        with self._lock:
+            for address in set(offer.offsets) - taken:
+                offer.memory.release(offer.offsets.pop(address))
+                offer.missed.add(offer.indices[address])
+
     def settle(
-        self, func: OpOverload, out: Any, args: tuple[Any, ...], call: Call | None, *, bare: bool
+        self,
+        func: OpOverload,
+        out: Any,
+        args: tuple[Any, ...],
+        call: Call | None,
+        *,
+        bare: bool,
+        offer: Offer | None,
     ) -> None:
         """Move the storages that ``func`` has made for ``out`` to their slots; ``bare``: nothing in them."""
-        made: dict[int, list[torch.Tensor]] = {}
-        given = {id(tensor) for tensor in tensors_of(args)}
-        for tensor in tensors_of(out):
-            plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
-            if plain and tensor.device == self.device and id(tensor) not in given:
-                made.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
         transient = 0
-        for cdata, tensors in made.items():
-            storage = tensors[0].untyped_storage()
+        births: list[Birth] = []
+        for storage, tensors in self._made_by(out, args):
             nbytes = storage.nbytes()
+            taken = None if offer is None else offer.offsets.pop(storage.data_ptr(), None)
             # See [Note: whose storage]: the tensors and the Python object hold it, nobody else.
-            if not nbytes or torch._C._storage_Use_Count(cdata) != len(tensors) + 1:
+            alone = torch._C._storage_Use_Count(storage._cdata) == len(tensors) + 1
+            if not nbytes or (not alone and taken is None):
                 continue
-            if call is not None:
+            if call is not None and alone:
                 call.size, call.stride, call.dtype = tensors[0].size(), tensors[0].stride(), tensors[0].dtype
+            if offer is not None and taken is not None:
+                births += self._settle_taken(storage, func, call, offer.memory, taken, alone=alone)
+                continue
             with self._lock:
                 birth = self._enter(func, nbytes, call)
                 slot = self._slot(birth)
+                if offer is not None and birth.index in offer.missed:
+                    self._expected[birth.index].passed_over += 1  # a temporary came first
+            births.append(birth)
             if slot is None:
                 self._watch(storage, birth)
                 continue
@@ -226,7 +275,45 @@ class Arena:
                 self._counts["copied"] += nbytes
             for tensor in tensors:
                 tensor.set_(slot, tensor.storage_offset(), tensor.size(), tensor.stride())
+        if births:
+            births[0].batch = len(births)
         self._measure(transient)
+
+    def _settle_taken(
+        self,
+        storage: torch.UntypedStorage,
+        func: OpOverload,
+        call: Call | None,
+        memory: Memory,
+        offset: int,
+        *,
+        alone: bool,
+    ) -> list[Birth]:
+        """The allocator has put ``storage`` into a slot; not ``alone``: the recorded iteration left it alone."""
+        with self._lock:
+            if alone:
+                birth = self._enter(func, storage.nbytes(), call)
+                birth.index = self._match(birth)
+                self._counts["placed"] += 1
+                self._counts["in_slot"] += 1
+            else:
+                birth = Birth(func, storage.nbytes(), self._clock, None)
+            birth.memory, birth.offset = memory, offset
+        self._watch(storage, birth)
+        return [birth] if alone else []
+
+    def _made_by(
+        self, out: Any, args: tuple[Any, ...]
+    ) -> Iterator[tuple[torch.UntypedStorage, list[torch.Tensor]]]:
+        """The storages on the device that are in ``out`` and not among ``args``, each with its tensors."""
+        made: dict[int, list[torch.Tensor]] = {}
+        given = {id(tensor) for tensor in tensors_of(args)}
+        for tensor in tensors_of(out):
+            plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+            if plain and tensor.device == self.device and id(tensor) not in given:
+                made.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+        for tensors in made.values():
+            yield tensors[0].untyped_storage(), tensors
 
     def leave_alone(self, args: Any, *, resized: bool) -> None:
         """Never place again what is in ``args``: it is being resized, or used on another stream."""

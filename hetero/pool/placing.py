@@ -12,7 +12,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hetero.pool.slots import Call
+from hetero.pool.slots import Call, Offer
 
 __all__ = ["INTO_OUT", "IntoOut", "Placing", "look_of", "only_plain", "tensors_of"]
 
@@ -44,8 +44,19 @@ class _Places(Protocol):
         self, func: OpOverload, into: "IntoOut", args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[torch.Tensor | None, Call | None]: ...
 
+    def offer(self, func: OpOverload) -> Offer | None: ...
+
+    def withdraw(self, offer: Offer) -> None: ...
+
     def settle(
-        self, func: OpOverload, out: Any, args: tuple[Any, ...], call: Call | None, *, bare: bool
+        self,
+        func: OpOverload,
+        out: Any,
+        args: tuple[Any, ...],
+        call: Call | None,
+        *,
+        bare: bool,
+        offer: Offer | None,
     ) -> None: ...
 
     def leave_alone(self, args: Any, *, resized: bool) -> None: ...
@@ -98,8 +109,13 @@ class Placing(TorchDispatchMode):
             out, call = self._arena.run_into_slot(func, rule.into, args, kwargs)
             if out is not None:
                 return out
-        out = func(*args, **kwargs)
-        self._arena.settle(func, out, (*args, *kwargs.values()), call, bare=rule.bare)
+        offer = self._arena.offer(func)
+        try:
+            out = func(*args, **kwargs)
+        finally:
+            if offer is not None:
+                self._arena.withdraw(offer)
+        self._arena.settle(func, out, (*args, *kwargs.values()), call, bare=rule.bare, offer=offer)
         return out
 
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch._ops import OpOverload
 
-__all__ = ["Birth", "Call", "Memory"]
+__all__ = ["Birth", "Call", "Memory", "Offer"]
 
 
 @dataclass(slots=True, eq=False)
@@ -27,6 +27,8 @@ class Birth:
     index: int | None = None  # of the allocation in the plan that this one was taken for
     counted: bool = False
     died: int | None = None
+    batch: int = 1  # how many allocations its call made, if it is the first of them
+    passed_over: int = 0  # allocations of this size that the operator makes before the one it returns
     left_alone: bool = False
     on_other_stream: bool = False
 
@@ -71,3 +73,16 @@ class Memory:
         pointer = self.base.data_ptr() + offset
         made: Any = torch._C._construct_storage_from_data_pointer(pointer, self.base.device, nbytes)
         return cast(torch.UntypedStorage, made)
+
+
+@dataclass(slots=True, kw_only=True)
+class Offer:
+    """Ranges of ``memory`` reserved for what an operator is about to allocate: offset by address.
+
+    ``missed``: the expected allocations that did not go where they were offered a place.
+    """
+
+    memory: Memory
+    offsets: dict[int, int]
+    indices: dict[int, int]
+    missed: set[int] = field(default_factory=set)
