@@ -3,6 +3,8 @@
 manager = hetero.manage(model, optimizer, device_budget="20GiB")
 """
 
+from typing import TYPE_CHECKING, Any
+
 from hetero.devices.virtual import virtual_device
 from hetero.errors import (
     BudgetError,
@@ -15,7 +17,9 @@ from hetero.errors import (
     StreamRaceError,
 )
 from hetero.manager import Manager, manage
-from hetero.trace import StepTrace, trace_step
+
+if TYPE_CHECKING:
+    from hetero.trace import StepTrace, trace_step
 
 __all__ = [
     "BudgetError",
@@ -32,3 +36,12 @@ __all__ = [
     "trace_step",
     "virtual_device",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Training does not need the tracer, and loading it takes a third of the time.
+    if name in ("StepTrace", "trace_step"):
+        from hetero import trace
+
+        return getattr(trace, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

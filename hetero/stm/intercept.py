@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hetero.stm.casts import drop_bytes, kept_casts
 from hetero.stm.fetch import Fetch, plain
 from hetero.stm.tensors import ManagedTensor, Owner
 
@@ -122,6 +123,7 @@ def _on_device(
     func: Callable[..., Any], operands: list[ManagedTensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     with substituted(operands, func) as copies:
+        casts = kept_casts(func, operands, copies) if torch._C._is_any_autocast_enabled() else None
         args = _replace(args, copies)
         if kwargs:
             kwargs = {key: replace_one(value, copies) for key, value in kwargs.items()}
@@ -137,7 +139,11 @@ def _on_device(
         if not _scope.depth:
             # Outside a forward home is the truth, at once: the next reader, or the optimizer, looks there.
             write_back(operands)
-    return _restore(result, operands, copies)
+    result = _restore(result, operands, copies)
+    if casts:
+        del args, kwargs, copies  # which hold them
+        drop_bytes(casts)
+    return result
 
 
 def write_back(operands: list[ManagedTensor]) -> None:
@@ -150,22 +156,18 @@ def write_back(operands: list[ManagedTensor]) -> None:
 class substituted:
     """Context manager: device copies of ``operands``, by id of parameter, resident and in COMPUTE throughout."""
 
-    __slots__ = ("_groups", "_operands")
+    __slots__ = ("_begun", "_operands")
 
     def __init__(self, operands: list[ManagedTensor], name: object) -> None:
         self._operands = operands
-        owner = operands[0].owner
-        self._groups: list[tuple[Owner, list[ManagedTensor]]] = [(owner, operands)]
-        if len(operands) > 1 and any(tensor.owner is not owner for tensor in operands):
-            owners = {id(tensor.owner): tensor.owner for tensor in operands}.values()
-            self._groups = [(owner, [t for t in operands if t.owner is owner]) for owner in owners]
-        for index, (owner, group) in enumerate(self._groups):
-            try:
+        self._begun: list[tuple[Owner, list[ManagedTensor]]] = []
+        try:
+            for owner, group in _by_owner(operands):
                 owner.begin_operator(group, name)
-            except BaseException:
-                self._groups = self._groups[:index]
-                self.__exit__()
-                raise
+                self._begun.append((owner, group))
+        except BaseException:
+            self.__exit__()
+            raise
 
     def __enter__(self) -> dict[int, torch.Tensor]:
         try:
@@ -175,8 +177,17 @@ class substituted:
             raise
 
     def __exit__(self, *_: object) -> None:
-        for owner, group in self._groups:
+        for owner, group in self._begun:
             owner.end_operator(group)
+
+
+def _by_owner(operands: list[ManagedTensor]) -> list[tuple[Owner, list[ManagedTensor]]]:
+    first = operands[0].owner
+    for tensor in operands:
+        if tensor.owner is not first:
+            owners = {id(tensor.owner): tensor.owner for tensor in operands}.values()
+            return [(owner, [t for t in operands if t.owner is owner]) for owner in owners]
+    return [(first, operands)]
 
 
 def run_at_home(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -240,7 +251,12 @@ def collect(values: Any, operands: list[ManagedTensor]) -> None:
 
 
 def _replace(values: Any, copies: dict[int, torch.Tensor]) -> Any:
-    return tuple([replace_one(value, copies) for value in values])
+    return tuple(
+        [
+            copies[id(value)] if type(value) is ManagedParameter else replace_one(value, copies)
+            for value in values
+        ]
+    )
 
 
 def replace_one(value: Any, copies: dict[int, torch.Tensor]) -> Any:

@@ -8,6 +8,7 @@ goes on to the original unless a managed parameter is involved.
 * ``Module._apply`` (``model.to``, ``.half``, ``.cuda`` ...) would replace homes behind the manager's back.
 * ``autograd._engine_run_backward``, through which ``backward`` and ``grad`` go: nothing else tells when a backward
   begins, ends, or fails.
+* ``torch.clear_autocast_cache``, which ``torch.autocast`` calls where its outermost region ends.
 
 Beside them, torch's own hook after every optimizer's step.
 """
@@ -21,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from hetero.errors import ManageError
+from hetero.stm.casts import begin_region
 from hetero.stm.fetch import plain
 from hetero.stm.guard import formulas_kept
 from hetero.stm.intercept import (
@@ -49,6 +51,8 @@ _Module: Any = nn.Module
 _autograd: Any = torch.autograd
 _module_apply = _Module._apply
 _run_backward = _autograd._engine_run_backward
+_torch: Any = torch
+_clear_autocast_cache = torch.clear_autocast_cache
 
 
 class BackwardListener(Protocol):
@@ -71,6 +75,7 @@ def install(listener: BackwardListener) -> None:
         _Function.apply = classmethod(_apply)
         _Module._apply = _refuse_conversion
         _autograd._engine_run_backward = _announced_backward
+        _torch.clear_autocast_cache = _announced_clear
         _step_hooks.append(register_optimizer_step_post_hook(_note_step))
     _listeners.append(listener)
 
@@ -85,7 +90,13 @@ def remove(listener: BackwardListener) -> None:
             _Function.apply = _function_apply
         _Module._apply = _module_apply
         _autograd._engine_run_backward = _run_backward
+        _torch.clear_autocast_cache = _clear_autocast_cache
         _step_hooks.pop().remove()
+
+
+def _announced_clear() -> None:
+    begin_region()
+    _clear_autocast_cache()
 
 
 def _announced_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:

@@ -81,11 +81,9 @@ class Ledger:
         self._cells[tier][kind][state] += nbytes
         self._tiers[tier] += nbytes
 
-    def move(self, tier: int, kind: Kind, old: State, new: State, nbytes: int) -> None:
-        """Recount ``nbytes`` from one state to another. For `StatefulTensor` only."""
-        cells = self._cells[tier][kind]
-        cells[old] -= nbytes
-        cells[new] += nbytes
+    def cells(self, kind: Kind) -> tuple[list[int], list[int]]:
+        """Bytes by state of one kind, on the host and on the device. For `StatefulTensor` only."""
+        return self._cells[Tier.HOST][kind], self._cells[Tier.DEVICE][kind]
 
 
 class StatefulTensor:
@@ -94,10 +92,11 @@ class StatefulTensor:
     ``users`` counts the operators that use it now; it is in COMPUTE exactly while that is not zero.
     """
 
-    __slots__ = ("_ledger", "_tiers", "kind", "name", "state", "users")
+    __slots__ = ("_cells", "_ledger", "_tiers", "kind", "name", "state", "users")
 
     def __init__(self, ledger: Ledger, kind: Kind, name: str) -> None:
         self._ledger = ledger
+        self._cells = ledger.cells(kind)
         self._tiers = [0] * len(Tier)
         self.kind = kind
         self.name = name
@@ -126,7 +125,10 @@ class StatefulTensor:
     def begin_compute(self) -> None:
         """An operator starts using it."""
         if self.users == 0:
-            self.transition(State.COMPUTE)
+            if self.state is State.HOLD:
+                self._recount(State.COMPUTE)
+            else:
+                self.transition(State.COMPUTE)
         self.users += 1
 
     def end_compute(self) -> None:
@@ -135,18 +137,24 @@ class StatefulTensor:
             raise StateError(f"{self.name}: end_compute without begin_compute, state {self.state.name}")
         self.users -= 1
         if self.users == 0:
-            self.transition(State.HOLD)
+            self._recount(State.HOLD)
 
     def transition(self, new: State) -> None:
         """Change state. Raises `StateError` if the table does not allow it; then nothing has changed."""
         old = self.state
         if not _ALLOWED[old][new]:
             raise StateError(f"{self.name}: {old.name} -> {new.name} is not allowed")
-        self.state = new
-        move, kind = self._ledger.move, self.kind
-        for tier, nbytes in enumerate(self._tiers):
-            if nbytes:
-                move(tier, kind, old, new, nbytes)
+        self._recount(new)
+
+    def _recount(self, new: State) -> None:
+        """An allowed transition; by itself because every operator makes two."""
+        old, self.state = self.state, new
+        host, device = self._tiers
+        host_cells, device_cells = self._cells
+        host_cells[old] -= host
+        host_cells[new] += host
+        device_cells[old] -= device
+        device_cells[new] += device
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, {self.kind.name}, {self.state.name}, {self._tiers})"

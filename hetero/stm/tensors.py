@@ -16,6 +16,7 @@ holds the tensor itself; whoever does (a tensor saved outside our hooks, a custo
 
 import sys
 import weakref
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -23,7 +24,15 @@ from torch import nn
 
 from hetero.stm.state import Kind, Ledger, StatefulTensor
 
-__all__ = ["ManagedTensor", "Owner"]
+__all__ = ["Cast", "ManagedTensor", "Owner"]
+
+
+@dataclass(slots=True)
+class Cast:
+    """A parameter's cast within one autocast region, or its empty shell between operators (`hetero.stm.casts`)."""
+
+    region: int
+    value: torch.Tensor
 
 
 class _Probe:
@@ -86,6 +95,7 @@ class ManagedTensor(StatefulTensor):
         "_fetch_nodes",
         "_source",
         "_unseen_writes",
+        "cast",
         "clean_version",
         "data",
         "device_nbytes",
@@ -123,6 +133,7 @@ class ManagedTensor(StatefulTensor):
         self._fetch_nodes: list[weakref.ref[object]] = []
         self.data: torch.Tensor | None = None
         self.identity: torch.Tensor | None = None
+        self.cast: Cast | None = None
         self.ready: torch.Event | None = None
         self.storage_key = 0
         self.clean_version = 0
@@ -153,6 +164,7 @@ class ManagedTensor(StatefulTensor):
 
     def forget_home(self) -> None:
         """Management is over: hold nothing that keeps the parameter's memory."""
+        self.cast = None
         self.identity = self.data = self._alias = self._source = self.gradient_slot = None
         self.home = self.parameter.detach()[:0] if self.parameter.dim() else torch.empty(0)
 
@@ -161,8 +173,12 @@ class ManagedTensor(StatefulTensor):
     @property
     def home_clock(self) -> int:
         """Moves whenever home is written, through the parameter or through its ``.data``."""
-        aliases = sum(alias._version for alias in (self._alias, self._source) if alias is not None)
-        return self.home._version + self._unseen_writes + aliases
+        clock = self.home._version + self._unseen_writes
+        if self._alias is not None:
+            clock += self._alias._version
+        if self._source is not None:
+            clock += self._source._version
+        return clock
 
     @property
     def version(self) -> int:

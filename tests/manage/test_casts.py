@@ -1,0 +1,108 @@
+"""Autocast keeps one cast of a weight for a whole region; so must a managed parameter, without keeping its bytes."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerators import device
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from twins import assert_twins
+
+import hetero
+from hetero.stm import casts
+
+WIDTH = 64
+
+
+class Shared(nn.Module):
+    """The same layers three times over, as ALBERT's are; ``kind`` is how the weight is used."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind = kind
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(WIDTH, WIDTH) / 8) for _ in range(4)])
+        self.bias = nn.Parameter(torch.randn(WIDTH))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x):
+        for _ in range(3):
+            for weight in self.weights:
+                x = self.use(x, weight)
+            x = self.norm(x)
+        return x
+
+    def use(self, x, weight):
+        match self.kind:
+            case "linear":
+                return torch.tanh(F.linear(x, weight, self.bias))
+            case "matmul":
+                return torch.tanh(x @ weight)
+            case "view":
+                return torch.tanh(F.linear(x, weight) + x @ weight.t())
+            case "conv":
+                y = F.conv1d(x[:, :, None], weight[:, :, None], self.bias)
+                return torch.tanh(y + F.conv1d(y, weight.view(WIDTH, WIDTH, 1)))[:, :, 0]
+            case "checkpoint":
+                return checkpoint(lambda y: torch.tanh(F.linear(y, weight)), x, use_reentrant=False)
+        raise AssertionError(self.kind)
+
+
+def steps(model, optimizer, target, forwards=1):
+    seen = []
+    for _ in range(4):
+        with torch.autocast(target.type, dtype=torch.bfloat16):
+            losses = [
+                model(torch.randn(8, WIDTH).to(target)).float().square().mean() for _ in range(forwards)
+            ]
+        sum(losses).backward()
+        seen.append([*losses, *[p.grad for p in model.parameters()]])
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+@pytest.mark.parametrize("kind", ["linear", "matmul", "view", "conv", "checkpoint"])
+def test_a_weight_used_several_times_in_a_region(kind):
+    assert_twins(lambda: Shared(kind), steps, share=0.8)
+
+
+def test_two_forwards_in_one_region():
+    build = lambda: nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(6)])  # noqa: E731
+    assert_twins(build, lambda m, o, t: steps(m, o, t, forwards=2), share=0.8)
+
+
+def test_a_region_within_a_region_and_a_cleared_cache():
+    class Nested(Shared):
+        def forward(self, x):
+            x = super().forward(x)
+            with torch.autocast(x.device.type, enabled=False):
+                x = F.linear(x.float(), self.weights[0])
+            with torch.autocast(x.device.type, dtype=torch.bfloat16):
+                x = F.linear(x, self.weights[0])
+            torch.clear_autocast_cache()
+            with torch.no_grad():
+                y = F.linear(x, self.weights[1])
+            return F.linear(x, self.weights[0]) + y
+
+    assert_twins(lambda: Nested("linear"), steps, share=0.8)
+
+
+def test_without_kept_casts_the_gradients_differ(monkeypatch):
+    # So that the tests above cannot pass by chance.
+    monkeypatch.setattr(casts, "_LOW_PRECISION", frozenset())
+    with pytest.raises(AssertionError, match="apart"):
+        assert_twins(lambda: Shared("linear"), steps, share=0.8)
+
+
+def test_casts_take_no_memory_between_operators():
+    target = device()
+    model = nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(16)])
+    casts = 16 * 128 * 128 * 2
+    budget = torch.accelerator.memory_allocated() + casts * 3 // 4
+    with hetero.manage(model, device=target, device_budget=budget):
+        torch.accelerator.reset_peak_memory_stats()
+        for _ in range(3):
+            with torch.autocast(target.type, dtype=torch.bfloat16):
+                for _ in range(2):
+                    model(torch.randn(4, 128, device=target)).float().square().mean().backward()
+        assert torch.accelerator.max_memory_allocated() <= budget
