@@ -3,12 +3,14 @@
 Owns `planned`, the `Arena` and its statistics: iterations are recorded until two in a row allocate alike,
 planned, and replayed by allocation index. Invariant: bytes of the arena belong to at most one living storage;
 whatever cannot be placed, for whatever reason, stays where the ordinary allocator put it. It runs operators
-and plans nothing itself. The one module of the pool that knows torch.
+and plans nothing itself. With `hetero.pool.placing` and `hetero.pool.slots`, what of the pool knows torch.
 
 [Note: placing] An operator runs as ever, below autograd; then the storage it has made is copied to its slot,
 byte for byte, and its tensors are set upon the slot's storage. That is right for every operator, strides and
-all, and costs a copy and, for a moment, the memory twice. Operators in `_INTO_OUT` run the same kernel with
-``out=`` a tensor of the recorded strides, if their arguments look exactly as they did when recorded: no copy.
+all, and costs a copy and, for a moment, the memory twice. Operators in `INTO_OUT` (`hetero.pool.placing`) run
+the same kernel with ``out=`` a tensor of the recorded strides, if their arguments look exactly as they did when
+recorded: no copy. On the virtual accelerator no operator needs one: its allocator is offered the slots that the
+operator is expected to fill, and hands them out as if they were new.
 
 [Note: whose storage] A storage is the operator's own if nobody but the tensors returned holds it, by
 reference count. So views that a schema does not admit, cached results and the like are left alone.
@@ -20,44 +22,30 @@ arena's memory, so that no tensor outlives its bytes. Finalizers run at any time
 
 import threading
 import weakref
-from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
+from hetero.devices import virtual
 from hetero.errors import ConfigError
 from hetero.pool.cycle import CyclePlan, CyclicLife, plan_cycle
+from hetero.pool.placing import IntoOut, Placing, look_of, only_plain, tensors_of
 from hetero.pool.planner import Planner
 from hetero.pool.portfolio import portfolio
+from hetero.pool.slots import Birth, Call, Memory, Offer
 
 __all__ = ["Arena", "ArenaStats", "planned"]
 
-# Structured operators: torch generates both variants around one kernel, which the functional one gives an
-# output of the strides it wants. Operator and overload: the overload that writes into its argument.
-_INTO_OUT = {
-    **{f"{name}.Tensor": "out" for name in ("add", "sub", "mul", "div")},
-    **{f"{name}.default": "out" for name in ("mm", "bmm", "addmm", "baddbmm")},
-    **{f"{name}.default": "out" for name in ("exp", "log", "tanh", "sigmoid", "silu", "gelu", "sqrt")},
-    **{f"{name}.default": "out" for name in ("rsqrt", "neg", "sin", "cos", "reciprocal")},
-    **{f"{name}.default": "out" for name in ("_softmax", "_log_softmax")},
-    **{f"{name}_backward.default": "grad_input" for name in ("gelu", "silu", "tanh", "sigmoid", "threshold")},
-    **{f"{name}_backward_data.default": "out" for name in ("_softmax", "_log_softmax")},
-    "maximum.default": "out",
-    "minimum.default": "out",
-    "pow.Tensor_Scalar": "Tensor_Scalar_out",
-    "cat.default": "out",
-    "sum.dim_IntList": "IntList_out",
-    "mean.dim": "out",
-}
-_NO_KERNEL = frozenset({"prim", "profiler", "inductor"})
-_ALLOCATE_ONLY = ("empty", "new_empty")
+_COUNTS = ("placed", "into_out", "in_slot", "copied", "unplanned", "unexpected", "busy")
+# Kernels may allocate temporaries of the size of their result before the result; more is not looked for.
+_MOST_PASSED_OVER = 4
 # How far to look for an allocation among the expected ones, when some did not happen this time.
 _LOOK_AHEAD = 8
 
@@ -81,6 +69,7 @@ class ArenaStats:
     load_nbytes: int
     placed: int
     into_out: int
+    in_slot: int
     copied_nbytes: int
     unplanned: int
     unexpected: int
@@ -124,67 +113,8 @@ def planned(
             hook = optimizer.register_step_post_hook(lambda *_: arena.step())
             stack.callback(hook.remove)
         stack.callback(arena.close)
-        stack.enter_context(_Placing(arena))
+        stack.enter_context(Placing(arena))
         yield arena
-
-
-@dataclass(slots=True, eq=False)
-class _Birth:
-    """An allocation as it happened; ``died`` and ``born`` are numbers of allocations made before."""
-
-    func: OpOverload
-    nbytes: int
-    born: int
-    call: "_Call | None"
-    memory: "_Memory | None" = None
-    offset: int = 0
-    index: int | None = None  # of the allocation in the plan that this one was taken for
-    counted: bool = False
-    died: int | None = None
-    left_alone: bool = False
-    on_other_stream: bool = False
-
-    def same_as(self, other: "_Birth") -> bool:
-        return self.func is other.func and self.nbytes == other.nbytes
-
-
-@dataclass(slots=True)
-class _Call:
-    """The arguments of a call that could write into its slot, and what it made of them."""
-
-    arguments: tuple[Any, ...]
-    size: torch.Size | None = None
-    stride: tuple[int, ...] = ()
-    dtype: torch.dtype = torch.float32
-
-
-@dataclass(slots=True)
-class _Memory:
-    """The bytes of one plan, and which ranges of them are in use: sorted begins, and their ends."""
-
-    base: torch.Tensor
-    begins: list[int] = field(default_factory=list)
-    ends: dict[int, int] = field(default_factory=dict)
-
-    def reserve(self, begin: int, nbytes: int) -> bool:
-        """Mark ``[begin, begin + nbytes)`` as used; False if part of it is."""
-        position = bisect_left(self.begins, begin)
-        if position < len(self.begins) and self.begins[position] < begin + nbytes:
-            return False
-        if position and self.ends[self.begins[position - 1]] > begin:
-            return False
-        insort(self.begins, begin)
-        self.ends[begin] = begin + nbytes
-        return True
-
-    def release(self, begin: int) -> None:
-        del self.begins[bisect_left(self.begins, begin)]
-        del self.ends[begin]
-
-    def storage(self, offset: int, nbytes: int) -> torch.UntypedStorage:
-        pointer = self.base.data_ptr() + offset
-        made: Any = torch._C._construct_storage_from_data_pointer(pointer, self.base.device, nbytes)
-        return cast(torch.UntypedStorage, made)
 
 
 class Arena:
@@ -197,17 +127,18 @@ class Arena:
         self._planner = planner
         self._granularity = 64 if self.device.type == "cpu" else 512  # as torch's own allocators align
         self._stream = self._current_stream()
+        self._takes_offers = self.device.type == "virtual"
         self._lock = threading.RLock()
-        self._dead: deque[_Birth] = deque()
+        self._dead: deque[Birth] = deque()
         self._clock = 0
-        self._current: list[_Birth] = []
-        self._previous: list[_Birth] = []
-        self._expected: list[_Birth] = []
+        self._current: list[Birth] = []
+        self._previous: list[Birth] = []
+        self._expected: list[Birth] = []
         self._plan: CyclePlan | None = None
-        self._memory: _Memory | None = None
+        self._memory: Memory | None = None
         self._position = 0
-        self._placed_at: dict[int, _Birth] = {}
-        self._counts = dict.fromkeys(("placed", "into_out", "copied", "unplanned", "unexpected", "busy"), 0)
+        self._placed_at: dict[int, Birth] = {}
+        self._counts = dict.fromkeys(_COUNTS, 0)
         self._iterations = self._plans = 0
         self._outside = self._outside_peak = self._footprint = 0
 
@@ -222,6 +153,7 @@ class Arena:
             load_nbytes=plan.load_nbytes if plan else 0,
             placed=counts["placed"],
             into_out=counts["into_out"],
+            in_slot=counts["in_slot"],
             copied_nbytes=counts["copied"],
             unplanned=counts["unplanned"],
             unexpected=counts["unexpected"],
@@ -249,12 +181,12 @@ class Arena:
             self._current, self._previous, self._expected = [], [], []
 
     def run_into_slot(
-        self, func: OpOverload, into: "_IntoOut", args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[torch.Tensor | None, _Call | None]:
+        self, func: OpOverload, into: IntoOut, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[torch.Tensor | None, Call | None]:
         """Run ``func`` with ``out=`` its slot: the result, or None and the call to be remembered."""
-        if not _only_plain(args, kwargs):
+        if not only_plain(args, kwargs):
             return None, None
-        call = _Call(_look_of((args, kwargs)))
+        call = Call(look_of((args, kwargs)))
         with self._lock:
             expected = self._peek(func)
             if expected is None or expected.call is None or expected.call.arguments != call.arguments:
@@ -271,28 +203,69 @@ class Arena:
         self._counts["into_out"] += birth.memory is not None
         return out, None
 
+    def offer(self, func: OpOverload) -> Offer | None:
+        """Reserve the slots that a call of ``func`` is expected to fill, and offer them to the allocator."""
+        if self._plan is None or self._memory is None or not self._takes_offers:
+            return None
+        with self._lock:
+            self._bury()
+            first = self._peek(func)
+            if first is None or self._stream != self._current_stream():
+                return None
+            memory = self._memory
+            base, owner = memory.base.data_ptr(), memory.base.untyped_storage().data_ptr()
+            offer, slots = Offer(memory=memory, offsets={}, indices={}), []
+            for index in range(self._position, min(self._position + first.batch, len(self._expected))):
+                expected, offset = self._expected[index], self._plan.offsets[index]
+                if offset is None or expected.left_alone or expected.passed_over > _MOST_PASSED_OVER:
+                    continue
+                if memory.reserve(offset, expected.nbytes):
+                    slots.append((base - owner + offset, expected.nbytes, expected.passed_over))
+                    offer.offsets[base + offset], offer.indices[base + offset] = offset, index
+        if not slots:
+            return None
+        virtual.offer_slots(owner, slots)
+        return offer
+
+    def withdraw(self, offer: Offer) -> None:
+        """The operator is done: what it has not taken, or has given back, is free again."""
+        taken = virtual.withdraw_slots()
+        with self._lock:
+            for address in set(offer.offsets) - taken:
+                offer.memory.release(offer.offsets.pop(address))
+                offer.missed.add(offer.indices[address])
+
     def settle(
-        self, func: OpOverload, out: Any, args: tuple[Any, ...], call: _Call | None, *, bare: bool
+        self,
+        func: OpOverload,
+        out: Any,
+        args: tuple[Any, ...],
+        call: Call | None,
+        *,
+        bare: bool,
+        offer: Offer | None,
     ) -> None:
         """Move the storages that ``func`` has made for ``out`` to their slots; ``bare``: nothing in them."""
-        made: dict[int, list[torch.Tensor]] = {}
-        given = {id(tensor) for tensor in _tensors(args)}
-        for tensor in _tensors(out):
-            plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
-            if plain and tensor.device == self.device and id(tensor) not in given:
-                made.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
         transient = 0
-        for cdata, tensors in made.items():
-            storage = tensors[0].untyped_storage()
+        births: list[Birth] = []
+        for storage, tensors in self._made_by(out, args):
             nbytes = storage.nbytes()
+            taken = None if offer is None else offer.offsets.pop(storage.data_ptr(), None)
             # See [Note: whose storage]: the tensors and the Python object hold it, nobody else.
-            if not nbytes or torch._C._storage_Use_Count(cdata) != len(tensors) + 1:
+            alone = torch._C._storage_Use_Count(storage._cdata) == len(tensors) + 1
+            if not nbytes or (not alone and taken is None):
                 continue
-            if call is not None:
+            if call is not None and alone:
                 call.size, call.stride, call.dtype = tensors[0].size(), tensors[0].stride(), tensors[0].dtype
+            if offer is not None and taken is not None:
+                births += self._settle_taken(storage, func, call, offer.memory, taken, alone=alone)
+                continue
             with self._lock:
                 birth = self._enter(func, nbytes, call)
                 slot = self._slot(birth)
+                if offer is not None and birth.index in offer.missed:
+                    self._expected[birth.index].passed_over += 1  # a temporary came first
+            births.append(birth)
             if slot is None:
                 self._watch(storage, birth)
                 continue
@@ -302,11 +275,49 @@ class Arena:
                 self._counts["copied"] += nbytes
             for tensor in tensors:
                 tensor.set_(slot, tensor.storage_offset(), tensor.size(), tensor.stride())
+        if births:
+            births[0].batch = len(births)
         self._measure(transient)
+
+    def _settle_taken(
+        self,
+        storage: torch.UntypedStorage,
+        func: OpOverload,
+        call: Call | None,
+        memory: Memory,
+        offset: int,
+        *,
+        alone: bool,
+    ) -> list[Birth]:
+        """The allocator has put ``storage`` into a slot; not ``alone``: the recorded iteration left it alone."""
+        with self._lock:
+            if alone:
+                birth = self._enter(func, storage.nbytes(), call)
+                birth.index = self._match(birth)
+                self._counts["placed"] += 1
+                self._counts["in_slot"] += 1
+            else:
+                birth = Birth(func, storage.nbytes(), self._clock, None)
+            birth.memory, birth.offset = memory, offset
+        self._watch(storage, birth)
+        return [birth] if alone else []
+
+    def _made_by(
+        self, out: Any, args: tuple[Any, ...]
+    ) -> Iterator[tuple[torch.UntypedStorage, list[torch.Tensor]]]:
+        """The storages on the device that are in ``out`` and not among ``args``, each with its tensors."""
+        made: dict[int, list[torch.Tensor]] = {}
+        given = {id(tensor) for tensor in tensors_of(args)}
+        for tensor in tensors_of(out):
+            plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+            if plain and tensor.device == self.device and id(tensor) not in given:
+                made.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+        for tensors in made.values():
+            yield tensors[0].untyped_storage(), tensors
 
     def leave_alone(self, args: Any, *, resized: bool) -> None:
         """Never place again what is in ``args``: it is being resized, or used on another stream."""
-        for tensor in _tensors(args):
+        for tensor in tensors_of(args):
             if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
                 continue
             storage = tensor.untyped_storage()
@@ -322,14 +333,14 @@ class Arena:
                 own.copy_(storage)
                 tensor.set_(own, tensor.storage_offset(), tensor.size(), tensor.stride())
 
-    def _make_plan(self, births: list[_Birth]) -> None:
+    def _make_plan(self, births: list[Birth]) -> None:
         lives = [CyclicLife(nbytes=birth.nbytes, length=_length(birth)) for birth in births]
         self._plan = plan_cycle(lives, self._planner, granularity=self._granularity)
         # Slack, so that the first slot can be aligned wherever the allocator puts the arena.
         size = self._plan.nbytes + self._granularity
         with _disable_current_modes():  # it is no allocation of the loop
             base = torch.empty(size, dtype=torch.uint8, device=self.device)
-            self._memory = _Memory(base[-base.data_ptr() % self._granularity :])
+            self._memory = Memory(base[-base.data_ptr() % self._granularity :])
         self._expected = births
         self._plans += 1
         for birth in self._placed_at.values():
@@ -337,21 +348,21 @@ class Arena:
         self._outside = self._outside_peak = 0
         self._footprint = self._plan.nbytes
 
-    def _peek(self, func: OpOverload) -> _Birth | None:
+    def _peek(self, func: OpOverload) -> Birth | None:
         """The expected allocation that a call of ``func`` is about to make, if that is the very next."""
         if self._plan is None or self._position >= len(self._expected):
             return None
         expected = self._expected[self._position]
         return expected if expected.func is func else None
 
-    def _enter(self, func: OpOverload, nbytes: int, call: _Call | None) -> _Birth:
+    def _enter(self, func: OpOverload, nbytes: int, call: Call | None) -> Birth:
         self._bury()
-        birth = _Birth(func, nbytes, self._clock, call)
+        birth = Birth(func, nbytes, self._clock, call)
         self._clock += 1
         self._current.append(birth)
         return birth
 
-    def _slot(self, birth: _Birth) -> torch.UntypedStorage | None:
+    def _slot(self, birth: Birth) -> torch.UntypedStorage | None:
         """The planned storage for ``birth``, reserved and watched; None if it has to stay outside."""
         if self._plan is None or self._memory is None:
             return None  # nothing is planned yet: no fallback
@@ -369,7 +380,7 @@ class Arena:
         self._counts["placed"] += 1
         return storage
 
-    def _match(self, birth: _Birth) -> int | None:
+    def _match(self, birth: Birth) -> int | None:
         """The index in the plan of the next allocation like ``birth``; some may not happen this time."""
         stop = min(self._position + _LOOK_AHEAD, len(self._expected))
         for index in range(self._position, stop):
@@ -378,7 +389,7 @@ class Arena:
                 return index
         return None
 
-    def _watch(self, storage: torch.UntypedStorage, birth: _Birth) -> None:
+    def _watch(self, storage: torch.UntypedStorage, birth: Birth) -> None:
         self._placed_at[storage._cdata] = birth
         if birth.memory is None and self._plan is not None:
             birth.counted = True
@@ -386,7 +397,7 @@ class Arena:
             self._measure(0)
         weakref.finalize(storage, self._died, storage._cdata, birth).atexit = False
 
-    def _died(self, cdata: int, birth: _Birth) -> None:
+    def _died(self, cdata: int, birth: Birth) -> None:
         birth.died = self._clock
         if self._placed_at.get(cdata) is birth:
             del self._placed_at[cdata]
@@ -412,108 +423,13 @@ class Arena:
         return None if self.device.type == "cpu" else torch.accelerator.current_stream(self.device)
 
 
-@dataclass(frozen=True, slots=True)
-class _IntoOut:
-    """The variant of an operator that writes into its argument of this name."""
-
-    func: OpOverload
-    argument: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Rule:
-    """How calls of an operator are treated; worked out once an operator."""
-
-    passes: bool  # makes views only, or nothing, or writes in place
-    resizes: bool = False
-    other_stream: bool = False
-    bare: bool = False
-    into: _IntoOut | None = None
-
-
-class _Placing(TorchDispatchMode):
-    """Runs every operator, and lets the arena place what it makes."""
-
-    def __init__(self, arena: Arena) -> None:
-        super().__init__()
-        self._arena = arena
-        self._rules: dict[OpOverload, _Rule] = {}
-
-    def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        rule = self._rules.get(func)
-        if rule is None:
-            rule = self._rules[func] = _rule_of(func)
-        if rule.resizes or rule.other_stream:
-            self._arena.leave_alone((*args, *kwargs.values()), resized=rule.resizes)
-        if rule.passes or kwargs.get("pin_memory"):
-            return func(*args, **kwargs)
-        call = None
-        if rule.into is not None:
-            out, call = self._arena.run_into_slot(func, rule.into, args, kwargs)
-            if out is not None:
-                return out
-        out = func(*args, **kwargs)
-        self._arena.settle(func, out, (*args, *kwargs.values()), call, bare=rule.bare)
-        return out
-
-
-def _rule_of(func: OpOverload) -> _Rule:
-    schema = func._schema
-    name = schema.name.split("::")[-1]
-    writes_out = any(argument.is_out for argument in schema.arguments)
-    in_place = all(returned.alias_info is not None for returned in schema.returns)
-    into = _INTO_OUT.get(f"{name}.{schema.overload_name or 'default'}") if func.namespace == "aten" else None
-    if into is not None:
-        variant = getattr(func.overloadpacket, into)
-        argument = next(argument.name for argument in variant._schema.arguments if argument.is_out)
-    return _Rule(
-        passes=func.is_view or func.namespace in _NO_KERNEL or in_place or name == "_pin_memory",
-        resizes=writes_out or name in ("resize_", "resize_as_", "set_"),
-        other_stream=name == "record_stream",
-        bare=name.startswith(_ALLOCATE_ONLY),
-        into=None if into is None else _IntoOut(variant, argument),
-    )
-
-
-def _alike(births: list[_Birth], others: list[_Birth]) -> bool:
+def _alike(births: list[Birth], others: list[Birth]) -> bool:
     return len(births) == len(others) and all(
         one.same_as(other) for one, other in zip(births, others, strict=True)
     )
 
 
-def _length(birth: _Birth) -> int | None:
+def _length(birth: Birth) -> int | None:
     if birth.died is None or birth.left_alone:
         return None
     return max(1, birth.died - birth.born)
-
-
-def _only_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return all(
-        type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in _tensors((args, *kwargs.values()))
-    )
-
-
-def _look_of(value: Any) -> Any:
-    """What decides the strides and type of an operator's result, comparable with ``==``."""
-    if isinstance(value, torch.Tensor):
-        return (value.shape, value.stride(), value.dtype, value.device, value.is_conj(), value.is_neg())
-    if isinstance(value, list | tuple):
-        return tuple(_look_of(item) for item in value)
-    if isinstance(value, dict):
-        return tuple((key, _look_of(item)) for key, item in value.items())
-    return (type(value), value)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)

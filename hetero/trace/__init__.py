@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from hetero.trace.formats import from_json, read_csv, read_json, read_trace, to_json, write_csv, write_json
 from hetero.trace.html import to_html, write_html
 from hetero.trace.record import trace_loop, trace_recipe, trace_step
+from hetero.trace.replay import allocation_events
 from hetero.trace.snapshot import from_snapshot, read_snapshot
 from hetero.trace.steptrace import KINDS, PHASES, Kind, Operator, Phase, StepTrace, Storage
 
@@ -23,6 +24,7 @@ __all__ = [
     "Phase",
     "StepTrace",
     "Storage",
+    "allocation_events",
     "from_json",
     "from_snapshot",
     "read_csv",

@@ -26,7 +26,9 @@ def device() -> torch.device:
     return virtual_device("512MiB")
 
 
-def llama(device: torch.device, optimizer: str, batch: int) -> tuple[Any, ...]:
+def llama(
+    device: torch.device, optimizer: str, batch: int, dtype: torch.dtype = torch.float32
+) -> tuple[Any, ...]:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         hidden_size=128,
@@ -37,7 +39,7 @@ def llama(device: torch.device, optimizer: str, batch: int) -> tuple[Any, ...]:
         vocab_size=1000,
     )
     with device:
-        model = transformers.LlamaForCausalLM(config)
+        model = transformers.LlamaForCausalLM(config).to(dtype)
         ids = torch.zeros(batch, 64, dtype=torch.long)
     return model, getattr(torch.optim, optimizer)(model.parameters(), lr=1e-3), ids
 
@@ -49,18 +51,19 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor) 
 
 
 # AdamW peaks in the step, in foreach's temporaries; SGD on a large batch in backward, among the activations.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("optimizer", "batch", "phase"), [("AdamW", 1, "step"), ("SGD", 16, "backward")])
 def test_the_predicted_peak_is_the_allocators(
-    device: torch.device, optimizer: str, batch: int, phase: str
+    device: torch.device, optimizer: str, batch: int, phase: str, dtype: torch.dtype
 ) -> None:
-    real = trace_step(step, *llama(device, optimizer, batch))
+    real = trace_step(step, *llama(device, optimizer, batch, dtype))
     assert real.device == "virtual:0"
     assert real.operators[real.peak_at()].phase == phase
     difference = real.peak_difference()
     assert difference is not None
     # The allocator rounds blocks up, and operators have temporaries of their own: 1 % is what was promised.
     assert abs(difference) <= 0.01
-    fake = trace_step(step, *llama(torch.device("meta"), optimizer, batch), fake=True, device="cuda")
+    fake = trace_step(step, *llama(torch.device("meta"), optimizer, batch, dtype), fake=True, device="cuda")
     assert fake.device == "cuda:0"
     measured = real.measured_peak_nbytes
     assert measured is not None

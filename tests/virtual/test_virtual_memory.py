@@ -9,9 +9,11 @@ from hetero.devices.virtual import (
     host_register,
     host_unregister,
     memory_limit,
+    offer_slots,
     set_link,
     set_memory_limit,
     virtual_device,
+    withdraw_slots,
 )
 from hetero.errors import ConfigError
 
@@ -180,3 +182,46 @@ def test_a_recorded_stream_keeps_the_memory_until_it_has_passed(slow_device: tor
     assert allocated() == before
     down.synchronize()
     assert allocated() == before - 4 * MiB
+
+
+def test_an_offered_slot_is_handed_out_once_and_costs_no_memory(device: torch.device) -> None:
+    base = torch.empty(MiB, dtype=torch.uint8, device=device)
+    first, before = base.data_ptr(), allocated()
+    offer_slots(first, [(512, 4000, 0), (8192, 4000, 0)])
+    x = torch.full((1000,), 3.0, device=device)
+    y = x + 1
+    z = y * 2  # no slot is left
+    assert (x.data_ptr() - first, y.data_ptr() - first) == (512, 8192)
+    assert allocated() - before == 4096
+    assert withdraw_slots() == {x.data_ptr(), y.data_ptr()}
+    assert torch.equal(z.cpu(), torch.full((1000,), 8.0))
+    del base, y  # a slot in use keeps the memory that it lies in
+    assert torch.equal(x.cpu(), torch.full((1000,), 3.0))
+    assert withdraw_slots() == set()
+
+
+def test_an_offer_passes_over_earlier_allocations_and_other_sizes(device: torch.device) -> None:
+    base = torch.empty(MiB, dtype=torch.uint8, device=device)
+    offer_slots(base.data_ptr(), [(0, 4000, 1)])
+    made = [torch.empty(count, device=device) for count in (1000, 999, 1000, 1000)]
+    inside = [base.data_ptr() <= t.data_ptr() < base.data_ptr() + MiB for t in made]
+    assert inside == [False, False, True, False]
+    address = made[2].data_ptr()
+    del made
+    assert address not in withdraw_slots()
+
+
+def test_what_is_withdrawn_is_not_taken(device: torch.device) -> None:
+    base = torch.empty(MiB, dtype=torch.uint8, device=device)
+    offer_slots(base.data_ptr(), [(0, 4000, 0)])
+    assert withdraw_slots() == set()
+    assert torch.empty(1000, device=device).data_ptr() != base.data_ptr()
+
+
+def test_slots_outside_a_block_are_refused(device: torch.device) -> None:
+    base = torch.empty(MiB, dtype=torch.uint8, device=device)
+    with pytest.raises(ConfigError, match="not within the block"):
+        offer_slots(base.data_ptr(), [(MiB - 512, 1024, 0)])
+    with pytest.raises(ConfigError, match="no device block begins"):
+        offer_slots(base.data_ptr() + 512, [(0, 512, 0)])
+    withdraw_slots()

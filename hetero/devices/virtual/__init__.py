@@ -18,6 +18,7 @@ recurrent layers have no double backward (as with cuDNN), and save their inputs 
 import atexit
 import threading
 import time
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
@@ -33,10 +34,12 @@ __all__ = [
     "host_unregister",
     "is_built",
     "memory_limit",
+    "offer_slots",
     "races",
     "set_link",
     "set_memory_limit",
     "virtual_device",
+    "withdraw_slots",
 ]
 
 _extension: ModuleType | None = None
@@ -95,6 +98,24 @@ def set_link(*, bandwidth: float | str | None = None, latency: float | str | Non
     if latency is not None:
         seconds = parse_seconds(latency)
     _loaded().set_link(rate, seconds)
+
+
+def offer_slots(owner: int, slots: Sequence[tuple[int, int, int]]) -> None:
+    """Let this thread's next allocations of these sizes lie in a block that exists, instead of in new memory.
+
+    ``owner`` is the address at which a device storage begins, ``slots`` are ``(begin, nbytes, passed_over)`` within
+    it: after so many allocations of ``nbytes`` the next is put there, at most one, and not counted as memory. Until
+    `withdraw_slots`. Raises `ConfigError` for a range that is not inside such a storage.
+    """
+    try:
+        _loaded().offer_slots(owner, slots)
+    except ValueError as error:
+        raise ConfigError(_first_line(error)) from error
+
+
+def withdraw_slots() -> set[int]:
+    """End the offer; the addresses of those slots that were taken and are still in use."""
+    return set(_loaded().withdraw_slots())
 
 
 def races() -> list[str]:

@@ -32,7 +32,13 @@ struct Pool {
   std::vector<std::pair<Block*, std::shared_ptr<Ticket>>> leaving;
   std::map<const char*, Block*> host_blocks;
   ska::flat_hash_set<void*> live;  // the data of every device block that has not been freed
+  // Slots that an allocation has taken: the bytes of a block that somebody else owns, and which is held meanwhile.
+  std::unordered_map<void*, Block*> slots;
 };
+
+// Places, within blocks of their owner, for the next allocations of this thread; those that were taken.
+thread_local std::vector<Slot> tls_offered;
+thread_local std::vector<void*> tls_taken;
 
 Pool& pool() {
   static Pool* p = new Pool;
@@ -144,9 +150,41 @@ void free_device(void* data) {
   release(b);
 }
 
+void free_slot(void* data) {
+  Block* b;
+  {
+    std::lock_guard<std::mutex> lock(state_mutex());
+    auto it = pool().slots.find(data);
+    b = it->second;
+    pool().slots.erase(it);
+  }
+  release(b);
+}
+
+// The offered slot of this very size, poisoned; null if there is none.
+void* take_slot(size_t nbytes) {
+  for (auto it = tls_offered.begin(); it != tls_offered.end(); ++it) {
+    if (it->nbytes != nbytes || it->passed_over-- > 0) continue;
+    void* data = it->data;
+    std::memset(data, kPoison, nbytes);
+    hold(it->block);
+    {
+      std::lock_guard<std::mutex> lock(state_mutex());
+      pool().slots[data] = it->block;
+    }
+    tls_offered.erase(it);
+    tls_taken.push_back(data);
+    return data;
+  }
+  return nullptr;
+}
+
 struct DeviceAllocatorImpl final : c10::DeviceAllocator {
   at::DataPtr allocate(size_t nbytes) override {
     if (nbytes == 0) return {nullptr, nullptr, &free_device, kDevice};
+    if (!tls_offered.empty()) {
+      if (void* data = take_slot(nbytes)) return {data, data, &free_slot, kDevice};
+    }
     const size_t size = rounded(nbytes);
     Stream& owner = stream(hetero::current_stream());
     collect_leaving();
@@ -278,12 +316,14 @@ c10::Allocator* plain_cpu_allocator = nullptr;
 
 // What libraries free by bare address may have been allocated in either state.
 void free_raw(void* data) {
-  bool ours;
+  bool ours, slot;
   {
     std::lock_guard<std::mutex> lock(state_mutex());
     ours = pool().live.count(data) > 0;
+    slot = pool().slots.count(data) > 0;
   }
-  ours ? free_device(data) : plain_cpu_allocator->raw_deleter()(data);
+  if (slot) free_slot(data);
+  else ours ? free_device(data) : plain_cpu_allocator->raw_deleter()(data);
 }
 
 struct SteeredCpuAllocator final : c10::Allocator {
@@ -315,8 +355,40 @@ c10::Allocator& pinned_allocator() {
 
 Block* block_of(const c10::DataPtr& p) {
   auto deleter = p.get_deleter();
+  if (p.get_context() && deleter == &free_slot) {
+    std::lock_guard<std::mutex> lock(state_mutex());
+    auto it = pool().slots.find(p.get_context());
+    return it == pool().slots.end() ? nullptr : it->second;
+  }
   const bool ours = p.get_context() && (deleter == &free_device || deleter == &free_pinned);
   return ours ? header_of(p.get_context()) : nullptr;
+}
+
+void offer_slots(void* owner, const std::vector<std::array<size_t, 3>>& slots) {
+  tls_offered.clear();
+  tls_taken.clear();
+  {
+    std::lock_guard<std::mutex> lock(state_mutex());
+    TORCH_CHECK_VALUE(pool().live.count(owner), "offer_slots: no device block begins at ", owner);
+  }
+  Block* b = header_of(owner);
+  for (auto [begin, nbytes, passed_over] : slots) {
+    TORCH_CHECK_VALUE(nbytes > 0 && begin + nbytes <= b->nbytes, "offer_slots: bytes [", begin, ", ", begin + nbytes,
+                      ") are not within the block of ", b->nbytes);
+    tls_offered.push_back({b->data + begin, nbytes, b, static_cast<int>(passed_over)});
+  }
+}
+
+std::vector<size_t> withdraw_slots() {
+  std::vector<size_t> taken;
+  {
+    std::lock_guard<std::mutex> lock(state_mutex());
+    for (void* data : tls_taken)
+      if (pool().slots.count(data)) taken.push_back(reinterpret_cast<size_t>(data));
+  }
+  tls_offered.clear();
+  tls_taken.clear();
+  return taken;
 }
 
 Block* host_block_at(const void* address) {

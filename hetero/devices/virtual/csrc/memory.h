@@ -8,8 +8,10 @@
 #include <c10/core/StorageImpl.h>
 #include <c10/core/TensorImpl.h>
 
+#include <array>
 #include <atomic>
 #include <utility>
+#include <vector>
 
 #include "races.h"
 
@@ -47,6 +49,19 @@ void host_unregister(void* address);
 size_t memory_limit();
 void set_memory_limit(size_t nbytes);
 std::pair<size_t, size_t> allocated_and_peak();
+
+// Bytes of somebody's block where an allocation of this very size may go instead.
+struct Slot {
+  char* data;
+  size_t nbytes;
+  Block* block;
+  int passed_over;  // allocations of this size that are not meant, before the one that is
+};
+// Offer ranges (begin, bytes, passed over) of the block that begins at `owner` to this thread's next allocations of
+// these sizes, each once, until withdraw_slots(), which tells the addresses of those that are taken and not given
+// back yet.
+void offer_slots(void* owner, const std::vector<std::array<size_t, 3>>& slots);
+std::vector<size_t> withdraw_slots();
 
 // While one of these lives, CPU tensors made by this thread lie in device memory and count there.
 struct AllocateOnDevice {

@@ -1,5 +1,6 @@
 // The Python face of the device: what torch's own API does not cover.
 #include <torch/csrc/Exceptions.h>
+#include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "tensors.h"
@@ -56,6 +57,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("link", &link, Released());
   m.def("host_register", [](uintptr_t p, size_t n) { host_register(reinterpret_cast<void*>(p), n); }, Released());
   m.def("host_unregister", [](uintptr_t p) { host_unregister(reinterpret_cast<void*>(p)); }, Released());
+  m.def("offer_slots", [](uintptr_t owner, const std::vector<std::array<size_t, 3>>& slots) {
+    offer_slots(reinterpret_cast<void*>(owner), slots);
+  });
+  m.def("withdraw_slots", &withdraw_slots);
   m.def("check_host_access", &check_host_access, Released());
 }
 
