@@ -1,9 +1,10 @@
 """How low a limit can be at which swapping costs no time: a bound that holds for every planner.
 
-Owns the argument. If no operator is late, operator t runs when it does without swaps. What is away then had to leave
-before: of the gaps that cover t, those whose use ended at u or later went through the link between u and t, one after
-another; and those needed at v or earlier come back between the end of t and v. So much may be away at t, as a
-fractional linear program for each t by itself; a whole plan can only do worse.
+Owns the argument. If no operator is late, all of them run when they do without swaps. What is away at an instant had to
+leave before: of the gaps around it, those whose use ended at u or later went through the link between u and the instant,
+one after another; and those needed at v or earlier come back between the instant and v. So much may be away then,
+as a fractional linear program for the instant by itself; a whole plan can only do worse. Looked at are the begin and
+the end of each operator: in between, transfers under way change what is away.
 """
 
 import numpy as np
@@ -26,20 +27,21 @@ def lower_bound_limit(step: Step, machine: Machine, *, threshold: int = THRESHOL
             break
         covering = [gap for gap in gaps if gap.covers(t, step.span)]
         # The solver's tolerance is relative 1e-7 of the bytes away; a byte more keeps the bound valid.
-        away = _most_away(step, machine, covering, t)
+        away = min(
+            _most_away(step, machine, covering, t, instant) for instant in (step.begin_of(t), step.end_of(t))
+        )
         bound = max(bound, load - int(away * (1 + 1e-7)) - 1)
     return bound
 
 
-def _most_away(step: Step, machine: Machine, gaps: list[Gap], t: int) -> float:
-    began, ended = step.begin_of(t), step.end_of(t)
-    left: list[float] = []  # seconds from the use's end to t's begin, and from t's end to the next use
+def _most_away(step: Step, machine: Machine, gaps: list[Gap], t: int, instant: float) -> float:
+    left: list[float] = []  # seconds from the use's end to the instant, and from there to the next use
     right: list[float] = []
     fits: list[Gap] = []
     for gap in gaps:
         turn = step.total_seconds if t <= gap.after else 0.0  # t lies in the part behind the iteration's end
-        before = began + turn - step.end_of(gap.after)
-        after = step.begin_of(gap.before) - ended - turn
+        before = instant + turn - step.end_of(gap.after)
+        after = step.begin_of(gap.before) - instant - turn
         if before >= machine.d2h.seconds(gap.nbytes) and after >= machine.h2d.seconds(gap.nbytes):
             fits.append(gap)
             left.append(before)
