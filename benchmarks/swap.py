@@ -91,7 +91,9 @@ def _measure(name: str, trace: StepTrace, machine: Machine, arguments: argparse.
             lowest = min(lowest, zero)
         row["methods"][method] = {
             "zero_overhead_percent_of_peak": zero,
-            "curve": [[share, _overhead(step, machine, method, share, trials.get(method))] for share in CURVE],
+            "curve": [
+                [share, _overhead(step, machine, method, share, trials.get(method))] for share in CURVE
+            ],
             "seconds": time.perf_counter() - began,
         }
     return row
@@ -110,9 +112,7 @@ def _zero(step: Step, machine: Machine, method: Method, trials: int | None, know
     return best
 
 
-def _overhead(
-    step: Step, machine: Machine, method: Method, share: float, trials: int | None
-) -> float | None:
+def _overhead(step: Step, machine: Machine, method: Method, share: float, trials: int | None) -> float | None:
     try:
         plan = plan_swaps(step, int(share * step.peak_bytes), machine, method=method, trials=trials)
     except SwapLimitError:
@@ -150,7 +150,9 @@ def _plot(rows: list[dict[str, Any]], path: Path) -> None:
         for method, result in row["methods"].items():
             points = [(100 * share, 100 * over) for share, over in result["curve"] if over is not None]
             ax.plot(*zip(*points, strict=True), marker=".", label=method) if points else None
-        ax.axvline(100 * row["bound_bytes"] / row["peak_bytes"], color="black", linestyle=":", label="bound at 0 %")
+        ax.axvline(
+            100 * row["bound_bytes"] / row["peak_bytes"], color="black", linestyle=":", label="bound at 0 %"
+        )
         ax.axhline(15, color="grey", linewidth=0.5)
         ax.set_title(f"{row['network']}, {row['machine']}")
         ax.set_xlabel("limit, % of peak load")
