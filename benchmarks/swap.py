@@ -3,8 +3,8 @@
 python -m benchmarks.swap [NETWORK ...]
 
 VGG and ResNet on CIFAR-10 shapes, batch 100, traced on fake tensors; operators' times from the roofline of a GTX
-1080 Ti, transfers from the AutoSwap paper's model. Twice: at the roofline itself, and with operators as much slower as it
-takes for VGG16's load to reach 95 % of its peak after the paper's 24 ms. Writes JSON and a picture.
+1080 Ti, transfers from the AutoSwap paper's model. Twice: at the roofline itself, and with operators as much
+slower as it takes for VGG16's load to reach 95 % of its peak after the paper's 24 ms. Writes JSON and a picture.
 """
 
 import argparse
@@ -128,8 +128,8 @@ def _show(row: dict[str, Any]) -> None:
     at = "/".join(_percent(dict(map(tuple, methods[m]["curve"]))[0.4]) for m in ("bo", "search"))
     bound = 100 * (1 - row["bound_bytes"] / peak)
     print(
-        f"{row['machine']:10} {row['network']:9} {peak / 1e6:6.0f} MB {1e3 * row['step_seconds']:6.1f} ms, free: {zeros}, "
-        f"none above {bound:.1f} %; 60 % less costs {at} (bo/search)",
+        f"{row['machine']:10} {row['network']:9} {peak / 1e6:6.0f} MB {1e3 * row['step_seconds']:6.1f} ms, free: "
+        f"{zeros}, none above {bound:.1f} %; 60 % less costs {at} (bo/search)",
         flush=True,
     )
 

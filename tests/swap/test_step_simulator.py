@@ -87,7 +87,7 @@ def test_tasks_that_wait_for_each_other_are_refused() -> None:
     one = builder.add("compute", 1.0)
     other = builder.add("h2d", 1.0, after=[one])
     builder.wait(one, other)
-    with pytest.raises(PlanError, match="circle.*h2d"):
+    with pytest.raises(PlanError, match=r"circle.*h2d"):
         simulate_program(builder.build())
 
 

@@ -1,5 +1,6 @@
 """Plans of random steps against a naive second-by-second simulator, and against the rules of swapping."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -95,11 +96,11 @@ def test_memory_stays_within_the_limit_and_transfers_keep_their_order(
     assert plan.timeline.over_bytes == 0
     assert plan.timeline.peak_bytes <= limit
     memory = simulate_program(lower(step, plan.swaps, SLOW), limit=limit, memory=True).memory_bytes
-    assert 0 <= memory.min()
+    assert memory.min() >= 0
     assert memory.max() <= limit
     for transfers in (naive.outs, naive.ins):
         times = sorted(transfers.values())
-        assert all(one[1] <= other[0] for one, other in zip(times, times[1:], strict=False))
+        assert all(one[1] <= other[0] for one, other in pairwise(times))
     for (turn, k), (begin, end) in naive.ins.items():
         gap = plan.swaps[k].gap
         base = turn - (gap.before >= step.span)

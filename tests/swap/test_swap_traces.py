@@ -80,5 +80,5 @@ def test_every_method_meets_the_limit_and_bo_is_no_worse_than_any_score(vgg11: S
 def test_without_optuna_bo_says_what_to_install(vgg11: StepTrace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
     step = swap_step(vgg11, operator_seconds(vgg11, GTX_1080_TI))
-    with pytest.raises(ConfigError, match="needs optuna.*'search'"):
+    with pytest.raises(ConfigError, match=r"needs optuna.*'search'"):
         plan_swaps(step, step.peak_bytes, GTX_1080_TI, method="bo")
