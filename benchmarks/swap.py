@@ -3,8 +3,8 @@
 python -m benchmarks.swap [NETWORK ...]
 
 VGG and ResNet on CIFAR-10 shapes, batch 100, traced on fake tensors; operators' times from the roofline of a GTX
-1080 Ti, transfers from the AutoSwap paper's model. Twice: at the roofline itself, and with operators as much slower as it
-takes for VGG16's load to reach 95 % of its peak after the paper's 24 ms. Writes JSON and a picture.
+1080 Ti, transfers from the AutoSwap paper's model. Twice: at the roofline itself, and with operators as much
+slower as it takes for VGG16's load to reach 95 % of its peak after the paper's 24 ms. Writes JSON and a picture.
 """
 
 import argparse
@@ -91,7 +91,9 @@ def _measure(name: str, trace: StepTrace, machine: Machine, arguments: argparse.
             lowest = min(lowest, zero)
         row["methods"][method] = {
             "zero_overhead_percent_of_peak": zero,
-            "curve": [[share, _overhead(step, machine, method, share, trials.get(method))] for share in CURVE],
+            "curve": [
+                [share, _overhead(step, machine, method, share, trials.get(method))] for share in CURVE
+            ],
             "seconds": time.perf_counter() - began,
         }
     return row
@@ -110,9 +112,7 @@ def _zero(step: Step, machine: Machine, method: Method, trials: int | None, know
     return best
 
 
-def _overhead(
-    step: Step, machine: Machine, method: Method, share: float, trials: int | None
-) -> float | None:
+def _overhead(step: Step, machine: Machine, method: Method, share: float, trials: int | None) -> float | None:
     try:
         plan = plan_swaps(step, int(share * step.peak_bytes), machine, method=method, trials=trials)
     except SwapLimitError:
@@ -128,8 +128,8 @@ def _show(row: dict[str, Any]) -> None:
     at = "/".join(_percent(dict(map(tuple, methods[m]["curve"]))[0.4]) for m in ("bo", "search"))
     bound = 100 * (1 - row["bound_bytes"] / peak)
     print(
-        f"{row['machine']:10} {row['network']:9} {peak / 1e6:6.0f} MB {1e3 * row['step_seconds']:6.1f} ms, free: {zeros}, "
-        f"none above {bound:.1f} %; 60 % less costs {at} (bo/search)",
+        f"{row['machine']:10} {row['network']:9} {peak / 1e6:6.0f} MB {1e3 * row['step_seconds']:6.1f} ms, free: "
+        f"{zeros}, none above {bound:.1f} %; 60 % less costs {at} (bo/search)",
         flush=True,
     )
 
@@ -150,7 +150,9 @@ def _plot(rows: list[dict[str, Any]], path: Path) -> None:
         for method, result in row["methods"].items():
             points = [(100 * share, 100 * over) for share, over in result["curve"] if over is not None]
             ax.plot(*zip(*points, strict=True), marker=".", label=method) if points else None
-        ax.axvline(100 * row["bound_bytes"] / row["peak_bytes"], color="black", linestyle=":", label="bound at 0 %")
+        ax.axvline(
+            100 * row["bound_bytes"] / row["peak_bytes"], color="black", linestyle=":", label="bound at 0 %"
+        )
         ax.axhline(15, color="grey", linewidth=0.5)
         ax.set_title(f"{row['network']}, {row['machine']}")
         ax.set_xlabel("limit, % of peak load")

@@ -72,7 +72,8 @@ class _Lowering:
         arriving: dict[int, int] = defaultdict(int)
         for t, x in found.fetches:
             arriving[t] += trace.sizes[x]
-        resident = sum(trace.sizes[x] for x in self.schedule.start)
+        # What moment 0 gives up without a transfer is freed by the operator before it, in the iteration before.
+        resident = sum(trace.sizes[x] for x in self.schedule.start) - found.freed[0]
         builder = ProgramBuilder(initial=resident + min(taken[last], taken[0]))
         moments, operators = [], []
         for t, moment in enumerate(trace.moments):

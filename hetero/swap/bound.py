@@ -1,7 +1,7 @@
 """How low a limit can be at which swapping costs no time: a bound that holds for every planner.
 
-Owns the argument. If no operator is late, all of them run when they do without swaps. What is away at an instant had to
-leave before: of the gaps around it, those whose use ended at u or later went through the link between u and the instant,
+Owns the argument. If no operator is late, all of them run when they do without swaps. What is away at an instant
+had to leave before: of the gaps around it, those whose use ended at u or later went through the link since u,
 one after another; and those needed at v or earlier come back between the instant and v. So much may be away then,
 as a fractional linear program for the instant by itself; a whole plan can only do worse. Looked at are the begin and
 the end of each operator: in between, transfers under way change what is away.

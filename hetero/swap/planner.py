@@ -39,9 +39,17 @@ def plan_swaps(
     if method not in METHODS:
         raise ConfigError(f"swap method {method!r} is not one of {', '.join(METHODS)}")
     evaluation = Evaluation(step, machine, limit)
-    if method == "search":
-        return search(evaluation, all_gaps(step, threshold=threshold), trials=trials or 600, seed=seed)
     gaps = candidates(step, threshold=threshold)
+    if method == "search":
+        # The scores over the candidates alone may do better than over all gaps: begin with them too.
+        start = []
+        if least_limit(step, method="doa", threshold=threshold) <= limit:
+            by_score = scores(step, gaps, machine)
+            start = [
+                evaluation.plan(select(step, gaps, s, limit), method="search") for s in by_score.values()
+            ]
+        every = all_gaps(step, threshold=threshold)
+        return search(evaluation, every, start=start, trials=trials or 600, seed=seed)
     if method == "bo":
         return bayesian(evaluation, gaps, trials=trials or 30, seed=seed)
     score = scores(step, gaps, machine)[method]

@@ -1,5 +1,6 @@
 """Plans of random steps against a naive second-by-second simulator, and against the rules of swapping."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -95,11 +96,11 @@ def test_memory_stays_within_the_limit_and_transfers_keep_their_order(
     assert plan.timeline.over_bytes == 0
     assert plan.timeline.peak_bytes <= limit
     memory = simulate_program(lower(step, plan.swaps, SLOW), limit=limit, memory=True).memory_bytes
-    assert 0 <= memory.min()
+    assert memory.min() >= 0
     assert memory.max() <= limit
     for transfers in (naive.outs, naive.ins):
         times = sorted(transfers.values())
-        assert all(one[1] <= other[0] for one, other in zip(times, times[1:], strict=False))
+        assert all(one[1] <= other[0] for one, other in pairwise(times))
     for (turn, k), (begin, end) in naive.ins.items():
         gap = plan.swaps[k].gap
         base = turn - (gap.before >= step.span)
@@ -141,7 +142,7 @@ def test_the_search_is_no_worse_than_the_best_score(step: Step) -> None:
     if limit >= step.peak_bytes:
         return
     search = planned(step, "search", limit)
-    assert search.planned_peak_bytes <= limit
+    assert search.overhead <= min(planned(step, method, limit).overhead for method in METHODS[:-1])
     assert search == planned(step, "search", limit), "the same seed must give the same plan"
 
 
