@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from hetero.stm.fetch import run_early
 from hetero.stm.tensors import Cast, ManagedTensor
 
 __all__ = ["begin_region", "drop_bytes", "kept_casts"]
@@ -78,6 +79,8 @@ def _cast(tensor: ManagedTensor, identity: torch.Tensor, dtype: torch.dtype) -> 
         or not _is_of(cast.value, identity)
     ):
         cast = tensor.cast = Cast(_region, identity.to(dtype))
+        # As for the fetch node: else the casts' gradients all wait until the backward of a later forward is over.
+        run_early(cast.value)
     elif not cast.value.numel():
         cast.value.data = identity.detach().to(dtype)
     return cast.value

@@ -86,7 +86,7 @@ class Executor:
         # resident than it left behind.
         self._to_prefetch = list(place.missing) if self._plan is not None else []
         self._segment = self._collector.begin_segment(key, sample=place.sample)
-        self._drift = self._measure_drift()
+        self._drift = self._measure_drift(self._position)
         # Before anything is known, a gradient is handed over at once: what is measured is then the operator's
         # own memory. Afterwards copies may overlap, within what the plan reserved for them.
         self._gradients.in_flight_limit = 0 if self._plan is None else self._plan.gradient_reserve
@@ -134,6 +134,8 @@ class Executor:
             return
         actions = self._advance(indices)
         self._forget_overtaken(actions)
+        if actions.evict or actions.fetch:
+            self._drift = max(self._drift, self._measure_drift(self._position - 1))
         limit = self._limit()
         self._evict(actions.evict)
         self._residency.trim(limit, keep=indices)
@@ -215,13 +217,13 @@ class Executor:
         limit = self._plan.limits[max(0, self._position - 1)] - self._drift
         return min(limit, self._cycles.unplanned_limit(None)) if self._has_left_plan else limit
 
-    def _measure_drift(self) -> int:
-        """How much more non-model data there is than when this segment was measured: tensors the caller keeps,
-        a larger batch on the device. Once a segment, because reading the counter is slow on some devices."""
+    def _measure_drift(self, position: int) -> int:
+        """How much more non-model data there is than when this moment was measured: tensors the caller keeps, a
+        larger batch on the device. Not at every moment, because reading the counter is slow on some devices."""
         plan = self._plan
         if plan is None:
             return 0
-        drift = self._collector.non_model_bytes() - plan.non_model[self._position] - plan.margin
+        drift = self._collector.non_model_bytes() - plan.non_model[position] - plan.margin
         self._cycles.note_drift(drift)
         return max(0, drift)
 

@@ -10,7 +10,7 @@ import torch
 
 from hetero.stm.tensors import ManagedTensor
 
-__all__ = ["Fetch", "make_identity", "plain"]
+__all__ = ["Fetch", "make_identity", "plain", "run_early"]
 
 plain = torch._C.DisableTorchFunctionSubclass
 """Context in which managed parameters are ordinary tensors: without it, fetching would intercept itself."""
@@ -44,13 +44,19 @@ _apply_fetch = super(torch.autograd.function._SingleLevelFunction, Fetch).apply
 _LAST = (1 << 64) - 1
 
 
+def run_early(tensor: torch.Tensor) -> None:
+    """Let autograd go through the node that made ``tensor`` as soon as its gradient is complete, as it does for
+    AccumulateGrad, and not when its turn comes."""
+    node: Any = tensor.grad_fn
+    node._set_sequence_nr(_LAST)
+
+
 def make_identity(tensor: ManagedTensor) -> None:
     """Give ``tensor``, which is resident, the autograd identity that operators receive (tensors: [Note: identity])."""
     # It outlives the caller's inference mode, and must be fit for training then.
     with torch.inference_mode(False), torch.enable_grad():
         identity = _apply_fetch(tensor.parameter, tensor)
-    # As for AccumulateGrad: hand the gradient over as soon as it is complete, not when its turn comes.
-    identity.grad_fn._set_sequence_nr(_LAST)
+    run_early(identity)
     tensor.add_fetch_node(identity.grad_fn)
     tensor.identity = identity
     tensor.data = identity.detach()

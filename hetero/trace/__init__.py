@@ -12,6 +12,7 @@ from hetero.trace.record import trace_loop, trace_recipe, trace_step
 from hetero.trace.replay import allocation_events
 from hetero.trace.snapshot import from_snapshot, read_snapshot
 from hetero.trace.steptrace import KINDS, PHASES, Kind, Operator, Phase, StepTrace, Storage
+from hetero.trace.swapping import operator_seconds, swap_step
 
 if TYPE_CHECKING:
     from hetero.trace.reorder import reorder_backend, reorder_graph
@@ -27,12 +28,14 @@ __all__ = [
     "allocation_events",
     "from_json",
     "from_snapshot",
+    "operator_seconds",
     "read_csv",
     "read_json",
     "read_snapshot",
     "read_trace",
     "reorder_backend",
     "reorder_graph",
+    "swap_step",
     "to_html",
     "to_json",
     "trace_loop",

@@ -32,10 +32,10 @@ def to_json(trace: StepTrace) -> str:
         "source": trace.source,
         "span": trace.span,
         "measured_peak_nbytes": trace.measured_peak_nbytes,
-        "operator_columns": ["name", "phase", "module", "reads", "writes"],
+        "operator_columns": ["name", "phase", "module", "reads", "writes", "flops"],
         "storage_columns": ["id", "begin", "end", "nbytes", "kind", "name", "device"],
     }
-    operators = [[o.name, o.phase, o.module, list(o.reads), list(o.writes)] for o in trace.operators]
+    operators = [[o.name, o.phase, o.module, list(o.reads), list(o.writes), o.flops] for o in trace.operators]
     storages = [[s.id, s.begin, s.end, s.nbytes, s.kind, s.name, s.device] for s in trace.storages]
     head = json.dumps(header)[:-1]
     return f'{head},\n"operators": {_lines(operators)},\n"storages": {_lines(storages)}}}\n'
@@ -132,13 +132,14 @@ def _lines(rows: list[list[Any]]) -> str:
 
 
 def _operator(row: Any) -> Operator:
-    name, phase, module, reads, writes = row
+    name, phase, module, reads, writes, *flops = row  # traces of before operations were counted have none
     return Operator(
         name=_text(name),
         phase=phase,
         module=_text(module),
         reads=tuple(_whole(i) for i in reads),
         writes=tuple(_whole(i) for i in writes),
+        flops=_whole(*flops) if flops else 0,
     )
 
 

@@ -21,6 +21,7 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from hetero.errors import PlanError
 from hetero.trace.scopes import Scopes
@@ -65,6 +66,7 @@ class RecordedOperator:
     writes: tuple[int, ...]
     signature: int
     updates_parameter: bool
+    flops: int
 
 
 class Ledger(TorchDispatchMode):
@@ -147,6 +149,7 @@ class Ledger(TorchDispatchMode):
                 module=o.module,
                 reads=tuple(number[i] for i in o.reads if i in number),
                 writes=tuple(number[i] for i in o.writes if i in number),
+                flops=o.flops,
             )
             for o in window
         )
@@ -187,11 +190,17 @@ class Ledger(TorchDispatchMode):
             return out
         if fresh and not signature.allocates_only:
             writes = tuple(dict.fromkeys((*writes, *fresh)))
-        self._append(signature.name, phase, module, reads, writes)
+        self._append(signature.name, phase, module, reads, writes, _flops(func, args, kwargs, out))
         return out
 
     def _append(
-        self, name: str, phase: Phase, module: str, reads: tuple[int, ...], writes: tuple[int, ...]
+        self,
+        name: str,
+        phase: Phase,
+        module: str,
+        reads: tuple[int, ...],
+        writes: tuple[int, ...],
+        flops: int,
     ) -> None:
         lives = self._lives
         sizes = (tuple(lives[i].nbytes for i in reads), tuple(lives[i].nbytes for i in writes))
@@ -203,6 +212,7 @@ class Ledger(TorchDispatchMode):
             writes=writes,
             signature=hash((name, phase, sizes)),
             updates_parameter=phase != "backward" and any(lives[i].kind == "parameter" for i in writes),
+            flops=flops,
         )
         self.operators.append(operator)
         if self._on_operator is not None:
@@ -339,6 +349,12 @@ class _Signature:
 
 def _call(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
+
+
+def _flops(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """Torch's count of multiplications and additions; 0 for operators that it does not count."""
+    count = flop_registry.get(func.overloadpacket)
+    return 0 if count is None else int(count(*args, **kwargs, out_val=out))
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -33,7 +33,8 @@ class Operator:
     An operator that updates in place both reads and writes; one that overwrites (``zero_``, ``copy_``'s
     target) only writes. Outputs are writes. ``module`` is the dotted name of the module whose forward runs,
     or ran when the operator's autograd node was made; the optimizer's class name during the step; empty where
-    neither is known.
+    neither is known. ``flops``: multiplications and additions of matrix products, convolutions and attention
+    (torch's own count); 0 for all else, whose time memory decides.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Operator:
     module: str
     reads: tuple[int, ...]
     writes: tuple[int, ...]
+    flops: int = 0
 
     def __post_init__(self) -> None:
         if self.phase not in PHASES:

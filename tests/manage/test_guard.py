@@ -120,3 +120,29 @@ def test_relief_in_the_middle_of_an_operator_is_needed_again_when_planned():
         assert torch.accelerator.max_memory_allocated() <= budget
         assert manager.stats.periods
     assert_same(plain(got), plain(expected), "relieved")
+
+
+def test_what_the_model_hoards_in_a_planned_forward_makes_copies_leave():
+    class Hoarding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(16)])
+            self.hoards = False
+
+        def forward(self, x):
+            kept = []
+            for layer in self.layers:
+                x = layer(x).tanh()
+                if self.hoards:
+                    kept.append(x.clone())
+            return x
+
+    def loop(model, optimizer, target):
+        seen = []
+        for step in range(6):
+            model.hoards = step >= 3
+            seen += steps(model, optimizer, target, 1)
+        return seen
+
+    # Half of the weights beside the activations; what is hoarded takes as much again.
+    assert_twins(Hoarding, loop, budget=16 * (8 << 10) + 8 * (17 << 10) + (64 << 10))
