@@ -6,7 +6,7 @@ branches. Memory grows with the square of the number of buffers, hence `MOST_BUF
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,7 @@ MOST_BYTES = 2**49
 _LENGTHS = (1, 1, 2, 1, 1, 2, 6)
 _TRIES_A_GROWTH, _GROWTH = 20, 1.2
 # A classic order is tried again, with twice the branches, when that is at most this share of all so far.
-_CLASSIC_SHARE = 0.1
+_CLASSIC_SHARE = 0.25
 # Share of earlier blame that the next order still sees.
 _BLAME_KEPT = 0.8
 
@@ -44,7 +44,8 @@ class Exact:
     """Canonical search under preference orders in turn, each with a node budget that grows.
 
     MiniMalloc's three orders first, and again when the others have had their share; in between random
-    mixtures, half of them raising buffers that searches failed on.
+    mixtures, half of them raising buffers that searches failed on. Every third attempt asks for less than the
+    goal: by how much follows from how such attempts went.
     """
 
     name = "exact"
@@ -66,6 +67,7 @@ class Exact:
         self._tries = 0
         self._blame = np.zeros(len(piece))
         self._refuted = False
+        self._share = 0.25
         self._seconds = 0.0
         self._timed = 0
         self._tried = 0
@@ -76,8 +78,9 @@ class Exact:
             self.finished = True
             return Attempt(proven_bound=self._proven)
         self._tries += 1
-        order = self._next_order()
-        capacity = self._capacity(goal, limit)
+        at_goal = self._refuted or self._tries % 3 != 0
+        order = self._next_order() if at_goal else self._random_order(classic=0.5)
+        capacity = self._capacity(goal, limit, at_goal=at_goal)
         # Imported late: it imports Numba, see hetero.pool._jit.
         from hetero.pool import _exact_kernel, _exact_parts
 
@@ -105,6 +108,9 @@ class Exact:
             self._refuted = True
             self._proven = (capacity // self._step + 1) * self._step
             self.finished = self._proven > limit
+        if not at_goal:
+            found = outcome == _exact_kernel.FOUND
+            self._share = max(0.02, self._share / 2) if found else min(0.5, 1.2 * self._share)
         if outcome != _exact_kernel.FOUND:
             return Attempt(proven_bound=self._proven)
         placed = np.empty_like(offsets)
@@ -118,15 +124,13 @@ class Exact:
         rate = self._timed / max(self._seconds, 1e-6)
         return max(2 * len(self._piece), int(rate * max(0.5, self._seconds / 20)))
 
-    def _capacity(self, goal: int, limit: int) -> int:
-        """Mostly the goal, sometimes nearer to the limit, so that the search is of use where the goal is out of
-        reach; once the goal is refuted, the ends and the middle of what is open.
+    def _capacity(self, goal: int, limit: int, *, at_goal: bool) -> int:
+        """The goal, or a share of the way up to the limit, so that the search is of use where the goal is out
+        of reach; once the goal is refuted, the ends and the middle of what is open.
         """
         if self._refuted:
             return (goal, (goal + limit) // 2, limit)[self._tries // 4 % 3]
-        if self._tries % 4:
-            return goal
-        return goal + (limit - goal) // (2, 8, 32)[self._tries // 4 % 3]
+        return goal if at_goal else goal + int(self._share * (limit - goal))
 
     def _next_order(self) -> _Order:
         """The classic order that has had the fewest branches, if it is due; or a random one."""
@@ -140,14 +144,19 @@ class Exact:
             self._nodes = int(self._nodes * _GROWTH)
         return self._random_order()
 
-    def _random_order(self) -> _Order:
-        """Weights up to 1 for size and duration or span, up to 4 for load, some of them zero, noise, blame."""
+    def _random_order(self, *, classic: float = 0.0) -> _Order:
+        """Weights up to 1 for size and duration or span, up to 4 for load, some of them zero, noise, blame.
+
+        ``classic``: how likely it is one of the classic orders instead.
+        """
         rng, keys = self._rng, self._keys
+        nodes = min(self._nodes * _LENGTHS[self._tries % len(_LENGTHS)], self._most_nodes())
+        if rng.random() < classic:
+            return replace(self._classics[int(rng.integers(len(self._classics)))], nodes=nodes)
         size, duration, load = rng.random(3) * (1.0, 1.0, 4.0) * (rng.random(3) < 0.7)
         length = keys.span if rng.random() < 0.5 else keys.duration
         bonus = size * keys.size + duration * length + keys.noise(rng, 0.3 * rng.random())
         if rng.random() < 0.5 and self._blame.any():
             blame = keys.shared_equally(self._blame)
             bonus += 1.5 * rng.random() * np.log1p(blame / blame.mean())
-        nodes = self._nodes * _LENGTHS[self._tries % len(_LENGTHS)]
-        return _Order(self._grouped, bonus, float(load), min(nodes, self._most_nodes()))
+        return _Order(self._grouped, bonus, float(load), nodes)

@@ -127,14 +127,14 @@ def test_shared_instances_have_the_recorded_bounds_and_valid_greedy_placements()
     [
         p
         for p in INSTANCES
-        if p.name.startswith(("glow", "iree", "vela", "iopddl_G", "somas_resnet", "somas_tiny"))
+        if p.name.startswith(("glow", "iree", "vela", "minimalloc", "iopddl_G", "somas_resnet", "somas_tiny"))
     ],
     ids=lambda p: p.stem,
 )
 def test_the_portfolio_reaches_the_bound_of_shared_instances(path):
     problem = pool.read_problem(path)
     # The limit bounds a failure; every one of these is solved in a fraction of it.
-    solution = pool.portfolio(problem, seconds=30.0)
+    solution = pool.portfolio(problem, seconds=60.0)
     pool.validate(problem, solution)
     assert solution.footprint == pool.lower_bound(problem)
     assert solution.proven_optimal
