@@ -72,6 +72,10 @@ class Gradients:
         if event is not None:
             self._engine.host_after_download(event, tensor.parameter.grad)
 
+    def take_arrival(self, tensor: ManagedTensor) -> torch.Event | None:
+        """What `wait` would wait for. The caller does, before the gradient is read."""
+        return self._ready.pop(tensor.index, None)
+
     def wait_all(self, tensors: list[ManagedTensor]) -> None:
         """As `wait`, for every gradient that is on its way."""
         for index in list(self._ready):

@@ -8,6 +8,7 @@ backward on threads of its own, so one lock guards every entry.
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -17,15 +18,24 @@ from hetero.devices import Accelerator, CopyEngine, HostArena, LinkSpeeds
 from hetero.eviction import Links, Policy
 from hetero.msc import MemStatsCollector, Phase, SegmentKey
 from hetero.stm.cycles import Cycles
+from hetero.stm.deferred import Update, UpdateQueue
 from hetero.stm.executor import Executor
-from hetero.stm.fetch import make_identity
+from hetero.stm.fetch import make_identity, plain
 from hetero.stm.gradients import Gradients
 from hetero.stm.residency import Residency
 from hetero.stm.saved import modified_in_place
 from hetero.stm.state import Kind, Ledger, State, StatefulTensor, Tier
 from hetero.stm.tensors import ManagedTensor
 
-__all__ = ["StatefulTensorMgr"]
+__all__ = ["Arrivals", "StatefulTensorMgr"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrivals:
+    """What has to happen before a parameter's update may run: its gradient down, copies of its home up."""
+
+    gradient: torch.Event | None
+    uploads: tuple[torch.Event, ...]
 
 
 class StatefulTensorMgr:
@@ -54,8 +64,9 @@ class StatefulTensorMgr:
         self._clocks_before_step: list[int] = []
         engine = CopyEngine(accelerator)
         self.engine = engine
+        self.updates = UpdateQueue()
         self.residency = Residency(
-            accelerator, engine, self.ledger, self.collector, policy, config.device_budget
+            accelerator, engine, self.ledger, self.collector, policy, config.device_budget, self.updates
         )
         self.gradients = Gradients(engine, arena, self.ledger, self.collector)
         self.residency.reclaim = self.gradients.reclaim
@@ -145,23 +156,59 @@ class StatefulTensorMgr:
                 self.residency.evict_idle()
 
     def begin_step(self) -> None:
-        """The optimizer is about to write homes: gradients have arrived, copies have been read."""
+        """The optimizer's step begins; what the one before it left to be done is done."""
         with self._lock:
+            self.residency.settle_all(self.tensors)
             self.executor.begin_segment(SegmentKey(Phase.STEP, True, None))
             self._pending_forwards.clear()
-            self.gradients.wait_all(self.tensors)
             self.gradients.reclaim(0)
-            self.residency.before_host_write()
             self._clocks_before_step = [tensor.home_clock for tensor in self.tensors]
 
+    def before_home_writes(self, tensors: Sequence[ManagedTensor]) -> None:
+        """These homes are about to be written: their gradients have arrived, copies have been read."""
+        with self._lock:
+            uploads = self.residency.take_uploads(tensors)
+            for tensor in tensors:
+                self.gradients.wait(tensor)
+                for event in uploads.get(tensor.index, ()):
+                    self.engine.host_after_upload(event, tensor.home)
+
+    def begin_writes_later(self, tensors: Sequence[ManagedTensor]) -> dict[int, Arrivals]:
+        """The same without waiting: what to wait for, by index. Followed by `await_update` for each."""
+        with self._lock:
+            uploads = self.residency.take_uploads(tensors)
+            return {
+                tensor.index: Arrivals(
+                    gradient=self.gradients.take_arrival(tensor), uploads=tuple(uploads.get(tensor.index, ()))
+                )
+                for tensor in tensors
+            }
+
+    def await_updates(self, updates: Sequence[tuple[ManagedTensor, Update]]) -> None:
+        """From now on, whoever uses one of these parameters waits for its update. Queues them."""
+        with self._lock:
+            for tensor, update in updates:
+                self.residency.await_update(tensor, update)
+            self.updates.submit([update for _, update in updates])
+
+    def by_first_use(self) -> dict[int, int]:
+        """Rank of each parameter by when the planned iteration first uses it; by index. Empty without a plan."""
+        with self._lock:
+            plan = self.cycles.last_plan
+            return {} if plan is None else plan.first_uses
+
     def end_step(self, *, complete: bool) -> None:
-        """Homes have been written: forget older copies."""
+        """Homes have been written, or will be: forget older copies."""
         with self._lock:
             segment = self.executor.segment
             if segment is not None:
                 segment.complete = complete
             before = self._clocks_before_step
-            written = [t for t, clock in zip(self.tensors, before, strict=True) if t.home_clock != clock]
+            written = [
+                t
+                for t, clock in zip(self.tensors, before, strict=True)
+                if t.pending is not None or t.home_clock != clock
+            ]
             if complete:
                 self.executor.homes_written(written)
             else:
@@ -171,6 +218,10 @@ class StatefulTensorMgr:
     @contextlib.contextmanager
     def backward(self, *, captures: bool) -> Iterator[None]:
         """Surrounds every backward of the process, whether or not it reaches this model."""
+        # Only at home does autograd read parameters, and add to gradients, without telling us.
+        for tensor in self.tensors:
+            if tensor.used_at_home:
+                self.settle_home(tensor)
         complete = False
         try:
             with self.executor.guarded(self._coming_backward()):
@@ -237,6 +288,7 @@ class StatefulTensorMgr:
         with self._lock:
             if self._closed:  # a graph from before: the parameter is wherever it lives now
                 return tensor.parameter.detach().to(self.device)
+            self.residency.settle(tensor)
             if tensor.version != version:
                 raise modified_in_place(tensor.home, tensor.version, version)
             self._enter_backward()
@@ -252,6 +304,7 @@ class StatefulTensorMgr:
             if self._closed:
                 return gradient.to(tensor.parameter.device)
             self._enter_backward()
+            self.residency.settle(tensor)  # autograd may add to the gradient that the queue reads
             return self.gradients.hand_over(tensor, gradient)
 
     def write_back(self, tensor: ManagedTensor) -> None:
@@ -259,10 +312,21 @@ class StatefulTensorMgr:
         with self._lock:
             self.collector.count_eviction(0, self.residency.write_back(tensor))
 
-    def before_home_write(self) -> None:
-        """Homes are about to be written: no copy may still be reading them."""
+    def before_home_write(self, tensor: ManagedTensor) -> None:
+        """Its home is about to be written: it is settled, and no copy may still be reading it."""
         with self._lock:
-            self.residency.before_host_write()
+            self.residency.before_host_write(tensor)
+
+    def settle_home(self, tensor: ManagedTensor) -> None:
+        """Return once home is what the last ``optimizer.step()`` made of it. Raises what failed in the queue."""
+        if tensor.pending is not None or self.updates.has_failed:
+            with self._lock:
+                self.residency.settle(tensor)
+
+    def settle_homes(self) -> None:
+        """As `settle_home`, for every parameter."""
+        with self._lock:
+            self.residency.settle_all(self.tensors)
 
     def wait_for_gradients(self) -> None:
         """As `wait_for_gradient`, for all."""
@@ -272,7 +336,16 @@ class StatefulTensorMgr:
     def wait_for_gradient(self, tensor: ManagedTensor) -> None:
         """Somebody is about to read ``p.grad``."""
         with self._lock:
+            self.residency.settle(tensor)  # the queue reads it, and may write to it
             self.gradients.wait(tensor)
+
+    def drop_gradient(self, tensor: ManagedTensor) -> None:
+        """``p.grad = None``: the queue keeps what it needs of it."""
+        with self._lock, plain():
+            if tensor.parameter.grad is not None:
+                self.gradients.wait(tensor)
+                self.gradients.forget(tensor)
+                tensor.parameter.grad = None
 
     def gradient_set(self, tensor: ManagedTensor) -> None:
         """``p.grad`` is about to be replaced or deleted."""
@@ -282,7 +355,7 @@ class StatefulTensorMgr:
     def rebind_home(self, tensor: ManagedTensor, data: torch.Tensor) -> None:
         """``p.data`` was set: that is home now."""
         with self._lock:
-            self.residency.before_host_write()
+            self.residency.before_host_write(tensor)
             self.residency.discard(tensor)
             tensor.parameter.data = data
             tensor.bind_home()
@@ -310,13 +383,17 @@ class StatefulTensorMgr:
     def close(self) -> None:
         """Homes are true, nothing is on its way, no copy is left."""
         with self._lock:
+            self.updates.finish_all()
+            for tensor in self.tensors:
+                self.residency.collect(tensor)
             self.executor.finish_segment()
             self.residency.write_back_all()
             self.gradients.wait_all(self.tensors)
             self.gradients.reclaim(self.ledger.device_bytes)
-            self.residency.before_host_write()
+            self.residency.before_host_writes()
             for tensor in self.tensors:
                 self.residency.discard(tensor)
                 tensor.identity = None
             self.executor.release_cap()
             self._closed = True
+            self.updates.close()

@@ -9,15 +9,20 @@ goes on to the original unless a managed parameter is involved.
 * ``autograd._engine_run_backward``, through which ``backward`` and ``grad`` go: nothing else tells when a backward
   begins, ends, or fails.
 
-Beside them, torch's own hook after every optimizer's step.
+* ``zero_grad`` of optimizers and modules looks whether there is a gradient, which would wait for it.
+* ``Optimizer.load_state_dict`` and ``add_param_group``: what a step has left to be done is done before.
+
+Beside them, torch's own hooks around every optimizer's step.
 """
 
 import contextlib
+import functools
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from hetero.errors import ManageError
@@ -41,7 +46,12 @@ __all__ = ["install", "remove"]
 _Function: Any = torch.autograd.function._SingleLevelFunction
 _Module: Any = nn.Module
 _autograd: Any = torch.autograd
+_Optimizer: Any = torch.optim.Optimizer
 _module_apply = _Module._apply
+_module_zero_grad = _Module.zero_grad
+_optimizer_zero_grad = _Optimizer.zero_grad
+_load_state_dict = _Optimizer.load_state_dict
+_add_param_group = _Optimizer.add_param_group
 _run_backward = _autograd._engine_run_backward
 
 
@@ -65,6 +75,11 @@ def install(listener: BackwardListener) -> None:
         _Function.apply = classmethod(_apply)
         _Module._apply = _refuse_conversion
         _autograd._engine_run_backward = _announced_backward
+        _Module.zero_grad = _zero_module_grad
+        _Optimizer.zero_grad = _zero_optimizer_grad
+        _Optimizer.load_state_dict = _settled(_load_state_dict)
+        _Optimizer.add_param_group = _settled(_add_param_group)
+        _step_hooks.append(register_optimizer_step_pre_hook(_settle_before_step))
         _step_hooks.append(register_optimizer_step_post_hook(_note_step))
     _listeners.append(listener)
 
@@ -76,7 +91,12 @@ def remove(listener: BackwardListener) -> None:
         del _Function.apply
         _Module._apply = _module_apply
         _autograd._engine_run_backward = _run_backward
-        _step_hooks.pop().remove()
+        _Module.zero_grad = _module_zero_grad
+        _Optimizer.zero_grad = _optimizer_zero_grad
+        _Optimizer.load_state_dict = _load_state_dict
+        _Optimizer.add_param_group = _add_param_group
+        while _step_hooks:
+            _step_hooks.pop().remove()
 
 
 def _announced_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -100,6 +120,48 @@ def _run(outputs: Any, args: Any, kwargs: Any) -> Any:
         return _run_backward(outputs, *args, **kwargs)
 
 
+def _settle_before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Before the step of any optimizer of the process: it may read parameters below interception."""
+    _settle(optimizer.param_groups)
+
+
+def _settle(groups: Any) -> None:
+    for group in groups:
+        for parameter in group["params"]:
+            if is_managed(parameter):
+                managed_of(parameter).owner.settle_home(managed_of(parameter))
+
+
+def _settled(method: Any) -> Any:
+    @functools.wraps(method)
+    def settled(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        _settle(self.param_groups)
+        return method(self, *args, **kwargs)
+
+    return settled
+
+
+@functools.wraps(_module_zero_grad)
+def _zero_module_grad(self: nn.Module, set_to_none: bool = True) -> None:
+    if set_to_none:
+        _drop_gradients(self.parameters())
+    _module_zero_grad(self, set_to_none)
+
+
+@functools.wraps(_optimizer_zero_grad)
+def _zero_optimizer_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+    if set_to_none:
+        _drop_gradients(parameter for group in self.param_groups for parameter in group["params"])
+    _optimizer_zero_grad(self, set_to_none)
+
+
+def _drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Those of managed parameters; the rest is left to the original."""
+    for parameter in parameters:
+        if is_managed(parameter):
+            managed_of(parameter).owner.drop_gradient(managed_of(parameter))
+
+
 def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """After the step of any optimizer of the process: fused kernels write parameters without moving their version,
     so whatever has a gradient counts as written."""
@@ -117,6 +179,8 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     # Outside a scope a Function of the user's may well be about home (a regulariser, say): device tensors decide.
     if not operands or not (in_scope() or _has_device_operand(operands[0].owner.device, args)):
         note_use_at_home(operands)
+        for tensor in operands:
+            tensor.owner.settle_home(tensor)
         return original(*args, **kwargs)
     with plain(), substituted(operands, cls.__name__) as copies:
         args = tuple(replace_one(value, copies) for value in args)
