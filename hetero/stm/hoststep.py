@@ -77,6 +77,7 @@ class HostStep:
         self._captured: list[_Captured] = []
         self._groups: list[dict[str, Any]] | None = None
         self._plain: Any = None
+        self._depth = 0
         # For benchmarks and tests: False steps everything at once.
         self.defers = True
         # How many updates were queued so far, and how many done at once.
@@ -155,6 +156,9 @@ class HostStep:
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """The last pre-hook: capture what is queued, wait for what is not."""
+        self._depth += 1
+        if self._depth > 1:  # a step that calls another class's, hooks and all
+            return
         self._stm.settle_homes()
         self._commit()
         later: dict[int, ManagedTensor] = {}
@@ -173,6 +177,9 @@ class HostStep:
 
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """The first post-hook: queue."""
+        self._depth -= 1
+        if self._depth > 0:
+            return
         self._leave()
         captured, self._captured = self._captured, []
         ranks = self._stm.by_first_use()
@@ -183,6 +190,7 @@ class HostStep:
         )
 
     def _leave(self) -> None:
+        self._depth = 0
         if self._plain is not None:
             self._plain.__exit__(None, None, None)
             self._plain = None

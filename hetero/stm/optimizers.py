@@ -10,12 +10,13 @@ Kernels of torch's own optimizers (for-loop, foreach and fused alike) read and w
 and nothing of other parameters; LBFGS is the exception. Of any other class nothing is known, so it is tried: small
 parameters are stepped together, and alone in the opposite order, several times, with gradients from tiny to huge (a
 clip by the global norm acts on huge ones only). Every bit has to agree, and a step may leave nothing behind but
-values and states: a counter in the group or on the optimizer, or a random number drawn, is shared by all.
+values and states: a counter in the group or on the optimizer, or a random number drawn, is shared by all. Nor may
+it call hooks of the user's (``super().step()``), which belong to the step as a whole.
 What cannot be tried is stepped whole.
 """
 
 import copy
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -162,6 +163,8 @@ def make_shell(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     shell = object.__new__(type(optimizer))
     shell.__dict__.update({k: snapshot(v) for k, v in optimizer.__dict__.items() if k not in _CONTENT})
     shell.param_groups, shell.state = [], defaultdict(dict)
+    shell._optimizer_step_pre_hooks = OrderedDict()
+    shell._optimizer_step_post_hooks = OrderedDict()
     return shell
 
 
@@ -258,6 +261,9 @@ class _Trial:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = make_shell(optimizer)
+        # Called if the step is made of other steps (``super().step()``) that call hooks of their own.
+        self.optimizer.register_step_pre_hook(self._note_hook)
+        self.calls_hooks = False
         self.settings = copy.deepcopy({k: v for k, v in self.optimizer.__dict__.items() if not _is_torchs(k)})
         self.groups: list[Group] = []
         self.parameters: list[nn.Parameter] = []
@@ -270,6 +276,9 @@ class _Trial:
                 members.append(nn.Parameter(torch.randn(shape, generator=generator).to(dtype)))
             self.groups.append({**hyper_parameters(group), "params": members})
             self.parameters += members
+
+    def _note_hook(self, *_: object) -> None:
+        self.calls_hooks = True
 
     def set_gradients(self, scale: float) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -296,6 +305,7 @@ class _Trial:
         return (
             returned is None
             and untouched
+            and not self.calls_hooks
             and _as_bytes(settings) == _as_bytes({**self.settings, "param_groups": [], "state": {}})
             and [_as_bytes(hyper_parameters(group)) for group in groups] == [_as_bytes(b) for b in before]
             and torch.equal(drawn, torch.random.get_rng_state())
