@@ -6,7 +6,7 @@ everything as it was; after `Manager.close` nothing shows that it was there.
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch

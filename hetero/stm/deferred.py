@@ -46,6 +46,7 @@ class UpdateQueue:
         self._current: Update | None = None
         self._errors: list[BaseException] = []
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hetero-step")
+        self._ident = 0
         # An update has failed, and nobody has been told yet.
         self.has_failed = False
         _queues.add(self)
@@ -84,7 +85,8 @@ class UpdateQueue:
     def finish_all(self) -> None:
         """Return once nothing is queued or running. Raises nothing."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._waiting and self._current is None)
+            if threading.get_ident() != self._ident:  # as when Python's collector drops a model on our thread
+                self._changed.wait_for(lambda: not self._waiting and self._current is None)
 
     def close(self) -> None:
         """End the thread; nothing may be queued any more."""
@@ -105,6 +107,7 @@ class UpdateQueue:
     # -- the thread -----------------------------------------------------------------------------------
 
     def _work(self) -> None:
+        self._ident = threading.get_ident()
         while True:
             with self._changed:
                 if not self._waiting:

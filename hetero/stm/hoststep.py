@@ -202,6 +202,8 @@ class HostStep:
         captured, self._captured = self._captured, []
         for item in captured:
             _wait(self._stm.engine, item)
+            for factor in item.arrivals.factors:
+                factor.apply(self._stm.engine, item.gradient)
 
     # -- what is queued -------------------------------------------------------------------------------
 
@@ -215,7 +217,9 @@ class HostStep:
             and not torch.is_inference_mode_enabled()
             and not torch.is_autocast_enabled("cpu")
             and torch._C._len_torch_dispatch_stack() == 0
-            and all(isinstance(mode, DeviceContext) for mode in torch.overrides._get_current_function_mode_stack())
+            and all(
+                isinstance(mode, DeviceContext) for mode in torch.overrides._get_current_function_mode_stack()
+            )
             and self._watch(optimizer)
             and self._alone.allows(optimizer)
         )
@@ -349,6 +353,8 @@ def _job(engine: CopyEngine, item: _Captured, surroundings: _Surroundings) -> Ca
     def run() -> None:
         surroundings.take_over()
         _wait(engine, item)
+        for factor in item.arrivals.factors:
+            factor.apply(engine, item.gradient)
         engine.before_host_write(item.tensor.home)
         item.update.run()
 

@@ -20,8 +20,9 @@ from hetero.msc import MemStatsCollector, Phase, SegmentKey
 from hetero.stm.cycles import Cycles
 from hetero.stm.deferred import Update, UpdateQueue
 from hetero.stm.executor import Executor
+from hetero.stm.exposure import gradient_is_private
 from hetero.stm.fetch import make_identity, plain
-from hetero.stm.gradients import Gradients
+from hetero.stm.gradients import Factor, Gradients
 from hetero.stm.residency import Residency
 from hetero.stm.saved import modified_in_place
 from hetero.stm.state import Kind, Ledger, State, StatefulTensor, Tier
@@ -32,9 +33,10 @@ __all__ = ["Arrivals", "StatefulTensorMgr"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrivals:
-    """What has to happen before a parameter's update may run: its gradient down, copies of its home up."""
+    """What has to happen before a parameter's update may run: its gradient down and scaled, copies of its home up."""
 
     gradient: torch.Event | None
+    factors: tuple[Factor, ...]
     uploads: tuple[torch.Event, ...]
 
 
@@ -177,12 +179,13 @@ class StatefulTensorMgr:
         """The same without waiting: what to wait for, by index. Followed by `await_update` for each."""
         with self._lock:
             uploads = self.residency.take_uploads(tensors)
-            return {
-                tensor.index: Arrivals(
-                    gradient=self.gradients.take_arrival(tensor), uploads=tuple(uploads.get(tensor.index, ()))
+            arrivals = {}
+            for tensor in tensors:
+                gradient, factors = self.gradients.take_arrival(tensor)
+                arrivals[tensor.index] = Arrivals(
+                    gradient=gradient, factors=factors, uploads=tuple(uploads.get(tensor.index, ()))
                 )
-                for tensor in tensors
-            }
+            return arrivals
 
     def await_updates(self, updates: Sequence[tuple[ManagedTensor, Update]]) -> None:
         """From now on, whoever uses one of these parameters waits for its update. Queues them."""
@@ -221,7 +224,7 @@ class StatefulTensorMgr:
         # Only at home does autograd read parameters, and add to gradients, without telling us.
         for tensor in self.tensors:
             if tensor.used_at_home:
-                self.settle_home(tensor)
+                self.wait_for_gradient(tensor)
         complete = False
         try:
             with self.executor.guarded(self._coming_backward()):
@@ -235,6 +238,7 @@ class StatefulTensorMgr:
                     if not complete:
                         self.executor.finish_segment()
                 if captures or not complete:
+                    self.gradients.norms.forget_all()
                     self.gradients.wait_all(self.tensors)
 
     def _enter_backward(self) -> None:
@@ -331,6 +335,7 @@ class StatefulTensorMgr:
     def wait_for_gradients(self) -> None:
         """As `wait_for_gradient`, for all."""
         with self._lock:
+            self.gradients.norms.forget_all()
             self.gradients.wait_all(self.tensors)
 
     def wait_for_gradient(self, tensor: ManagedTensor) -> None:
@@ -338,6 +343,29 @@ class StatefulTensorMgr:
         with self._lock:
             self.residency.settle(tensor)  # the queue reads it, and may write to it
             self.gradients.wait(tensor)
+            self.gradients.norms.forget(tensor.index)  # whoever reads it may write to it
+
+    def take_norms(self, tensors: list[ManagedTensor], norm_type: float) -> torch.Tensor | None:
+        """Norms of their gradients, on the device, in a vector; None if they have to be read, this time."""
+        with self._lock:
+            norms = self.gradients.norms
+            dtype = tensors[0].home.dtype
+            taken = norms.get([tensor.index for tensor in tensors], norm_type)
+            if taken is None or any(tensor.pending is not None for tensor in tensors):
+                norms.want(norm_type, dtype, len(self.tensors))
+                return None
+            return taken
+
+    def scale_gradients(self, tensors: list[ManagedTensor], factor: torch.Tensor) -> None:
+        """Multiply their gradients: before anybody sees them, or now if somebody may be looking."""
+        with self._lock, plain():
+            one = self.gradients.make_factor(factor)
+            for tensor in tensors:
+                self.residency.settle(tensor)
+                self.gradients.norms.forget(tensor.index)
+                self.gradients.scale(tensor, one)
+                if not gradient_is_private(tensor.parameter):
+                    self.gradients.wait(tensor)
 
     def drop_gradient(self, tensor: ManagedTensor) -> None:
         """``p.grad = None``: the queue keeps what it needs of it."""
@@ -385,7 +413,8 @@ class StatefulTensorMgr:
         with self._lock:
             self.updates.finish_all()
             for tensor in self.tensors:
-                self.residency.collect(tensor)
+                if tensor.pending is not None and tensor.pending.done:
+                    self.residency.collect(tensor)
             self.executor.finish_segment()
             self.residency.write_back_all()
             self.gradients.wait_all(self.tensors)

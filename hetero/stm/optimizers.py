@@ -6,8 +6,8 @@ the gradient, the hyper-parameters and the state of now. Invariant: what `Parame
 raises, nothing.
 
 [Note: one by one]
-Kernels of torch's own optimizers (for-loop, foreach and fused alike) read and write a parameter, its gradient and its state,
-and nothing of other parameters; LBFGS is the exception. Of any other class nothing is known, so it is tried: small
+Kernels of torch's own optimizers (for-loop, foreach and fused alike) read and write a parameter, its gradient and its
+state, and nothing of other parameters; LBFGS is the exception. Of any other class nothing is known, so it is tried: small
 parameters are stepped together, and alone in the opposite order, several times, with gradients from tiny to huge (a
 clip by the global norm acts on huge ones only). Every bit has to agree, and a step may leave nothing behind but
 values and states: a counter in the group or on the optimizer, or a random number drawn, is shared by all. Nor may
@@ -88,7 +88,16 @@ class ParameterUpdate:
     `hyper_parameters`. ``entry``: the optimizer's own dict for it, None if it has none.
     """
 
-    __slots__ = ("_entry", "_gradient", "_group", "_guarded", "_home", "_shell", "_twin_attributes", "new_entry")
+    __slots__ = (
+        "_entry",
+        "_gradient",
+        "_group",
+        "_guarded",
+        "_home",
+        "_shell",
+        "_twin_attributes",
+        "new_entry",
+    )
 
     def __init__(
         self,
@@ -218,14 +227,18 @@ def _steps_one_by_one(optimizer: torch.optim.Optimizer) -> bool:
     try:
         with plain(), torch.random.fork_rng(devices=[]):
             return _agrees(optimizer)
-    except Exception:  # it wants what we cannot give it (a closure, other arguments): then it is stepped as it is
+    except (
+        Exception
+    ):  # it wants what we cannot give it (a closure, other arguments): then it is stepped as it is
         return False
     finally:
         torch.random.set_rng_state(random_state)
 
 
 def _agrees(optimizer: torch.optim.Optimizer) -> bool:
-    if not all(_is_simple(v) for k, v in optimizer.__dict__.items() if k not in _CONTENT and not _is_torchs(k)):
+    if not all(
+        _is_simple(v) for k, v in optimizer.__dict__.items() if k not in _CONTENT and not _is_torchs(k)
+    ):
         return False
     step = raw_step(type(optimizer))
     assert step is not None

@@ -10,6 +10,7 @@ goes on to the original unless a managed parameter is involved.
   begins, ends, or fails.
 
 * ``zero_grad`` of optimizers and modules looks whether there is a gradient, which would wait for it.
+* Clipping by the global norm (`hetero.stm.clipping`).
 * ``Optimizer.load_state_dict`` and ``add_param_group``: what a step has left to be done is done before.
 
 Beside them, torch's own hooks around every optimizer's step.
@@ -26,6 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from hetero.errors import ManageError
+from hetero.stm import clipping
 from hetero.stm.fetch import plain
 from hetero.stm.guard import formulas_kept
 from hetero.stm.intercept import (
@@ -79,6 +81,7 @@ def install(listener: BackwardListener) -> None:
         _Optimizer.zero_grad = _zero_optimizer_grad
         _Optimizer.load_state_dict = _settled(_load_state_dict)
         _Optimizer.add_param_group = _settled(_add_param_group)
+        clipping.install()
         _step_hooks.append(register_optimizer_step_pre_hook(_settle_before_step))
         _step_hooks.append(register_optimizer_step_post_hook(_note_step))
     _listeners.append(listener)
@@ -95,6 +98,7 @@ def remove(listener: BackwardListener) -> None:
         _Optimizer.zero_grad = _optimizer_zero_grad
         _Optimizer.load_state_dict = _load_state_dict
         _Optimizer.add_param_group = _add_param_group
+        clipping.remove()
         while _step_hooks:
             _step_hooks.pop().remove()
 

@@ -71,6 +71,12 @@ class Owner(Protocol):
 
     def gradient_set(self, tensor: "ManagedTensor") -> None: ...
 
+    def take_norms(self, tensors: "list[ManagedTensor]", norm_type: float) -> torch.Tensor | None:
+        """Norms of their gradients, on the device, in a vector; None if they have to be read."""
+
+    def scale_gradients(self, tensors: "list[ManagedTensor]", factor: torch.Tensor) -> None:
+        """Multiply their gradients, now or before anybody sees them."""
+
     def drop_gradient(self, tensor: "ManagedTensor") -> None:
         """``p.grad = None``, without waiting for who still needs it."""
 

@@ -4,6 +4,7 @@ Owns the dict that stands in its place. Invariant: every access to the dict itse
 and tensors that were taken out of it earlier are plain objects: `hetero.stm.exposure` knows of them.
 """
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,17 +25,13 @@ class WatchedState(defaultdict[Any, dict[str, Any]]):
         self._before(False)
         return defaultdict(self.default_factory, dict.items(self))
 
-    def copy(self) -> defaultdict[Any, dict[str, Any]]:  # type: ignore[override]
+    def __copy__(self) -> defaultdict[Any, dict[str, Any]]:  # type: ignore[override]
         return self.plain()
-
-    __copy__ = copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.plain().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        import copy
-
         return copy.deepcopy(self.plain(), memo)
 
 
@@ -58,4 +55,5 @@ for _name in _READS:
     setattr(WatchedState, _name, _watched(_name, writes=False))
 for _name in _WRITES:
     setattr(WatchedState, _name, _watched(_name, writes=True))
-WatchedState.__hash__ = None  # type: ignore[assignment]
+# Last, because its name hides the module's within the class.
+WatchedState.copy = WatchedState.plain  # type: ignore[assignment, method-assign]

@@ -194,7 +194,10 @@ def info_of(kind):
         (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
         (torch.optim.AdamW, {"lr": 0.01, "maximize": True}),
         (torch.optim.AdamW, {"lr": torch.tensor(0.01)}),
-        (torch.optim.Adam, {"lr": torch.tensor(0.01), "betas": (torch.tensor([[0.9]]), torch.tensor([[0.99]]))}),
+        (
+            torch.optim.Adam,
+            {"lr": torch.tensor(0.01), "betas": (torch.tensor([[0.9]]), torch.tensor([[0.99]]))},
+        ),
         (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5}),
     ],
 )
