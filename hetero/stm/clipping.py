@@ -73,7 +73,7 @@ def _clip_grad_norm(
             owner = tensors[0].owner
             norms = owner.take_norms(tensors, float(norm_type))
             if norms is not None:
-                total = torch.linalg.vector_norm(norms, float(norm_type))
+                total: torch.Tensor = torch.linalg.vector_norm(norms, float(norm_type))
                 if error_if_nonfinite and torch.logical_or(total.isnan(), total.isinf()):
                     raise RuntimeError(
                         f"The total norm of order {float(norm_type)} for gradients from `parameters` is non-finite, "

@@ -134,7 +134,9 @@ class Gradients:
         Copies that have finished are given back in any case.
         """
         while self._numbers and (nbytes > 0 or self._numbers[0][1].query()):
-            self._engine.free_after_download(self._numbers.popleft()[1])
+            value, event = self._numbers.popleft()
+            self._engine.free_after_download(event)
+            del value  # not before
         while self._downloads and (nbytes > 0 or self._downloads[0].event.query()):
             download = self._downloads.popleft()
             self._engine.free_after_download(download.event)

@@ -6,9 +6,9 @@ the gradient, the hyper-parameters and the state of now. Invariant: what `Parame
 raises, nothing.
 
 [Note: one by one]
-Kernels of torch's own optimizers (for-loop, foreach and fused alike) read and write a parameter, its gradient and its
-state, and nothing of other parameters; LBFGS is the exception. Of any other class nothing is known, so it is tried: small
-parameters are stepped together, and alone in the opposite order, several times, with gradients from tiny to huge (a
+Kernels of torch's own optimizers (for-loop, foreach and fused alike) read and write a parameter, its gradient and
+its state, and nothing of other parameters; LBFGS is the exception. Of any other class nothing is known, so it is tried:
+small parameters are stepped together, and alone in the opposite order, several times, with gradients from tiny to huge (a
 clip by the global norm acts on huge ones only). Every bit has to agree, and a step may leave nothing behind but
 values and states: a counter in the group or on the optimizer, or a random number drawn, is shared by all. Nor may
 it call hooks of the user's (``super().step()``), which belong to the step as a whole.
@@ -112,7 +112,7 @@ class ParameterUpdate:
     ) -> None:
         self._shell = shell
         self._home = home
-        self._gradient = gradient
+        self._gradient: torch.Tensor | None = gradient
         self._group = group
         self._entry = entry
         self._guarded = guarded
@@ -127,7 +127,8 @@ class ParameterUpdate:
             # A leaf of the same memory and version counter, whose gradient is ours alone.
             twin: Any = torch.Tensor._make_subclass(nn.Parameter, self._home, True)
             twin.__dict__.update(self._twin_attributes)
-            twin.grad = self._gradient
+            # Forgotten here: its memory is wanted for the next one, and we may be kept for `new_entry`.
+            twin.grad, self._gradient = self._gradient, None
             shell = self._shell
             shell.param_groups = [{**self._group, "params": [twin]}]
             shell.state = defaultdict(dict)
