@@ -7,8 +7,8 @@ takes a set time for each parameter. In one process, in turns: managed with defe
 yardsticks:
 
 * ``max``: of compute, the busier direction's transfers and the host's step. No run is faster.
-* ``least``: the best that *exact* clipping allows. No update may begin before the last gradient's norm is known, no layer
-  may be used before its update and upload; so what of step and uploads does not fit under one forward shows.
+* ``least``: the best that *exact* clipping allows. No update may begin before the last gradient's norm is known, no
+  layer may be used before its update and upload; so what of step and uploads does not fit under one forward shows.
 
 Operators and updates are mostly pauses, in which the processor is free, as it is when a GPU computes and as a host's
 cores are when there are enough of them.

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-__all__ = ["Update", "UpdateQueue"]
+__all__ = ["Update", "UpdateQueue", "finish_everything"]
 
 
 class Update:
@@ -150,9 +150,10 @@ class UpdateQueue:
 _queues: "weakref.WeakSet[UpdateQueue]" = weakref.WeakSet()
 
 
-def _before_fork() -> None:
+def finish_everything() -> None:
+    """As `UpdateQueue.finish_all`, for every queue of the process."""
     for queue in list(_queues):
         queue.finish_all()
 
 
-os.register_at_fork(before=_before_fork)
+os.register_at_fork(before=finish_everything)

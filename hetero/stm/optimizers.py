@@ -7,12 +7,12 @@ raises, nothing.
 
 [Note: one by one]
 Kernels of torch's own optimizers (for-loop, foreach and fused alike) read and write a parameter, its gradient and
-its state, and nothing of other parameters; LBFGS is the exception. Of any other class nothing is known, so it is tried:
-small parameters are stepped together, and alone in the opposite order, several times, with gradients from tiny to huge (a
-clip by the global norm acts on huge ones only). Every bit has to agree, and a step may leave nothing behind but
-values and states: a counter in the group or on the optimizer, or a random number drawn, is shared by all. Nor may
-it call hooks of the user's (``super().step()``), which belong to the step as a whole.
-What cannot be tried is stepped whole.
+its state, and nothing of other parameters; LBFGS is the exception. Of any other class nothing is known, so it is
+tried: small parameters are stepped together, and alone in the opposite order, several times, with gradients from
+tiny to huge (a clip by the global norm acts on huge ones only). Every bit has to agree, and a step may leave nothing
+behind but values and states: a counter in the group or on the optimizer, or a random number drawn, is shared by
+all. Nor may it call hooks of the user's (``super().step()``), which belong to the step as a whole. What cannot be
+tried is stepped whole. A trial is no proof: coupling that shows on none of these inputs is not found.
 """
 
 import copy

@@ -11,6 +11,8 @@ goes on to the original unless a managed parameter is involved.
 
 * ``zero_grad`` of optimizers and modules looks whether there is a gradient, which would wait for it.
 * Clipping by the global norm (`hetero.stm.clipping`).
+* ``torch.compiler``'s session: while one thread compiles, ``torch.compiler.is_compiling()`` answers True to all, and
+  optimizers compute otherwise then. What is queued is done before.
 * ``Optimizer.load_state_dict`` and ``add_param_group``: what a step has left to be done is done before.
 
 Beside them, torch's own hooks around every optimizer's step.
@@ -28,6 +30,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hetero.errors import ManageError
 from hetero.stm import clipping
+from hetero.stm.deferred import finish_everything
 from hetero.stm.fetch import plain
 from hetero.stm.guard import formulas_kept
 from hetero.stm.intercept import (
@@ -49,6 +52,8 @@ _Function: Any = torch.autograd.function._SingleLevelFunction
 _Module: Any = nn.Module
 _autograd: Any = torch.autograd
 _Optimizer: Any = torch.optim.Optimizer
+_compiler: Any = torch.compiler
+_compile_session: Any = getattr(_compiler, "_compile_session_context", None)  # not in every version
 _module_apply = _Module._apply
 _module_zero_grad = _Module.zero_grad
 _optimizer_zero_grad = _Optimizer.zero_grad
@@ -82,6 +87,8 @@ def install(listener: BackwardListener) -> None:
         _Optimizer.load_state_dict = _settled(_load_state_dict)
         _Optimizer.add_param_group = _settled(_add_param_group)
         clipping.install()
+        if _compile_session is not None:
+            _compiler._compile_session_context = _settled_session
         _step_hooks.append(register_optimizer_step_pre_hook(_settle_before_step))
         _step_hooks.append(register_optimizer_step_post_hook(_note_step))
     _listeners.append(listener)
@@ -99,6 +106,8 @@ def remove(listener: BackwardListener) -> None:
         _Optimizer.load_state_dict = _load_state_dict
         _Optimizer.add_param_group = _add_param_group
         clipping.remove()
+        if _compile_session is not None:
+            _compiler._compile_session_context = _compile_session
         while _step_hooks:
             _step_hooks.pop().remove()
 
@@ -134,6 +143,13 @@ def _settle(groups: Any) -> None:
         for parameter in group["params"]:
             if is_managed(parameter):
                 managed_of(parameter).owner.settle_home(managed_of(parameter))
+
+
+@contextlib.contextmanager
+def _settled_session(*args: Any, **kwargs: Any) -> Any:
+    finish_everything()
+    with _compile_session(*args, **kwargs) as session:
+        yield session
 
 
 def _settled(method: Any) -> Any:

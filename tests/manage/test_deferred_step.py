@@ -937,6 +937,25 @@ def test_a_fork_finds_nothing_queued():
         assert os.waitpid(child, 0)[1] == 0
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.compiler, "_compile_session_context"),
+    reason="this version sets no flag for all threads",
+)
+def test_nothing_is_queued_while_anybody_compiles():
+    """Optimizers compute otherwise, by a last bit, while `torch.compiler.is_compiling()`."""
+    model, optimizer, manager, target = managed_mlp()
+    with manager:
+        two_steps(model, optimizer, target)
+        backward(model, target)
+        with stopped(manager):
+            optimizer.step()
+            assert manager._stm.updates._waiting
+            with torch.compiler._compile_session_context():
+                assert torch.compiler.is_compiling()
+                assert not manager._stm.updates._waiting
+                assert manager._stm.updates._current is None
+
+
 # -- any loop ------------------------------------------------------------------------------------------------------
 
 ACTIONS = (
