@@ -1,6 +1,6 @@
 """Run benchmarks by name, each in a process of its own; without names, all of them.
 
-python -m benchmarks                       # overhead prefetch bytes planning sweep
+python -m benchmarks                       # overhead prefetch host_step bytes planning sweep
 python -m benchmarks overhead planning     # these two
 python -m benchmarks sweep --toy           # one name, with that benchmark's own arguments
 """
@@ -8,7 +8,7 @@ python -m benchmarks sweep --toy           # one name, with that benchmark's own
 import subprocess
 import sys
 
-NAMES = ("overhead", "prefetch", "bytes", "planning", "sweep")
+NAMES = ("overhead", "prefetch", "host_step", "bytes", "planning", "sweep")
 MODULES = {"bytes": "benchmarks.bytes_moved"}  # a module called bytes would hide the built-in
 
 

@@ -5,9 +5,8 @@ everything as it was; after `Manager.close` nothing shows that it was there.
 """
 
 import functools
-import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from hetero.stm import patches
 from hetero.stm.compiled import CompiledCalls
 from hetero.stm.fetch import plain
 from hetero.stm.functions import HomeHook
+from hetero.stm.hoststep import HostStep
 from hetero.stm.intercept import ManagedParameter, scope
 from hetero.stm.saved import saved_tensors_as_handles
 from hetero.units import format_bytes, parse_budget
@@ -132,9 +132,7 @@ class Manager:
         # What stood in the two places that are taken over; None: nothing of the object's own.
         self._own_call: Any = None
         self._compiled = CompiledCalls(model)
-        self._own_step: Any = None
         self._call: Any = None
-        self._step_method: Any = None
         self._patched = False
         # The measurement keeps to the budget as well: what is in use already counts.
         room = max(config.device_budget - accelerator.used_bytes(), ALLOCATION_GRANULARITY)
@@ -145,6 +143,14 @@ class Manager:
         self._stm = stm.StatefulTensorMgr(
             accelerator, arena, config, policy, links, has_optimizer=optimizer is not None
         )
+        self._host_step: HostStep | None = None
+        if optimizer is not None:
+            self._host_step = HostStep(
+                optimizer,
+                self._stm,
+                note_states=self._take_optimizer_states,
+                kept_ids=self._homes.kept_ids,
+            )
         try:
             self._attach()
         except BaseException:
@@ -158,7 +164,9 @@ class Manager:
 
     @property
     def stats(self) -> MemoryStats:
-        """Memory and traffic so far; a snapshot."""
+        """Memory and traffic so far; a snapshot. Waits for what the last step left to be done."""
+        if not self._closed:
+            self._stm.settle_homes()
         return collect_stats(self._stm, self._accelerator, self.config)
 
     def trim(self, device_budget: Size | None = None) -> int:
@@ -199,6 +207,7 @@ class Manager:
             self._stm.close()
             self._detach()
         self._closed = True
+        self._stm.updates.raise_error()
 
     def __enter__(self) -> "Manager":
         return self
@@ -234,16 +243,16 @@ class Manager:
         self._take_optimizer_states()
         self._compiled.attach()  # before the model itself: its wrapper stays the outer one
         self._wrap_model()
-        self._wrap_optimizer()
+        if self._host_step is not None:
+            self._host_step.attach()
 
     def _detach(self) -> None:
-        model, optimizer = self._model, self._optimizer
+        model = self._model
         if self._call is not None and model.__dict__.get("_compiled_call_impl") is self._call:
             _set_own(model, "_compiled_call_impl", self._own_call)
         self._compiled.detach()
-        # A scheduler made since then has wrapped our step: then it stays, and hands on.
-        if optimizer is not None and optimizer.__dict__.get("step") is self._step_method is not None:
-            _set_own(optimizer, "step", self._own_step)
+        if self._host_step is not None:
+            self._host_step.detach()
         _make_plain(self._stm)
         self._homes.give_back()
         if self._patched:
@@ -275,41 +284,6 @@ class Manager:
 
         self._call = model.__dict__["_compiled_call_impl"] = call
 
-    def _wrap_optimizer(self) -> None:
-        optimizer = self._optimizer
-        if optimizer is None:
-            return
-        self._own_step = optimizer.__dict__.get("step")
-        inner = optimizer.step
-        manager = self
-
-        @functools.wraps(inner)
-        def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if manager._closed:
-                return inner(*args, **kwargs)
-            return manager._step(inner, args, kwargs)
-
-        # Schedulers wrap ``step.__func__``: only a bound method has one.
-        self._step_method = optimizer.__dict__["step"] = types.MethodType(step, optimizer)
-
-    def _step(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        closure = args[0] if args else kwargs.get("closure")
-        if closure is not None:
-            # It runs the model: interception has to stay on. Steps of this kind are rare (LBFGS).
-            result = inner(*args, **kwargs)
-            self._take_optimizer_states()
-            return result
-        self._stm.begin_step()
-        complete = False
-        try:
-            with plain():
-                result = inner(*args, **kwargs)
-            complete = True
-        finally:
-            self._stm.end_step(complete=complete)
-            self._take_optimizer_states()
-        return result
-
     def _take_optimizer_states(self) -> None:
         """Register states; those of our parameters that lie on the device (a resumed run) go home."""
         optimizer = self._optimizer
@@ -317,11 +291,11 @@ class Manager:
             return
         ours = {id(tensor.parameter): tensor.name for tensor in self._stm.tensors}
         states = []
-        for parameter, entries in optimizer.state.items():
+        for parameter, entries in list(dict.items(optimizer.state)):
             name = ours.get(id(parameter))
             if name is None or not isinstance(entries, dict):
                 continue
-            for key, value in entries.items():
+            for key, value in list(entries.items()):
                 if isinstance(value, torch.Tensor):
                     self._homes.take_tensor(f"{name}.{key}", value, torch.device("cpu"))
                     states.append((f"{name}.{key}", value))

@@ -49,17 +49,26 @@ class CopyEngine:
         # Test-only: waits left out, to show that the race detector misses none of them.
         self.left_out: frozenset[Wait] = frozenset()
 
-    def upload(self, source: torch.Tensor, destination: torch.Tensor) -> torch.Event:
-        """Start copying ``source`` (host) to ``destination`` (device, allocated on the compute stream)."""
+    def upload(
+        self, source: torch.Tensor, destination: torch.Tensor, *, after: torch.Event | None = None
+    ) -> torch.Event:
+        """Start copying ``source`` (host) to ``destination`` (device, allocated on the compute stream).
+
+        ``after``: `mark_compute` of when that was, if another thread has allocated it.
+        """
         if Wait.UP_AFTER_ALLOCATION not in self.left_out:
-            self._up.wait_event(self._mark(self.accelerator.compute_stream()))
+            self._up.wait_event(after or self.mark_compute())
         return self._copy(self._up, source, destination)
 
     def download(self, source: torch.Tensor, destination: torch.Tensor) -> torch.Event:
         """Start copying ``source`` (device) to ``destination`` (host). Keep ``source`` until `free_after`."""
         if Wait.DOWN_AFTER_COMPUTE not in self.left_out:
-            self._down.wait_event(self._mark(self.accelerator.compute_stream()))
+            self._down.wait_event(self.mark_compute())
         return self._copy(self._down, source, destination)
+
+    def mark_compute(self) -> torch.Event:
+        """What the compute stream of this thread has queued so far."""
+        return self._mark(self.accelerator.compute_stream())
 
     def compute_after_upload(self, event: torch.Event) -> None:
         """What compute queues from now on sees the uploaded copy."""
@@ -84,6 +93,10 @@ class CopyEngine:
             event.synchronize()
         if source is not None:
             self._declare_host_access(source, write=True)
+
+    def before_host_write(self, destination: torch.Tensor) -> None:
+        """The host is about to write ``destination``: `host_after_upload` was called for whatever reads it."""
+        self._declare_host_access(destination, write=True)
 
     def _mark(self, stream: torch.Stream) -> torch.Event:
         event = torch.Event(device=self.accelerator.device)

@@ -24,6 +24,7 @@ class CyclePlan:
 
     ``operands[i]``, ``limits[i]``, ``non_model[i]``: of moment i; a limit is for all model data, gradients on their
     way included; non-model bytes are those in use when the operator begins. ``margin``: kept free of everything.
+    ``first_uses``: rank of each tensor by when it is used first.
     """
 
     keys: tuple[SegmentKey, ...]
@@ -37,6 +38,7 @@ class CyclePlan:
     schedule: Schedule
     positions: dict[tuple[int, ...], list[int]]
     uses: dict[int, list[int]]
+    first_uses: dict[int, int]
 
     def find(self, operands: tuple[int, ...], begin: int, end: int) -> int | None:
         """The first moment in ``[begin, end)`` with these operands."""
@@ -311,6 +313,7 @@ class Cycles:
             schedule=schedule,
             positions=_positions(operands),
             uses=_uses(moments),
+            first_uses=_first_uses(operands),
         )
 
     def _least(self, plan: CyclePlan) -> int:
@@ -370,6 +373,12 @@ def _positions(operands: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], lis
     for position, indices in enumerate(operands):
         positions[indices].append(position)
     return dict(positions)
+
+
+def _first_uses(operands: Sequence[tuple[int, ...]]) -> dict[int, int]:
+    """Rank of each tensor by its first use."""
+    order = dict.fromkeys(tensor for indices in operands for tensor in indices)
+    return {tensor: rank for rank, tensor in enumerate(order)}
 
 
 def _uses(moments: Sequence[Moment]) -> dict[int, list[int]]:

@@ -57,14 +57,31 @@ def _device(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _get_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensor = managed_of(args[0])
-    tensor.owner.wait_for_gradient(tensor)
+    if args[0].grad is not None:  # that there is none can be told without waiting
+        tensor = managed_of(args[0])
+        tensor.owner.wait_for_gradient(tensor)
     return func(*args, **kwargs)
+
+
+def _version(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor = managed_of(args[0])
+    tensor.owner.settle_home(tensor)
+    return func(*args, **kwargs)
+
+
+def _expose(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What gives away home's address: from then on it may be read in ways that nobody can see."""
+    if not in_scope() and args and type(args[0]) is ManagedParameter:
+        managed_of(args[0]).is_exposed = True
+    return run_operator(func, args, kwargs)
 
 
 def _set_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if type(args[0]) is ManagedParameter:
         tensor = managed_of(args[0])
+        if len(args) == 1 or args[1] is None:
+            tensor.owner.drop_gradient(tensor)
+            return None
         tensor.owner.wait_for_gradient(tensor)
         if len(args) > 1 and isinstance(args[1], torch.Tensor) and args[1].device != tensor.home.device:
             # On the device this assignment would have been legal.
@@ -76,7 +93,7 @@ def _set_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 def _get_data(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = managed_of(args[0])
     if not in_scope():
-        tensor.owner.before_home_write()  # whoever takes it may write
+        tensor.owner.before_home_write(tensor)  # whoever takes it may write
         return tensor.data_alias()
     with substituted([tensor], func):
         assert tensor.data is not None
@@ -108,7 +125,9 @@ class HomeHook:
     def __call__(self, parameter: torch.Tensor) -> None:
         with plain():
             if type(parameter) is ManagedParameter:
-                managed_of(parameter).owner.wait_for_gradient(managed_of(parameter))
+                owner = managed_of(parameter).owner
+                owner.settle_homes()  # interception is off: it might look at any of them
+                owner.wait_for_gradient(managed_of(parameter))
             self.inner(parameter)
 
 
@@ -146,7 +165,6 @@ _ASK: list[Any] = [
             "requires_grad",
             "is_leaf",
             "grad_fn",
-            "_version",
             "itemsize",
             "nbytes",
         ),
@@ -209,6 +227,8 @@ HANDLERS.update(
         **dict.fromkeys([_T.to, _T.type], _convert),
         **dict.fromkeys([_T.device.__get__, _T.get_device, *_DEVICE_FLAGS], _device),
         **dict.fromkeys(_getters("grad", "_grad"), _get_grad),
+        **dict.fromkeys(_getters("_version"), _version),
+        **dict.fromkeys([_T.data_ptr, _T.__dlpack__, _T.storage, _T.untyped_storage], _expose),
         **dict.fromkeys([*_setters("grad", "_grad"), _T.grad.__delete__], _set_grad),
         _T.data.__get__: _get_data,
         _T.data.__set__: _set_data,

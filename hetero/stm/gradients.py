@@ -18,11 +18,12 @@ from dataclasses import dataclass
 import torch
 
 from hetero.devices import CopyEngine, HostArena
+from hetero.stm.norms import GradientNorms
 from hetero.stm.residency import TransferMeter
 from hetero.stm.state import Kind, Ledger, StatefulTensor, Tier
 from hetero.stm.tensors import ManagedTensor
 
-__all__ = ["Gradients"]
+__all__ = ["Factor", "Gradients"]
 
 
 @dataclass(slots=True)
@@ -30,6 +31,21 @@ class _Download:
     source: torch.Tensor
     event: torch.Event
     entry: StatefulTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """A number on its way to the host, by which gradients are to be multiplied."""
+
+    value: torch.Tensor
+    arrival: torch.Event | None
+
+    def apply(self, engine: CopyEngine, gradient: torch.Tensor) -> None:
+        """Multiply. ``gradient`` has arrived."""
+        if self.arrival is not None:
+            engine.host_after_download(self.arrival, self.value)
+        with torch.no_grad():
+            gradient.mul_(self.value)
 
 
 class Gradients:
@@ -44,12 +60,17 @@ class Gradients:
         self._in_flight_bytes = 0
         self._ready: dict[int, torch.Event] = {}
         self._entries: dict[int, StatefulTensor] = {}
+        self._factors: dict[int, list[Factor]] = {}
+        self._numbers: deque[tuple[torch.Tensor, torch.Event]] = deque()
+        self._number_slots: list[torch.UntypedStorage] = []
+        self.norms = GradientNorms(engine.accelerator.device)
         # How many bytes may be on their way at once; 0 hands each gradient over before the next operator runs.
         self.in_flight_limit = 0
 
     def hand_over(self, tensor: ManagedTensor, gradient: torch.Tensor) -> torch.Tensor:
         """``gradient`` on the host, perhaps still being copied ([Note: unread gradients])."""
         home = tensor.home
+        self.norms.forget(tensor.index)
         if torch.is_grad_enabled() or gradient.layout is not torch.strided:
             # Double backward differentiates through the move; sparse gradients have no flat memory to copy.
             return gradient.to(home.device)
@@ -62,6 +83,7 @@ class Gradients:
             self.wait(tensor)
             self._engine.host_after_download(event, host)
         else:
+            self.norms.take(tensor.index, gradient)
             self._ready[tensor.index] = event
         self.reclaim(self._in_flight_bytes - self.in_flight_limit)
         return host
@@ -71,10 +93,39 @@ class Gradients:
         event = self._ready.pop(tensor.index, None)
         if event is not None:
             self._engine.host_after_download(event, tensor.parameter.grad)
+        for factor in self._factors.pop(tensor.index, ()):
+            assert tensor.parameter.grad is not None
+            factor.apply(self._engine, tensor.parameter.grad)
+
+    def take_arrival(self, tensor: ManagedTensor) -> tuple[torch.Event | None, tuple[Factor, ...]]:
+        """What `wait` would wait for, and multiply by. The caller does, before the gradient is read."""
+        return self._ready.pop(tensor.index, None), tuple(self._factors.pop(tensor.index, ()))
+
+    def make_factor(self, value: torch.Tensor) -> Factor:
+        """Send ``value``, a number on the device or the host, home."""
+        if value.device.type == "cpu":
+            return Factor(value.detach().clone(), None)
+        host = self._host_number(value.dtype)
+        event = self._engine.download(value, host)
+        self._numbers.append((value, event))
+        return Factor(host, event)
+
+    def _host_number(self, dtype: torch.dtype) -> torch.Tensor:
+        """Pinned memory for one number that nobody uses any more."""
+        for slot in self._number_slots:
+            if torch._C._storage_Use_Count(slot._cdata) == 1 and slot.nbytes() == dtype.itemsize:
+                return torch.empty(0, dtype=dtype).set_(slot, 0, (), ())
+        fresh = self._arena.empty_strided((), (), dtype)
+        self._number_slots.append(fresh.untyped_storage())
+        return fresh
+
+    def scale(self, tensor: ManagedTensor, factor: Factor) -> None:
+        """Multiply its gradient by ``factor`` before anybody sees it."""
+        self._factors.setdefault(tensor.index, []).append(factor)
 
     def wait_all(self, tensors: list[ManagedTensor]) -> None:
         """As `wait`, for every gradient that is on its way."""
-        for index in list(self._ready):
+        for index in {*self._ready, *self._factors}:
             self.wait(tensors[index])
 
     def reclaim(self, nbytes: int) -> None:
@@ -82,6 +133,10 @@ class Gradients:
 
         Copies that have finished are given back in any case.
         """
+        while self._numbers and (nbytes > 0 or self._numbers[0][1].query()):
+            value, event = self._numbers.popleft()
+            self._engine.free_after_download(event)
+            del value  # not before
         while self._downloads and (nbytes > 0 or self._downloads[0].event.query()):
             download = self._downloads.popleft()
             self._engine.free_after_download(download.event)
@@ -92,6 +147,8 @@ class Gradients:
 
     def forget(self, tensor: ManagedTensor) -> None:
         """``p.grad`` was set: what the ledger counted for the old gradient is void."""
+        self.norms.forget(tensor.index)
+        self._factors.pop(tensor.index, None)
         entry = self._entries.pop(tensor.index, None)
         if entry is not None:
             entry.place(Tier.HOST, 0)

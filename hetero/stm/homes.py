@@ -69,6 +69,10 @@ class Homes:
         if tensor.device != device:
             self._move(name, tensor, tensor.detach().to(device))
 
+    def kept_ids(self) -> frozenset[int]:
+        """Ids of the tensors that are to go back to where they were; we hold each of them."""
+        return frozenset(id(moved.tensor) for moved in self._moved)
+
     def give_back(self) -> None:
         """Everything to where it was, in ordinary memory."""
         while self._moved:

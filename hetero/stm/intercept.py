@@ -82,12 +82,14 @@ class ManagedParameter(nn.Parameter):
 
     # A copy is an ordinary parameter: nobody manages it.
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        self._hetero.owner.settle_home(self._hetero)
         with plain():
             copy = nn.Parameter(self.detach().clone(memory_format=torch.preserve_format), self.requires_grad)
         memo[id(self)] = copy
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        self._hetero.owner.settle_home(self._hetero)
         with plain():
             twin = nn.Parameter(self.detach(), self.requires_grad)
             twin.__dict__.update({k: v for k, v in self.__dict__.items() if k != "_hetero"})
@@ -201,10 +203,12 @@ def _at_home(
     func: Callable[..., Any], operands: list[ManagedTensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     note_use_at_home(operands)
+    for tensor in operands:
+        tensor.owner.settle_home(tensor)
     name = getattr(func, "__name__", "")
     if name.endswith("_") or "out" in kwargs or name == "__setitem__":
         for tensor in operands:
-            tensor.owner.before_home_write()
+            tensor.owner.before_home_write(tensor)
     return func(*args, **kwargs)
 
 

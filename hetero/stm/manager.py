@@ -8,6 +8,7 @@ backward on threads of its own, so one lock guards every entry.
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -18,16 +19,27 @@ from hetero.errors import BudgetError
 from hetero.eviction import Links, Policy
 from hetero.msc import MemStatsCollector, Phase, SegmentKey
 from hetero.stm.cycles import Cycles
+from hetero.stm.deferred import Update, UpdateQueue
 from hetero.stm.executor import Executor
-from hetero.stm.fetch import make_identity
-from hetero.stm.gradients import Gradients
+from hetero.stm.exposure import gradient_is_private
+from hetero.stm.fetch import make_identity, plain
+from hetero.stm.gradients import Factor, Gradients
 from hetero.stm.residency import Residency
 from hetero.stm.saved import modified_in_place
 from hetero.stm.state import Kind, Ledger, State, StatefulTensor, Tier
 from hetero.stm.tensors import ManagedTensor
 from hetero.units import format_bytes
 
-__all__ = ["StatefulTensorMgr"]
+__all__ = ["Arrivals", "StatefulTensorMgr"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrivals:
+    """What has to happen before a parameter's update may run: its gradient down and scaled, copies of its home up."""
+
+    gradient: torch.Event | None
+    factors: tuple[Factor, ...]
+    uploads: tuple[torch.Event, ...]
 
 
 class StatefulTensorMgr:
@@ -58,8 +70,9 @@ class StatefulTensorMgr:
         self._clocks_before_step: list[int] = []
         engine = CopyEngine(accelerator)
         self.engine = engine
+        self.updates = UpdateQueue()
         self.residency = Residency(
-            accelerator, engine, self.ledger, self.collector, policy, config.device_budget
+            accelerator, engine, self.ledger, self.collector, policy, config.device_budget, self.updates
         )
         self.gradients = Gradients(engine, arena, self.ledger, self.collector)
         self.residency.reclaim = self.gradients.reclaim
@@ -152,23 +165,60 @@ class StatefulTensorMgr:
                 self.executor.release_cap()
 
     def begin_step(self) -> None:
-        """The optimizer is about to write homes: gradients have arrived, copies have been read."""
+        """The optimizer's step begins; what the one before it left to be done is done."""
         with self._lock:
+            self.residency.settle_all(self.tensors)
             self.executor.begin_segment(SegmentKey(Phase.STEP, True, None))
             self._pending_forwards.clear()
-            self.gradients.wait_all(self.tensors)
             self.gradients.reclaim(0)
-            self.residency.before_host_write()
             self._clocks_before_step = [tensor.home_clock for tensor in self.tensors]
 
+    def before_home_writes(self, tensors: Sequence[ManagedTensor]) -> None:
+        """These homes are about to be written: their gradients have arrived, copies have been read."""
+        with self._lock:
+            uploads = self.residency.take_uploads(tensors)
+            for tensor in tensors:
+                self.gradients.wait(tensor)
+                for event in uploads.get(tensor.index, ()):
+                    self.engine.host_after_upload(event, tensor.home)
+
+    def begin_writes_later(self, tensors: Sequence[ManagedTensor]) -> dict[int, Arrivals]:
+        """The same without waiting: what to wait for, by index. Followed by `await_update` for each."""
+        with self._lock:
+            uploads = self.residency.take_uploads(tensors)
+            arrivals = {}
+            for tensor in tensors:
+                gradient, factors = self.gradients.take_arrival(tensor)
+                arrivals[tensor.index] = Arrivals(
+                    gradient=gradient, factors=factors, uploads=tuple(uploads.get(tensor.index, ()))
+                )
+            return arrivals
+
+    def await_updates(self, updates: Sequence[tuple[ManagedTensor, Update]]) -> None:
+        """From now on, whoever uses one of these parameters waits for its update. Queues them."""
+        with self._lock:
+            for tensor, update in updates:
+                self.residency.await_update(tensor, update)
+            self.updates.submit([update for _, update in updates])
+
+    def by_first_use(self) -> dict[int, int]:
+        """Rank of each parameter by when the planned iteration first uses it; by index. Empty without a plan."""
+        with self._lock:
+            plan = self.cycles.last_plan
+            return {} if plan is None else plan.first_uses
+
     def end_step(self, *, complete: bool) -> None:
-        """Homes have been written: forget older copies."""
+        """Homes have been written, or will be: forget older copies."""
         with self._lock:
             segment = self.executor.segment
             if segment is not None:
                 segment.complete = complete
             before = self._clocks_before_step
-            written = [t for t, clock in zip(self.tensors, before, strict=True) if t.home_clock != clock]
+            written = [
+                t
+                for t, clock in zip(self.tensors, before, strict=True)
+                if t.pending is not None or t.home_clock != clock
+            ]
             if complete:
                 self.executor.homes_written(written)
             else:
@@ -179,6 +229,10 @@ class StatefulTensorMgr:
     @contextlib.contextmanager
     def backward(self, *, captures: bool) -> Iterator[None]:
         """Surrounds every backward of the process, whether or not it reaches this model."""
+        # Only at home does autograd read parameters, and add to gradients, without telling us.
+        for tensor in self.tensors:
+            if tensor.used_at_home:
+                self.wait_for_gradient(tensor)
         complete = False
         try:
             with self._guarded_backward():
@@ -197,6 +251,7 @@ class StatefulTensorMgr:
                     self.executor.finish_segment()
                     self._pending_forwards.clear()
                 if captures or not complete:
+                    self.gradients.norms.forget_all()
                     self.gradients.wait_all(self.tensors)
                 if not self._has_optimizer:  # nothing tells when the iteration is over
                     self.executor.release_cap()
@@ -254,6 +309,7 @@ class StatefulTensorMgr:
         with self._lock:
             if self._closed:  # a graph from before: the parameter is wherever it lives now
                 return tensor.parameter.detach().to(self.device)
+            self.residency.settle(tensor)
             if tensor.version != version:
                 raise modified_in_place(tensor.home, tensor.version, version)
             self._enter_backward()
@@ -269,6 +325,7 @@ class StatefulTensorMgr:
             if self._closed:
                 return gradient.to(tensor.parameter.device)
             self._enter_backward()
+            self.residency.settle(tensor)  # autograd may add to the gradient that the queue reads
             return self.gradients.hand_over(tensor, gradient)
 
     def write_back(self, tensor: ManagedTensor) -> None:
@@ -276,20 +333,64 @@ class StatefulTensorMgr:
         with self._lock:
             self.collector.count_eviction(0, self.residency.write_back(tensor))
 
-    def before_home_write(self) -> None:
-        """Homes are about to be written: no copy may still be reading them."""
+    def before_home_write(self, tensor: ManagedTensor) -> None:
+        """Its home is about to be written: it is settled, and no copy may still be reading it."""
         with self._lock:
-            self.residency.before_host_write()
+            self.residency.before_host_write(tensor)
+
+    def settle_home(self, tensor: ManagedTensor) -> None:
+        """Return once home is what the last ``optimizer.step()`` made of it. Raises what failed in the queue."""
+        if tensor.pending is not None or self.updates.has_failed:
+            with self._lock:
+                self.residency.settle(tensor)
+
+    def settle_homes(self) -> None:
+        """As `settle_home`, for every parameter."""
+        with self._lock:
+            self.residency.settle_all(self.tensors)
 
     def wait_for_gradients(self) -> None:
         """As `wait_for_gradient`, for all."""
         with self._lock:
+            self.gradients.norms.forget_all()
             self.gradients.wait_all(self.tensors)
 
     def wait_for_gradient(self, tensor: ManagedTensor) -> None:
         """Somebody is about to read ``p.grad``."""
         with self._lock:
+            self.residency.settle(tensor)  # the queue reads it, and may write to it
             self.gradients.wait(tensor)
+            self.gradients.norms.forget(tensor.index)  # whoever reads it may write to it
+
+    def take_norms(self, tensors: list[ManagedTensor], norm_type: float) -> torch.Tensor | None:
+        """Norms of their gradients, on the device, in a vector; None if they have to be read, this time."""
+        with self._lock:
+            norms = self.gradients.norms
+            dtype = tensors[0].home.dtype
+            taken = norms.get([tensor.index for tensor in tensors], norm_type)
+            if taken is None or any(tensor.pending is not None for tensor in tensors):
+                norms.want(norm_type, dtype, len(self.tensors))
+                return None
+            return taken
+
+    def scale_gradients(self, tensors: list[ManagedTensor], factor: torch.Tensor) -> None:
+        """Multiply their gradients: before anybody sees them, or now if somebody may be looking."""
+        with self._lock, plain():
+            one = self.gradients.make_factor(factor)
+            for tensor in tensors:
+                self.residency.settle(tensor)
+                self.gradients.norms.forget(tensor.index)
+                self.gradients.scale(tensor, one)
+                if not gradient_is_private(tensor.parameter):
+                    self.gradients.wait(tensor)
+
+    def drop_gradient(self, tensor: ManagedTensor) -> None:
+        """``p.grad = None``: the queue keeps what it needs of it."""
+        with self._lock, plain():
+            if tensor.parameter.grad is not None:
+                self.gradients.wait(tensor)
+                self.gradients.forget(tensor)
+                tensor.parameter.grad = None
 
     def gradient_set(self, tensor: ManagedTensor) -> None:
         """``p.grad`` is about to be replaced or deleted."""
@@ -299,7 +400,7 @@ class StatefulTensorMgr:
     def rebind_home(self, tensor: ManagedTensor, data: torch.Tensor) -> None:
         """``p.data`` was set: that is home now."""
         with self._lock:
-            self.residency.before_host_write()
+            self.residency.before_host_write(tensor)
             self.residency.discard(tensor)
             tensor.parameter.data = data
             tensor.bind_home()
@@ -345,13 +446,18 @@ class StatefulTensorMgr:
     def close(self) -> None:
         """Homes are true, nothing is on its way, no copy is left."""
         with self._lock:
+            self.updates.finish_all()
+            for tensor in self.tensors:
+                if tensor.pending is not None and tensor.pending.done:
+                    self.residency.collect(tensor)
             self.executor.finish_segment()
             self.residency.write_back_all()
             self.gradients.wait_all(self.tensors)
             self.gradients.reclaim(self.ledger.device_bytes)
-            self.residency.before_host_write()
+            self.residency.before_host_writes()
             for tensor in self.tensors:
                 self.residency.discard(tensor)
                 tensor.identity = None
             self.executor.release_cap()
             self._closed = True
+            self.updates.close()

@@ -9,20 +9,29 @@ goes on to the original unless a managed parameter is involved.
 * ``autograd._engine_run_backward``, through which ``backward`` and ``grad`` go: nothing else tells when a backward
   begins, ends, or fails.
 * ``torch.clear_autocast_cache``, which ``torch.autocast`` calls where its outermost region ends.
+* ``zero_grad`` of optimizers and modules looks whether there is a gradient, which would wait for it.
+* Clipping by the global norm (`hetero.stm.clipping`).
+* ``torch.compiler``'s session: while one thread compiles, ``torch.compiler.is_compiling()`` answers True to all, and
+  optimizers compute otherwise then. What is queued is done before.
+* ``Optimizer.load_state_dict`` and ``add_param_group``: what a step has left to be done is done before.
 
-Beside them, torch's own hook after every optimizer's step.
+Beside them, torch's own hooks around every optimizer's step.
 """
 
 import contextlib
+import functools
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from hetero.errors import ManageError
+from hetero.stm import clipping
 from hetero.stm.casts import begin_region
+from hetero.stm.deferred import finish_everything
 from hetero.stm.fetch import plain
 from hetero.stm.guard import formulas_kept
 from hetero.stm.intercept import (
@@ -49,7 +58,14 @@ _Function: Any = (
 _function_apply = _Function.__dict__.get("apply")
 _Module: Any = nn.Module
 _autograd: Any = torch.autograd
+_Optimizer: Any = torch.optim.Optimizer
+_compiler: Any = torch.compiler
+_compile_session: Any = getattr(_compiler, "_compile_session_context", None)  # not in every version
 _module_apply = _Module._apply
+_module_zero_grad = _Module.zero_grad
+_optimizer_zero_grad = _Optimizer.zero_grad
+_load_state_dict = _Optimizer.load_state_dict
+_add_param_group = _Optimizer.add_param_group
 _run_backward = _autograd._engine_run_backward
 _torch: Any = torch
 _clear_autocast_cache = torch.clear_autocast_cache
@@ -76,6 +92,14 @@ def install(listener: BackwardListener) -> None:
         _Module._apply = _refuse_conversion
         _autograd._engine_run_backward = _announced_backward
         _torch.clear_autocast_cache = _announced_clear
+        _Module.zero_grad = _zero_module_grad
+        _Optimizer.zero_grad = _zero_optimizer_grad
+        _Optimizer.load_state_dict = _settled(_load_state_dict)
+        _Optimizer.add_param_group = _settled(_add_param_group)
+        clipping.install()
+        if _compile_session is not None:
+            _compiler._compile_session_context = _settled_session
+        _step_hooks.append(register_optimizer_step_pre_hook(_settle_before_step))
         _step_hooks.append(register_optimizer_step_post_hook(_note_step))
     _listeners.append(listener)
 
@@ -91,7 +115,15 @@ def remove(listener: BackwardListener) -> None:
         _Module._apply = _module_apply
         _autograd._engine_run_backward = _run_backward
         _torch.clear_autocast_cache = _clear_autocast_cache
-        _step_hooks.pop().remove()
+        _Module.zero_grad = _module_zero_grad
+        _Optimizer.zero_grad = _optimizer_zero_grad
+        _Optimizer.load_state_dict = _load_state_dict
+        _Optimizer.add_param_group = _add_param_group
+        clipping.remove()
+        if _compile_session is not None:
+            _compiler._compile_session_context = _compile_session
+        while _step_hooks:
+            _step_hooks.pop().remove()
 
 
 def _announced_clear() -> None:
@@ -120,6 +152,55 @@ def _run(outputs: Any, args: Any, kwargs: Any) -> Any:
         return _run_backward(outputs, *args, **kwargs)
 
 
+def _settle_before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Before the step of any optimizer of the process: it may read parameters below interception."""
+    _settle(optimizer.param_groups)
+
+
+def _settle(groups: Any) -> None:
+    for group in groups:
+        for parameter in group["params"]:
+            if is_managed(parameter):
+                managed_of(parameter).owner.settle_home(managed_of(parameter))
+
+
+@contextlib.contextmanager
+def _settled_session(*args: Any, **kwargs: Any) -> Any:
+    finish_everything()
+    with _compile_session(*args, **kwargs) as session:
+        yield session
+
+
+def _settled(method: Any) -> Any:
+    @functools.wraps(method)
+    def settled(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        _settle(self.param_groups)
+        return method(self, *args, **kwargs)
+
+    return settled
+
+
+@functools.wraps(_module_zero_grad)
+def _zero_module_grad(self: nn.Module, set_to_none: bool = True) -> None:
+    if set_to_none:
+        _drop_gradients(self.parameters())
+    _module_zero_grad(self, set_to_none)
+
+
+@functools.wraps(_optimizer_zero_grad)
+def _zero_optimizer_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+    if set_to_none:
+        _drop_gradients(parameter for group in self.param_groups for parameter in group["params"])
+    _optimizer_zero_grad(self, set_to_none)
+
+
+def _drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Those of managed parameters; the rest is left to the original."""
+    for parameter in parameters:
+        if is_managed(parameter):
+            managed_of(parameter).owner.drop_gradient(managed_of(parameter))
+
+
 def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """After the step of any optimizer of the process: fused kernels write parameters without moving their version,
     so whatever has a gradient counts as written."""
@@ -137,6 +218,8 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     # Outside a scope a Function of the user's may well be about home (a regulariser, say): device tensors decide.
     if not operands or not (in_scope() or _has_device_operand(operands[0].owner.device, args)):
         note_use_at_home(operands)
+        for tensor in operands:
+            tensor.owner.settle_home(tensor)
         return original(*args, **kwargs)
     with plain(), substituted(operands, cls.__name__) as copies:
         args = tuple(replace_one(value, copies) for value in args)

@@ -4,10 +4,15 @@ Owns every transfer of parameters between home and device. Invariant: model data
 counts it, never passes the limit that was given, unless one operator's operands alone do; those may go up to
 ``device_budget`` as a whole. It decides nothing about the future: whom to evict is the policy's answer, when
 to prefetch the schedule's.
+
+[Note: copies on order]
+A parameter whose update is queued (`hetero.stm.deferred`) can be prefetched all the same: memory is taken now, on
+the compute stream, and the thread that writes home starts the upload right after. Until that is collected, the
+copy is attached but has no event, and nobody may read it: whoever uses it waits for the update first.
 """
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
@@ -16,6 +21,7 @@ import torch
 from hetero.devices import Accelerator, CopyEngine
 from hetero.errors import BudgetError
 from hetero.eviction import Candidate, Policy
+from hetero.stm.deferred import Update, UpdateQueue
 from hetero.stm.state import Ledger, Tier
 from hetero.stm.tensors import ManagedTensor
 from hetero.units import format_bytes
@@ -50,6 +56,7 @@ class Residency:
         meter: TransferMeter,
         policy: Policy,
         device_budget: int,
+        updates: UpdateQueue,
     ) -> None:
         self._accelerator = accelerator
         self._engine = engine
@@ -57,6 +64,7 @@ class Residency:
         self._meter = meter
         self._policy = policy
         self._budget = device_budget
+        self._updates = updates
         self._placeholders: dict[torch.dtype, torch.Tensor] = {}
         self._clock = 0
         self._stream: torch.Stream | None = None  # that copies were allocated for
@@ -75,10 +83,12 @@ class Residency:
         """`require` would have nothing to do, nor would `trim`."""
         self._clock += 1
         for tensor in operands:
-            if tensor.data is None or tensor.ready is not None or tensor.home_clock != tensor.loaded_clock:
+            if tensor.data is None or tensor.ready is not None or tensor.pending is not None:
+                return False
+            if tensor.home_clock != tensor.loaded_clock:
                 return False
             tensor.last_use = self._clock
-        return self._ledger.device_bytes <= limit
+        return self._ledger.device_bytes <= limit and not self._updates.has_failed
 
     def exceeds(self, limit: int) -> bool:
         """More model data is on the device than ``limit`` bytes."""
@@ -104,8 +114,9 @@ class Residency:
             for tensor in missing.values():
                 self._fetch(tensor)
         for tensor in operands:
-            if tensor.ready is not None:
+            if tensor.pending is not None or tensor.ready is not None:
                 self._wait(tensor)
+        self._updates.raise_error()
         return len(missing)
 
     def prefetch(self, tensor: ManagedTensor, *, limit: int) -> bool:
@@ -133,7 +144,10 @@ class Residency:
 
     def evict(self, tensor: ManagedTensor) -> bool:
         """Drop the device copy, writing it back first if it was written. False if it is in use or held."""
-        if tensor.data is None or tensor.users or tensor.index in self.wanted or tensor.is_held():
+        if tensor.data is None or tensor.users or tensor.index in self.wanted:
+            return False
+        self._withdraw(tensor)
+        if tensor.is_held():
             return False
         written_back = self.write_back(tensor)
         self._meter.count_eviction(tensor.device_nbytes, written_back)
@@ -172,7 +186,7 @@ class Residency:
             return 0
         assert tensor.data is not None
         version = tensor.version
-        self.before_host_write()
+        self.before_host_write(tensor)
         event = self._engine.download(tensor.data, tensor.home)
         self._engine.host_after_download(event, tensor.home)
         self._engine.free_after_download(event)
@@ -188,11 +202,66 @@ class Residency:
             if tensor.is_dirty:
                 self._meter.count_eviction(0, self.write_back(tensor))
 
-    def before_host_write(self) -> None:
-        """Homes are about to be written: wait until no copy reads them."""
+    def before_host_write(self, tensor: ManagedTensor) -> None:
+        """Its home is about to be written: wait until it is settled and no copy reads it."""
+        self.settle(tensor)
+        for event in self.take_uploads([tensor]).get(tensor.index, ()):
+            self._engine.host_after_upload(event, tensor.home)
+
+    def before_host_writes(self) -> None:
+        """As `before_host_write`, for every home that anything waits for."""
         while self._uploads:
             event, tensor = self._uploads.popleft()
             self._engine.host_after_upload(event, tensor.home)
+
+    def take_uploads(self, tensors: Iterable[ManagedTensor]) -> dict[int, list[torch.Event]]:
+        """The copies that may still be reading the homes of ``tensors``, by index. The caller waits for them."""
+        wanted = {tensor.index for tensor in tensors}
+        taken: dict[int, list[torch.Event]] = defaultdict(list)
+        left: deque[tuple[torch.Event, ManagedTensor]] = deque()
+        for event, tensor in self._uploads:
+            if tensor.index in wanted:
+                taken[tensor.index].append(event)
+            else:
+                left.append((event, tensor))
+        self._uploads = left
+        return taken
+
+    def settle(self, tensor: ManagedTensor) -> None:
+        """Return once home is up to date, and the copy on order, if any, on its way.
+
+        Raises what failed in the queue, whichever parameter's update it was; all is settled then as well.
+        """
+        if tensor.pending is not None:
+            self._finish(tensor)
+        self._updates.raise_error()
+
+    def settle_all(self, tensors: Iterable[ManagedTensor]) -> None:
+        """As `settle`, for all of ``tensors``."""
+        for tensor in tensors:
+            if tensor.pending is not None:
+                self._finish(tensor)
+        self._updates.raise_error()
+
+    def collect(self, tensor: ManagedTensor) -> None:
+        """Its update, if it had one, is done: what was on order is an ordinary copy now."""
+        update = tensor.pending
+        if update is None:
+            return
+        assert update.done
+        tensor.pending = None
+        if update.arrival is not None:
+            self._note_upload(update.arrival, tensor)
+            tensor.ready = update.arrival
+            tensor.loaded_clock = tensor.home_clock
+        else:  # nothing was on order, or it could not be started
+            self.discard(tensor)
+
+    def await_update(self, tensor: ManagedTensor, update: Update) -> None:
+        """Home is about to be written, later, by ``update``: what was copied from it is worthless."""
+        self.discard(tensor)
+        tensor.identity = None
+        tensor.pending = update
 
     def drop_stale(self, tensors: Iterable[ManagedTensor]) -> None:
         """Forget the copies of ``tensors`` that home has overtaken, and their place in old graphs."""
@@ -209,25 +278,57 @@ class Residency:
         # Copies made inside the user's inference_mode would be unusable for training later.
         with torch.inference_mode(False), torch.no_grad():
             copy = torch.empty_like(tensor.home, device=self._accelerator.device)
-            tensor.ready = self._engine.upload(tensor.home, copy)
+            if not self._order(tensor, copy):
+                tensor.ready = self._engine.upload(tensor.home, copy)
+                self._note_upload(tensor.ready, tensor)
             tensor.attach(copy)
-        while self._uploads and self._uploads[0][0].query():
-            self._uploads.popleft()
-        self._uploads.append((tensor.ready, tensor))
         RESIDENT[tensor.storage_key] = tensor
         self.resident[tensor.index] = tensor
         tensor.fetched_at = self._clock
         tensor.place(Tier.DEVICE, tensor.device_nbytes)
         self._meter.count_fetch(tensor.device_nbytes)
 
+    def _order(self, tensor: ManagedTensor, copy: torch.Tensor) -> bool:
+        """Have ``copy`` filled once home is up to date ([Note: copies on order]); False if it is already."""
+        update = tensor.pending
+        if update is None:
+            return False
+        # Not the copy itself: whoever writes through that is seen as a user who writes to the parameter.
+        destination, home, engine = copy.data, tensor.home, self._engine
+        allocated = engine.mark_compute()
+        if self._updates.upload_after(update, lambda: engine.upload(home, destination, after=allocated)):
+            return True
+        self.collect(tensor)
+        return False
+
+    def _finish(self, tensor: ManagedTensor) -> None:
+        assert tensor.pending is not None
+        self._updates.finish(tensor.pending)
+        self.collect(tensor)
+
+    def _withdraw(self, tensor: ManagedTensor) -> None:
+        """Nothing is on order for it any more."""
+        if tensor.pending is not None and not self._updates.withdraw(tensor.pending):
+            self._finish(tensor)
+
+    def _note_upload(self, event: torch.Event, tensor: ManagedTensor) -> None:
+        while self._uploads and self._uploads[0][0].query():
+            self._uploads.popleft()
+        self._uploads.append((event, tensor))
+
     def _wait(self, tensor: ManagedTensor) -> None:
-        assert tensor.ready is not None
         begin = time.perf_counter()
+        if tensor.pending is not None:
+            self._finish(tensor)
+            if tensor.data is None:
+                self._updates.raise_error()
+        assert tensor.ready is not None
         self._engine.compute_after_upload(tensor.ready)
         tensor.ready = None
         self._meter.count_stall(time.perf_counter() - begin)
 
     def _drop(self, tensor: ManagedTensor) -> None:
+        self._withdraw(tensor)
         if tensor.ready is not None:
             # Its memory goes back to compute, which must not write there before the copy has.
             self._engine.compute_after_upload(tensor.ready)

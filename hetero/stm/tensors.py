@@ -22,6 +22,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from hetero.stm.deferred import Update
+from hetero.stm.exposure import memory_is_private
 from hetero.stm.state import Kind, Ledger, StatefulTensor
 
 __all__ = ["Cast", "ManagedTensor", "Owner"]
@@ -70,15 +72,30 @@ class Owner(Protocol):
 
     def wait_for_gradient(self, tensor: "ManagedTensor") -> None: ...
 
+    def settle_home(self, tensor: "ManagedTensor") -> None:
+        """Return once home is what the last ``optimizer.step()`` made of it."""
+
+    def settle_homes(self) -> None:
+        """As `settle_home`, for every parameter."""
+
     def gradient_set(self, tensor: "ManagedTensor") -> None: ...
+
+    def take_norms(self, tensors: "list[ManagedTensor]", norm_type: float) -> torch.Tensor | None:
+        """Norms of their gradients, on the device, in a vector; None if they have to be read."""
+
+    def scale_gradients(self, tensors: "list[ManagedTensor]", factor: torch.Tensor) -> None:
+        """Multiply their gradients, now or before anybody sees them."""
+
+    def drop_gradient(self, tensor: "ManagedTensor") -> None:
+        """``p.grad = None``, without waiting for who still needs it."""
 
     def rebind_home(self, tensor: "ManagedTensor", data: torch.Tensor) -> None: ...
 
     def write_back(self, tensor: "ManagedTensor") -> None:
         """Bring home up to date with writes to the copy."""
 
-    def before_home_write(self) -> None:
-        """Homes are about to be written: no copy may still be reading them."""
+    def before_home_write(self, tensor: "ManagedTensor") -> None:
+        """Its home is about to be written: it is settled, and no copy may still be reading it."""
 
     def hand_over(self, tensor: "ManagedTensor", gradient: torch.Tensor) -> torch.Tensor:
         """The gradient is complete on the device; what autograd takes for it at home."""
@@ -104,10 +121,12 @@ class ManagedTensor(StatefulTensor):
         "home",
         "identity",
         "index",
+        "is_exposed",
         "last_use",
         "loaded_clock",
         "owner",
         "parameter",
+        "pending",
         "ready",
         "storage_key",
         "used_at_home",
@@ -135,12 +154,16 @@ class ManagedTensor(StatefulTensor):
         self.identity: torch.Tensor | None = None
         self.cast: Cast | None = None
         self.ready: torch.Event | None = None
+        # An optimizer's update that home still waits for; a device copy beside it is on order (`Residency`).
+        self.pending: Update | None = None
         self.storage_key = 0
         self.clean_version = 0
         self.loaded_clock = 0
         self.last_use = 0
         self.fetched_at = 0
         self.used_at_home = False
+        # Home's address was given away: it may be read without our knowing.
+        self.is_exposed = False
         self.gradient_slot: torch.UntypedStorage | None = None
         self.home: torch.Tensor
         self.bind_home()
@@ -196,6 +219,12 @@ class ManagedTensor(StatefulTensor):
             self._alias = self.home.data
         return self._alias.detach()
 
+    def is_private(self) -> bool:
+        """Nobody else holds home's memory, so that a late write to it cannot be seen to be late."""
+        if self.is_exposed or self._source is not None:
+            return False
+        return memory_is_private(self.home, 1 if self._alias is None else 2)
+
     @property
     def is_resident(self) -> bool:
         """There is a device copy (perhaps still on its way)."""
@@ -203,8 +232,8 @@ class ManagedTensor(StatefulTensor):
 
     @property
     def is_stale(self) -> bool:
-        """Home was written after the device copy was made."""
-        return self.data is not None and self.home_clock != self.loaded_clock
+        """Home was written after the device copy was made. One on order follows the write that it waits for."""
+        return self.data is not None and self.pending is None and self.home_clock != self.loaded_clock
 
     @property
     def is_dirty(self) -> bool:

@@ -1,0 +1,80 @@
+"""Whether anybody besides the model, the optimizer and us holds a tensor's memory.
+
+Owns the answer, by reference counts. A write that is done later must not be seen to come late: whoever reads
+through the parameter, ``p.grad`` or ``optimizer.state`` waits for it, but an alias that was taken earlier
+(``p.data``, ``state_dict()``, a NumPy array, an element of ``optimizer.state``) is an ordinary tensor. Invariant:
+`is_private` is True only if there is none. A reference more than there should be makes it False: that costs
+time, never a number.
+"""
+
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["gradient_is_private", "memory_is_private", "state_is_private"]
+
+
+def memory_is_private(tensor: torch.Tensor, aliases: int) -> bool:
+    """``tensor``'s storage is held by it and ``aliases`` further tensors only."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == _ONE_TENSOR + aliases
+
+
+def gradient_is_private(parameter: torch.Tensor) -> bool:
+    """Only ``parameter.grad`` holds its gradient. Call without ``__torch_function__`` dispatch."""
+    gradient = parameter.grad
+    return gradient is not None and _counts(gradient) == _GRADIENT
+
+
+def state_is_private(entry: dict[str, Any], kept: frozenset[int]) -> bool:
+    """Only the optimizer's state holds ``entry`` and the tensors in it; we hold those whose ids are ``kept``.
+
+    The caller holds ``entry`` by one name.
+    """
+    if sys.getrefcount(entry) != _ENTRY:
+        return False
+    for value in entry.values():
+        if isinstance(value, torch.Tensor):
+            references, uses, storage = _counts(value)
+            if (references - (id(value) in kept), uses, storage) != _VALUE:
+                return False
+        elif not isinstance(value, int | float | str | bool | complex | type(None)):
+            return False  # a container of its own: nobody knows who else has it
+    return True
+
+
+def _counts(tensor: torch.Tensor) -> tuple[int, int, int]:
+    uses: int = tensor._use_count()  # type: ignore[attr-defined]
+    return sys.getrefcount(tensor), uses, torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+# Measured, because they differ between versions of Python and torch: each in the way in which it is asked for.
+
+
+def _measure_gradient() -> tuple[int, int, int]:
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.zeros(2)
+    gradient = parameter.grad
+    return _counts(gradient)
+
+
+def _measure_value() -> tuple[int, int, int]:
+    entry = {"exp_avg": torch.zeros(2)}
+    return next(_counts(value) for value in entry.values())
+
+
+def _measure_entry() -> int:
+    state: dict[int, dict[str, Any]] = {0: {}}
+
+    def asked(entry: dict[str, Any]) -> int:
+        return sys.getrefcount(entry)
+
+    entry = state[0]
+    return asked(entry)
+
+
+_GRADIENT = _measure_gradient()
+_VALUE = _measure_value()
+_ENTRY = _measure_entry()
+_ONE_TENSOR = _VALUE[2]

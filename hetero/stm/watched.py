@@ -1,0 +1,59 @@
+"""``optimizer.state`` that is up to date whenever somebody looks.
+
+Owns the dict that stands in its place. Invariant: every access to the dict itself calls ``before`` first. Entries
+and tensors that were taken out of it earlier are plain objects: `hetero.stm.exposure` knows of them.
+"""
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+__all__ = ["WatchedState"]
+
+
+class WatchedState(defaultdict[Any, dict[str, Any]]):
+    """``before(writes)`` is called before each access. Copies and pickles are plain dicts."""
+
+    def __init__(self, content: Mapping[Any, dict[str, Any]], before: Callable[[bool], None]) -> None:
+        self._before: Callable[[bool], None] = lambda writes: None
+        super().__init__(dict, content)
+        self._before = before
+
+    def plain(self) -> defaultdict[Any, dict[str, Any]]:
+        """The same content in an ordinary dict."""
+        self._before(False)
+        return defaultdict(self.default_factory, dict.items(self))
+
+    def __copy__(self) -> defaultdict[Any, dict[str, Any]]:  # type: ignore[override]
+        return self.plain()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.plain(), memo)
+
+
+def _watched(name: str, *, writes: bool) -> Any:
+    method = getattr(defaultdict, name)
+
+    def access(self: WatchedState, *args: Any, **kwargs: Any) -> Any:
+        self._before(writes)
+        return method(self, *args, **kwargs)
+
+    access.__name__ = name
+    return access
+
+
+_READS = (
+    *("__contains__", "__eq__", "__getitem__", "__iter__", "__len__", "__ne__", "__or__", "__repr__"),
+    *("__reversed__", "__ror__", "get", "items", "keys", "values"),
+)
+_WRITES = ("__delitem__", "__ior__", "__setitem__", "clear", "pop", "popitem", "setdefault", "update")
+for _name in _READS:
+    setattr(WatchedState, _name, _watched(_name, writes=False))
+for _name in _WRITES:
+    setattr(WatchedState, _name, _watched(_name, writes=True))
+# Last, because its name hides the module's within the class.
+WatchedState.copy = WatchedState.plain  # type: ignore[assignment, method-assign]

@@ -1,0 +1,258 @@
+"""PyTorch's own optimizer database: every optimizer, every configuration it lists for the CPU, bit for bit.
+
+The reference is the same loop unmanaged on the CPU: the virtual device computes what the CPU computes, and a managed
+optimizer steps there.
+"""
+
+import copy
+import sys
+import time
+import types
+import unittest
+
+import pytest
+import torch
+from equality import assert_identical, device, on_host, values_of
+from torch import nn
+
+import hetero
+from hetero.devices import virtual
+from hetero.stm.deferred import UpdateQueue
+
+# The database imports torch's own test runner, which wants this package; the database itself does not.
+if "expecttest" not in sys.modules:
+    try:
+        import expecttest  # noqa: F401
+    except ImportError:
+        sys.modules["expecttest"] = types.SimpleNamespace(TestCase=unittest.TestCase)  # type: ignore[assignment]
+
+from torch.testing._internal.common_optimizers import optim_db
+
+STEPS = 5
+
+
+class Net(nn.Module):
+    """Parameters of one to four dimensions, one of them a scalar's neighbour (a single element)."""
+
+    def __init__(self, *, matrices_only: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 10, bias=not matrices_only)
+        self.norm = nn.Identity() if matrices_only else nn.LayerNorm(10)
+        self.second = nn.Linear(10, 7, bias=not matrices_only)
+        self.last = nn.Linear(7, 1, bias=not matrices_only)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.relu(self.second(self.norm(torch.relu(self.first(x))))))
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(12, 5, sparse=True)
+        self.others = nn.Embedding(9, 5, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.words(x) * self.others(x % 9)).sum(-1, keepdim=True)
+
+
+def configurations():
+    for info in optim_db:
+        for number, given in enumerate(info.optim_inputs_func(device="cpu")):
+            # On the CPU, "forloop" is what runs if nothing is said.
+            for implementation in info.supported_impls:
+                if implementation == "fused" and "cpu" not in info.supports_fused_on:
+                    continue
+                keywords = {k: v for k, v in given.kwargs.items() if k not in ("foreach", "fused")}
+                if implementation != "forloop":
+                    keywords[implementation] = True
+                    if keywords.get("differentiable"):
+                        continue
+                name = f"{info.optim_cls.__name__}-{number}-{implementation}"
+                yield pytest.param(info, keywords, id=name)
+
+
+def model_for(info) -> nn.Module:
+    torch.manual_seed(0)
+    if info.only_supports_sparse_grads:
+        return Sparse()
+    return Net(matrices_only=info.optim_cls is torch.optim.Muon)
+
+
+def make(info, model, keywords):
+    keywords = copy.deepcopy(keywords)  # a tensor lr is the optimizer's own
+    return info.optim_cls(model.parameters(), **keywords)
+
+
+def batch(info, target, step):
+    generator = torch.Generator().manual_seed(100 + step)
+    if info.only_supports_sparse_grads:
+        return torch.randint(0, 12, (4, 3), generator=generator).to(target)
+    return torch.randn(4, 6, generator=generator).to(target)
+
+
+def run(info, model, optimizer, target, *, between=None, steps=STEPS):
+    """What the loop showed: losses, and state_dict every other step."""
+    seen = []
+    for step in range(steps):
+        x = batch(info, target, step)
+
+        def closure(x=x):
+            optimizer.zero_grad()
+            loss = (model(x) - 1).square().mean()
+            loss.backward()
+            return loss
+
+        if info.step_requires_closure:
+            seen.append(optimizer.step(closure))
+        else:
+            seen.append(closure())
+            optimizer.step()
+        if between is not None:
+            between(step, seen[-1].detach().cpu())
+        if step % 2:
+            seen.append(optimizer.state_dict()["state"])
+    return on_host([s.detach() if isinstance(s, torch.Tensor) else s for s in seen])
+
+
+def dense_values_of(model):
+    return {name: value.to_dense() for name, value in values_of(model).items()}
+
+
+def states_of(optimizer):
+    return on_host(optimizer.state_dict())
+
+
+@pytest.fixture
+def slow_queue(monkeypatch):
+    """Updates come late: whoever does not wait for one sees it missing."""
+    original = UpdateQueue._run
+
+    def late(self, update):
+        time.sleep(2e-4)
+        original(self, update)
+
+    monkeypatch.setattr(UpdateQueue, "_run", late)
+
+
+def both(info, keywords, *, after=None, steps=STEPS):
+    """Run unmanaged on the host, and managed; the manager's step and both observations have been compared."""
+    model = model_for(info)
+    optimizer = make(info, model, keywords)
+    between = after(optimizer) if after else None
+    expected = run(info, model, optimizer, torch.device("cpu"), between=between, steps=steps)
+    wanted, states = dense_values_of(model), states_of(optimizer)
+    target = device()
+    model = model_for(info)
+    optimizer = make(info, model, keywords)
+    with hetero.manage(model, optimizer, device=target, device_budget="1MiB") as manager:
+        between = after(optimizer) if after else None
+        got = run(info, model, optimizer, target, between=between, steps=steps)
+        host_step = manager._host_step
+    assert_identical(got, expected)
+    assert_identical(dense_values_of(model), wanted)
+    assert_identical(states_of(optimizer), states)
+    assert list(optimizer.state_dict()["state"]) == sorted(optimizer.state_dict()["state"])
+    assert virtual.races() == []
+    return host_step
+
+
+@pytest.mark.parametrize(("info", "keywords"), list(configurations()))
+@pytest.mark.usefixtures("slow_queue")
+def test_every_optimizer_and_configuration(info, keywords):
+    step = both(info, keywords)
+    one_by_one = not (
+        info.step_requires_closure or info.only_supports_sparse_grads or keywords.get("differentiable")
+    )
+    assert (step.queued > 0) is one_by_one
+
+
+def scheduled(kind):
+    def after(optimizer):
+        if kind == "OneCycleLR":
+            scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=2 * STEPS)
+        elif kind == "CosineAnnealingLR":
+            scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS)
+        else:
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
+
+        def between(step, loss):
+            scheduler.step(loss) if kind == "ReduceLROnPlateau" else scheduler.step()
+
+        return between
+
+    return after
+
+
+def info_of(kind):
+    return next(info for info in optim_db if info.optim_cls is kind)
+
+
+@pytest.mark.parametrize("kind", ["OneCycleLR", "CosineAnnealingLR", "ReduceLROnPlateau"])
+@pytest.mark.parametrize(
+    ("optimizer", "keywords"),
+    [
+        (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
+        (torch.optim.AdamW, {"lr": 0.01, "maximize": True}),
+        (torch.optim.AdamW, {"lr": torch.tensor(0.01)}),
+        (
+            torch.optim.Adam,
+            {"lr": torch.tensor(0.01), "betas": (torch.tensor([[0.9]]), torch.tensor([[0.99]]))},
+        ),
+        (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5}),
+    ],
+)
+@pytest.mark.usefixtures("slow_queue")
+def test_schedulers_move_hyper_parameters_while_updates_are_queued(kind, optimizer, keywords):
+    step = both(info_of(optimizer), keywords, after=scheduled(kind), steps=2 * STEPS)
+    assert step.queued > 0
+
+
+@pytest.mark.usefixtures("slow_queue")
+def test_groups_and_a_group_added_while_managed():
+    def loop(target, manage):
+        torch.manual_seed(0)
+        model = Net()
+        groups = [
+            {"params": list(model.first.parameters()), "lr": 0.1},
+            {"params": list(model.norm.parameters()), "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1, foreach=False)
+        info = info_of(torch.optim.AdamW)
+        manager = hetero.manage(model, optimizer, device=target, device_budget="1MiB") if manage else None
+        seen = [run(info, model, optimizer, target, steps=3)]
+        optimizer.add_param_group({"params": list(model.second.parameters()), "lr": 0.03})
+        seen.append(run(info, model, optimizer, target, steps=4))
+        optimizer.param_groups[0]["lr"] = 0.5
+        seen.append(run(info, model, optimizer, target, steps=2))
+        if manager is not None:
+            assert manager._host_step.queued > 0
+            manager.close()
+        return on_host([seen, values_of(model), optimizer.state_dict()])
+
+    expected = loop(torch.device("cpu"), False)
+    assert_identical(loop(device(), True), expected)
+
+
+@pytest.mark.usefixtures("slow_queue")
+def test_momentum_that_begins_later_makes_its_state_then():
+    """Plain SGD keeps nothing; with momentum it does: an update that is queued makes the state."""
+
+    def loop(target, manage):
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+        info = info_of(torch.optim.SGD)
+        manager = hetero.manage(model, optimizer, device=target, device_budget="1MiB") if manage else None
+        seen = [run(info, model, optimizer, target, steps=3), len(optimizer.state)]
+        optimizer.param_groups[0]["momentum"] = 0.9
+        seen += [run(info, model, optimizer, target, steps=3), len(optimizer.state)]
+        seen += [list(optimizer.state_dict()["state"]), optimizer.state_dict()]
+        if manager is not None:
+            assert manager._host_step.queued > 2
+            manager.close()
+        return on_host([seen, values_of(model)]), seen[1], seen[3], seen[4]
+
+    expected = loop(torch.device("cpu"), False)
+    got = loop(device(), True)
+    assert_identical(got[0], expected[0])
+    assert got[1:] == expected[1:]
