@@ -1,6 +1,6 @@
 """Run benchmarks by name, each in a process of its own; without names, all of them.
 
-python -m benchmarks                       # overhead prefetch host_step bytes planning sweep
+python -m benchmarks                       # all but those that take half an hour and more
 python -m benchmarks overhead planning     # these two
 python -m benchmarks sweep --toy           # one name, with that benchmark's own arguments
 """
@@ -8,7 +8,19 @@ python -m benchmarks sweep --toy           # one name, with that benchmark's own
 import subprocess
 import sys
 
-NAMES = ("overhead", "prefetch", "host_step", "bytes", "planning", "sweep")
+# By name only, because they take half an hour and more: allocators, pool, swap.
+NAMES = (
+    "overhead",
+    "prefetch",
+    "host_step",
+    "bytes",
+    "planning",
+    "sweep",
+    "simulation",
+    "networks",
+    "reorder",
+)
+LONG = ("allocators", "pool", "swap")
 MODULES = {"bytes": "benchmarks.bytes_moved"}  # a module called bytes would hide the built-in
 
 
@@ -20,9 +32,9 @@ def main() -> int:
     names = []
     while arguments and not arguments[0].startswith("-"):
         names.append(arguments.pop(0))
-    unknown = sorted(set(names) - set(NAMES))
+    unknown = sorted(set(names) - {*NAMES, *LONG})
     if unknown:
-        print(f"no benchmark {', '.join(unknown)}: choose from {', '.join(NAMES)}", file=sys.stderr)
+        print(f"no benchmark {', '.join(unknown)}: choose from {', '.join((*NAMES, *LONG))}", file=sys.stderr)
         return 2
     failed = []
     for name in names or NAMES:

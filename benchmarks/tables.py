@@ -80,6 +80,29 @@ def prefetch(record: Record) -> str:
     )
 
 
+def host_step(record: Record) -> str:
+    return (
+        "**Step time over max(compute, transfer, host step)**, host step and transfer equally long, clipping on\n\n"
+        + _table(
+            (
+                "transfer = host step",
+                "step at once",
+                "step deferred",
+                "no exact clipping below",
+            ),
+            [
+                (
+                    f"{row['share']:.2f} x compute",
+                    f"{row['ratio_at_once']:.3f}",
+                    f"{row['ratio_deferred']:.3f}",
+                    f"{row['ratio_least']:.3f}",
+                )
+                for row in record["results"]
+            ],
+        )
+    )
+
+
 def bytes_moved(record: Record) -> str:
     planned, measured = record["results"]["planned"], record["results"]["measured"]
     shares = record["parameters"]["shares"]
@@ -165,6 +188,7 @@ def _source(name: str, record: Record) -> str:
 TABLES: dict[str, Callable[[Record], str]] = {
     "overhead": overhead,
     "prefetch": prefetch,
+    "host_step": host_step,
     "bytes": bytes_moved,
     "planning": planning,
     "sweep": sweep,
