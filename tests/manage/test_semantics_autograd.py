@@ -62,9 +62,11 @@ def test_autograd_grad_of_one_parameter_leaves_the_others():
 
 def test_tensor_hooks_see_and_change_gradients():
     def loop(model, optimizer, target):
-        norms = []
+        # One list each: hooks of homes run on another thread than the device's backward, and in an order of its own.
+        norms = [[] for _ in model.parameters()]
         handles = [
-            p.register_hook(lambda g: (norms.append(g.norm().item()), g * 0.5)[1]) for p in model.parameters()
+            p.register_hook(lambda g, mine=mine: (mine.append(g.norm().item()), g * 0.5)[1])
+            for p, mine in zip(model.parameters(), norms, strict=True)
         ]
         seen = train(model, optimizer, target)
         for handle in handles:
