@@ -116,6 +116,7 @@ def _job(
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad()
+            len(optimizer.state)  # waits for what is queued, which would else run beside the other's turn
 
     return (infer if mode == "inference" else train), manager
 
