@@ -34,6 +34,8 @@ _CALIBRATION_BANDWIDTH = 4e9
 class SlowSGD(torch.optim.Optimizer):
     """SGD whose update of one parameter takes ``seconds`` more."""
 
+    steps_parameters_independently = True
+
     def __init__(self, parameters: Any, lr: float, seconds: float) -> None:
         super().__init__(parameters, {"lr": lr, "seconds": seconds})
 

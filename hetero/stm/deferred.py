@@ -57,7 +57,10 @@ class UpdateQueue:
             return
         with self._changed:
             self._waiting.extend(updates)
-        self._worker.submit(self._work)
+        try:
+            self._worker.submit(self._work)
+        except RuntimeError:  # the interpreter is going down, or there is no thread to be had
+            self._work()
 
     def upload_after(self, update: Update, upload: Callable[[], torch.Event]) -> bool:
         """Let the thread start ``upload`` as soon as ``update`` is done; False if it is done already."""

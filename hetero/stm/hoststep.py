@@ -32,7 +32,7 @@ from hetero.stm.exposure import gradient_is_private, state_is_private
 from hetero.stm.fetch import plain
 from hetero.stm.intercept import in_scope, is_managed, managed_of
 from hetero.stm.manager import Arrivals, StatefulTensorMgr
-from hetero.stm.optimizers import Alone, ParameterUpdate, hyper_parameters, make_shell
+from hetero.stm.optimizers import ParameterUpdate, hyper_parameters, is_known, make_shell, steps_alone
 from hetero.stm.tensors import ManagedTensor
 from hetero.stm.watched import WatchedState
 
@@ -66,7 +66,6 @@ class HostStep:
         self._stm = manager
         self._note_states = note_states
         self._kept_ids = kept_ids
-        self._alone = Alone()
         self._own_step: Any = None
         self._step_method: Any = None
         self._attached = False
@@ -221,7 +220,7 @@ class HostStep:
                 isinstance(mode, DeviceContext) for mode in torch.overrides._get_current_function_mode_stack()
             )
             and self._watch(optimizer)
-            and self._alone.allows(optimizer)
+            and steps_alone(optimizer)
         )
 
     def _watch(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -229,8 +228,13 @@ class HostStep:
         state = optimizer.state
         if sys.getrefcount(state) != _STATE_REFERENCES:
             return False
-        if type(state) is WatchedState:
-            return True
+        if isinstance(state, WatchedState):
+            watcher = state.watcher
+            if watcher is self:
+                return True
+            if isinstance(watcher, HostStep) and watcher._attached:
+                return False  # another manager's, which has parameters of this optimizer as well
+            state = state.plain()  # left from a manager that is closed
         if type(state) is not defaultdict:
             return False
         optimizer.state = WatchedState(state, self._before_state_access)
@@ -273,7 +277,7 @@ class HostStep:
     def _capture(self, optimizer: torch.optim.Optimizer, later: dict[int, ManagedTensor]) -> None:
         arrivals = self._stm.begin_writes_later(list(later.values()))
         shell = make_shell(optimizer)
-        guarded = not self._alone.is_known(optimizer)
+        guarded = not is_known(optimizer)
         rest = []
         with plain():
             for group in optimizer.param_groups:

@@ -74,6 +74,7 @@ class Residency:
         # Copies that may still be reading homes, oldest first.
         self._uploads: deque[tuple[torch.Event, ManagedTensor]] = deque()
         self.resident: dict[int, ManagedTensor] = {}
+        self._starting: torch.Tensor | None = None  # the destination of a copy that is being started
         # Gradients on their way down still occupy the device; `hetero.stm.gradients` sets this.
         self.reclaim: Callable[[int], None] = lambda nbytes: None
         # When each tensor is needed next, in moments from now; `hetero.stm.executor` sets this.
@@ -275,13 +276,16 @@ class Residency:
 
     def _fetch(self, tensor: ManagedTensor) -> None:
         tensor.follow_parameter()
+        if self._starting is not None:  # an interrupt came between the start of a copy and our knowing of it
+            self._accelerator.synchronize()
         # Copies made inside the user's inference_mode would be unusable for training later.
         with torch.inference_mode(False), torch.no_grad():
-            copy = torch.empty_like(tensor.home, device=self._accelerator.device)
+            self._starting = copy = torch.empty_like(tensor.home, device=self._accelerator.device)
             if not self._order(tensor, copy):
                 tensor.ready = self._engine.upload(tensor.home, copy)
                 self._note_upload(tensor.ready, tensor)
             tensor.attach(copy)
+        self._starting = None
         RESIDENT[tensor.storage_key] = tensor
         self.resident[tensor.index] = tensor
         tensor.fetched_at = self._clock

@@ -20,6 +20,11 @@ class WatchedState(defaultdict[Any, dict[str, Any]]):
         super().__init__(dict, content)
         self._before = before
 
+    @property
+    def watcher(self) -> object:
+        """Whose method ``before`` is."""
+        return getattr(self._before, "__self__", None)
+
     def plain(self) -> defaultdict[Any, dict[str, Any]]:
         """The same content in an ordinary dict."""
         self._before(False)

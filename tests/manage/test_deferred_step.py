@@ -622,6 +622,8 @@ def test_load_state_dict_between_steps():
 class Fragile(torch.optim.Optimizer):
     """Fails for one parameter, in the middle of writing."""
 
+    steps_parameters_independently = True
+
     def __init__(self, parameters, lr=0.1):
         super().__init__(parameters, {"lr": lr})
 
@@ -722,6 +724,8 @@ def test_an_error_within_the_step_leaves_nothing_queued():
 
 
 class Lion(torch.optim.Optimizer):
+    steps_parameters_independently = True  # said of this class, not of those that inherit from it
+
     def __init__(self, parameters, lr=1e-3, betas=(0.9, 0.99)):
         super().__init__(parameters, {"lr": lr, "betas": betas})
 
@@ -796,7 +800,7 @@ class SharesAverages(Lion):
         (SharesAverages, False),
     ],
 )
-def test_what_is_not_known_is_tried_and_stepped_whole_if_it_couples(kind, alone):
+def test_only_a_class_that_says_so_is_stepped_parameter_by_parameter(kind, alone):
     def make(model):
         return kind(model.parameters())
 
@@ -1048,3 +1052,29 @@ def test_the_same_without_deferral():
         torch.manual_seed(1)
         assert_same(plain(train(model, optimizer, target, 4)), expected, "loss")
         assert manager._host_step.queued == 0
+
+
+def test_a_state_held_across_close_is_not_stale_under_the_next_manager():
+    target = device()
+    torch.manual_seed(0)
+    model = mlp()
+    optimizer = adamw(model)
+    with hetero.manage(model, optimizer, device=target, device_budget="4MiB"):
+        two_steps(model, optimizer, target)
+        held = optimizer.state
+    with hetero.manage(model, optimizer, device=target, device_budget="4MiB"):
+        two_steps(model, optimizer, target)
+        two_steps(model, optimizer, target)
+        assert optimizer.state[model[0].weight]["step"] == 6
+    assert len(held) == len(list(model.parameters()))
+
+
+def test_a_step_while_the_interpreter_goes_down_is_done_at_once():
+    queue = UpdateQueue()
+    queue._worker.shutdown()
+    done = []
+    updates = [Update(lambda: done.append(1)), Update(lambda: done.append(2))]
+    queue.submit(updates)
+    assert done == [1, 2]
+    for update in updates:
+        queue.finish(update)
