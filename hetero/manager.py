@@ -226,7 +226,7 @@ class Manager:
 
     def _attach(self) -> None:
         model = self._model
-        patches.install(self._stm)
+        patches.install(self._stm.segments)
         self._patched = True
         parameters = named_parameters(model)
         self._homes.take_parameters(parameters)
@@ -256,7 +256,7 @@ class Manager:
         _make_plain(self._stm)
         self._homes.give_back()
         if self._patched:
-            patches.remove(self._stm)
+            patches.remove(self._stm.segments)
             self._patched = False
 
     def _wrap_model(self) -> None:
@@ -272,14 +272,14 @@ class Manager:
             if torch._C._current_graph_task_id() != -1:
                 with scope():
                     return inner(*args, **kwargs)
-            self._stm.begin_forward(_signature(model, args, kwargs))
+            self._stm.segments.begin_forward(_signature(model, args, kwargs))
             complete = False
             try:
                 with scope(), self._stm.executor.guarded(), saved_tensors_as_handles():
                     result = inner(*args, **kwargs)
                 complete = True
             finally:
-                self._stm.end_forward(complete=complete)
+                self._stm.segments.end_forward(complete=complete)
             return result
 
         self._call = model.__dict__["_compiled_call_impl"] = call
@@ -320,7 +320,7 @@ def _abandon(manager: stm.StatefulTensorMgr) -> None:
     """A manager was dropped with its model: nothing of it may stay, on the device or in torch."""
     manager.close()
     _make_plain(manager)
-    patches.remove(manager)
+    patches.remove(manager.segments)
 
 
 def _set_own(owner: object, name: str, value: Any) -> None:

@@ -13,6 +13,7 @@ autograd clone it, which is a read.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -123,7 +124,7 @@ class Gradients:
         """Multiply its gradient by ``factor`` before anybody sees it."""
         self._factors.setdefault(tensor.index, []).append(factor)
 
-    def wait_all(self, tensors: list[ManagedTensor]) -> None:
+    def wait_all(self, tensors: Sequence[ManagedTensor]) -> None:
         """As `wait`, for every gradient that is on its way."""
         for index in {*self._ready, *self._factors}:
             self.wait(tensors[index])

@@ -129,7 +129,7 @@ class HostStep:
             result = inner(*args, **kwargs)
             self._note_states()
             return result
-        self._stm.begin_step()
+        self._stm.segments.begin_step()
         self._commit()
         optimizer = self._optimizer
         before = optimizer.register_step_pre_hook(self._before)
@@ -146,7 +146,7 @@ class HostStep:
             after.remove()
             self._leave()
             self._abandon()
-            self._stm.end_step(complete=complete)
+            self._stm.segments.end_step(complete=complete)
             if self._stepped_now or not complete:
                 self._note_states()
             if complete:

@@ -1,13 +1,12 @@
 """StatefulTensorMgr: the registry of managed tensors and the hub of their management.
 
 Owns the registry. Its parts each own one thing: `Ledger` the count of bytes, `Residency` the device copies,
-`Gradients` the way home, `Cycles` the plans, `Executor` the position in them. Thread-safe: autograd runs
-backward on threads of its own, so one lock guards every entry.
+`Gradients` the way home, `Cycles` the plans, `Executor` the position in them, `Segments` their boundaries.
+Thread-safe: autograd runs backward on threads of its own, so one lock guards every entry.
 """
 
-import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +16,7 @@ from hetero.config import Config
 from hetero.devices import Accelerator, CopyEngine, HostArena, LinkSpeeds
 from hetero.errors import BudgetError
 from hetero.eviction import Links, Policy
-from hetero.msc import MemStatsCollector, Phase, SegmentKey
+from hetero.msc import MemStatsCollector, Phase
 from hetero.stm.cycles import Cycles
 from hetero.stm.deferred import Update, UpdateQueue
 from hetero.stm.executor import Executor
@@ -26,6 +25,7 @@ from hetero.stm.fetch import make_identity, plain
 from hetero.stm.gradients import Factor, Gradients
 from hetero.stm.residency import Residency
 from hetero.stm.saved import modified_in_place
+from hetero.stm.segments import Segments
 from hetero.stm.state import Kind, Ledger, State, StatefulTensor, Tier
 from hetero.stm.tensors import ManagedTensor
 from hetero.units import format_bytes
@@ -63,11 +63,8 @@ class StatefulTensorMgr:
         self._lock = threading.RLock()
         self._fixed: list[StatefulTensor] = []
         self._optimizer_states: dict[int, StatefulTensor] = {}
-        self._has_optimizer = has_optimizer
         self._closed = False
         self._budget = config.device_budget
-        self._pending_forwards: list[SegmentKey] = []
-        self._clocks_before_step: list[int] = []
         engine = CopyEngine(accelerator)
         self.engine = engine
         self.updates = UpdateQueue()
@@ -98,6 +95,16 @@ class StatefulTensorMgr:
             self.cycles,
             relieve=self.relieve,
             cap=lambda on: accelerator.cap(config.device_budget if on else None),
+        )
+
+        self.segments = Segments(
+            self.tensors,
+            self.residency,
+            self.gradients,
+            self.collector,
+            self.executor,
+            lock=self._lock,
+            has_optimizer=has_optimizer,
         )
 
     # -- registry -------------------------------------------------------------------------------------
@@ -136,42 +143,7 @@ class StatefulTensorMgr:
                 known[id(tensor)] = entry
         self._optimizer_states = known
 
-    # -- segments -------------------------------------------------------------------------------------
-
-    def begin_forward(self, signature: object) -> None:
-        """The managed model's forward begins."""
-        with self._lock:
-            trains = torch.is_grad_enabled()
-            key = SegmentKey(Phase.FORWARD, trains, (signature, len(self._pending_forwards) if trains else 0))
-            self.executor.begin_segment(key)
-            if trains:
-                self._pending_forwards.append(key)
-
-    def end_forward(self, *, complete: bool) -> None:
-        """It ended; ``complete`` False: by an exception."""
-        with self._lock:
-            self.residency.write_back_all()
-            segment = self.executor.segment
-            if segment is not None:
-                segment.complete = complete
-            if not complete:
-                self._pending_forwards.clear()
-                self.executor.finish_segment()
-            elif self.executor.is_guarded:
-                # What the caller does next, the loss for instance, runs unguarded: leave all the room there is.
-                with self.collector.evicting(for_operator=False):
-                    self.residency.evict_idle()
-            if not complete or (segment is not None and not segment.key.trains):
-                self.executor.release_cap()
-
-    def begin_step(self) -> None:
-        """The optimizer's step begins; what the one before it left to be done is done."""
-        with self._lock:
-            self.residency.settle_all(self.tensors)
-            self.executor.begin_segment(SegmentKey(Phase.STEP, True, None))
-            self._pending_forwards.clear()
-            self.gradients.reclaim(0)
-            self._clocks_before_step = [tensor.home_clock for tensor in self.tensors]
+    # -- the optimizer's step (`hetero.stm.hoststep`) --------------------------------------------------
 
     def before_home_writes(self, tensors: Sequence[ManagedTensor]) -> None:
         """These homes are about to be written: their gradients have arrived, copies have been read."""
@@ -207,80 +179,13 @@ class StatefulTensorMgr:
             plan = self.cycles.last_plan
             return {} if plan is None else plan.first_uses
 
-    def end_step(self, *, complete: bool) -> None:
-        """Homes have been written, or will be: forget older copies."""
-        with self._lock:
-            segment = self.executor.segment
-            if segment is not None:
-                segment.complete = complete
-            before = self._clocks_before_step
-            written = [
-                t
-                for t, clock in zip(self.tensors, before, strict=True)
-                if t.pending is not None or t.home_clock != clock
-            ]
-            if complete:
-                self.executor.homes_written(written)
-            else:
-                self.residency.drop_stale(written)
-                self.executor.finish_segment()
-            self.executor.release_cap()
-
-    @contextlib.contextmanager
-    def backward(self, *, captures: bool) -> Iterator[None]:
-        """Surrounds every backward of the process, whether or not it reaches this model."""
-        # Only at home does autograd read parameters, and add to gradients, without telling us.
-        for tensor in self.tensors:
-            if tensor.used_at_home:
-                self.wait_for_gradient(tensor)
-        complete = False
-        try:
-            with self._guarded_backward():
-                yield
-            complete = True
-        finally:
-            with self._lock:
-                segment = self.executor.segment
-                in_backward = segment is not None and segment.key.phase is Phase.BACKWARD
-                if segment is not None and in_backward:
-                    segment.complete = complete
-                if not complete and (in_backward or self._pending_forwards):
-                    # It may have failed before it reached a parameter: then the forward's last period was cut short.
-                    if segment is not None:
-                        segment.complete = False
-                    self.executor.finish_segment()
-                    self._pending_forwards.clear()
-                if captures or not complete:
-                    self.gradients.norms.forget_all()
-                    self.gradients.wait_all(self.tensors)
-                if not self._has_optimizer:  # nothing tells when the iteration is over
-                    self.executor.release_cap()
-
-    def _enter_backward(self) -> None:
-        """First sign that the backward that runs now reaches this model."""
-        segment = self.executor.segment
-        if segment is None or segment.key.phase is not Phase.BACKWARD:
-            self.executor.begin_segment(self._backward_key())
-            self._pending_forwards.clear()
-
-    def _guarded_backward(self) -> contextlib.AbstractContextManager[None]:
-        segment = self.executor.segment
-        if segment is not None and segment.key.phase is Phase.BACKWARD:
-            return self.executor.guarded()
-        if self._pending_forwards:
-            return self.executor.guarded(self._backward_key())
-        return contextlib.nullcontext()  # no forward of ours waits for it
-
-    def _backward_key(self) -> SegmentKey:
-        return SegmentKey(Phase.BACKWARD, True, tuple(self._pending_forwards))
-
     # -- what interception calls (`hetero.stm.intercept.Owner`) ---------------------------------------
 
     def begin_operator(self, operands: list[ManagedTensor], name: object) -> None:
         """The pre-op sampling moment; operands are resident and in COMPUTE afterwards."""
         with self._lock:
             if torch._C._current_graph_task_id() != -1:
-                self._enter_backward()
+                self.segments.enter_backward()
             self.executor.before_operator(operands, name)
             for tensor in operands:
                 tensor.begin_compute()
@@ -312,7 +217,7 @@ class StatefulTensorMgr:
             self.residency.settle(tensor)
             if tensor.version != version:
                 raise modified_in_place(tensor.home, tensor.version, version)
-            self._enter_backward()
+            self.segments.enter_backward()
             self.executor.before_operator([tensor], "backward")
             assert tensor.data is not None
             # From here on the reference count of the view stands for COMPUTE: nobody tells when backward is done
@@ -324,7 +229,7 @@ class StatefulTensorMgr:
         with self._lock:
             if self._closed:
                 return gradient.to(tensor.parameter.device)
-            self._enter_backward()
+            self.segments.enter_backward()
             self.residency.settle(tensor)  # autograd may add to the gradient that the queue reads
             return self.gradients.hand_over(tensor, gradient)
 
@@ -348,12 +253,6 @@ class StatefulTensorMgr:
         """As `settle_home`, for every parameter."""
         with self._lock:
             self.residency.settle_all(self.tensors)
-
-    def wait_for_gradients(self) -> None:
-        """As `wait_for_gradient`, for all."""
-        with self._lock:
-            self.gradients.norms.forget_all()
-            self.gradients.wait_all(self.tensors)
 
     def wait_for_gradient(self, tensor: ManagedTensor) -> None:
         """Somebody is about to read ``p.grad``."""

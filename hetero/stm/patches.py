@@ -72,7 +72,7 @@ _clear_autocast_cache = torch.clear_autocast_cache
 
 
 class BackwardListener(Protocol):
-    """Who wants to know of every backward (`hetero.stm.manager.StatefulTensorMgr`)."""
+    """Who wants to know of every backward (`hetero.stm.segments.Segments`)."""
 
     def backward(self, *, captures: bool) -> contextlib.AbstractContextManager[None]:
         """Surrounds a backward; ``captures``: it returns gradients instead of accumulating them."""

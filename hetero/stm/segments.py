@@ -1,0 +1,155 @@
+"""Where the managed model's forward, backward and step begin and end.
+
+Owns which forwards wait for their backward, and so the keys of segments (`hetero.msc.SegmentKey`). Invariant: whatever
+ends by an exception leaves no segment that counts as measured, and no operator that counts as running. What
+happens within a segment is `hetero.stm.executor`'s.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from hetero.msc import MemStatsCollector, Phase, SegmentKey
+from hetero.stm.executor import Executor
+from hetero.stm.gradients import Gradients
+from hetero.stm.residency import Residency
+from hetero.stm.tensors import ManagedTensor
+
+__all__ = ["Segments"]
+
+
+class Segments:
+    """The boundaries of segments, for one model. ``lock``: the manager's."""
+
+    def __init__(
+        self,
+        tensors: Sequence[ManagedTensor],
+        residency: Residency,
+        gradients: Gradients,
+        collector: MemStatsCollector,
+        executor: Executor,
+        *,
+        lock: contextlib.AbstractContextManager[bool],
+        has_optimizer: bool,
+    ) -> None:
+        self._tensors = tensors
+        self._residency = residency
+        self._gradients = gradients
+        self._collector = collector
+        self._executor = executor
+        self._lock = lock
+        self._has_optimizer = has_optimizer
+        self._pending_forwards: list[SegmentKey] = []
+        self._clocks_before_step: list[int] = []
+
+    def begin_forward(self, signature: object) -> None:
+        """The managed model's forward begins."""
+        with self._lock:
+            trains = torch.is_grad_enabled()
+            key = SegmentKey(Phase.FORWARD, trains, (signature, len(self._pending_forwards) if trains else 0))
+            self._executor.begin_segment(key)
+            if trains:
+                self._pending_forwards.append(key)
+
+    def end_forward(self, *, complete: bool) -> None:
+        """It ended; ``complete`` False: by an exception."""
+        with self._lock:
+            self._residency.write_back_all()
+            segment = self._executor.segment
+            if segment is not None:
+                segment.complete = complete
+            if not complete:
+                self._pending_forwards.clear()
+                self._executor.finish_segment()
+            elif self._executor.is_guarded:
+                # What the caller does next, the loss for instance, runs unguarded: leave all the room there is.
+                with self._collector.evicting(for_operator=False):
+                    self._residency.evict_idle()
+            if not complete or (segment is not None and not segment.key.trains):
+                self._executor.release_cap()
+
+    def begin_step(self) -> None:
+        """The optimizer's step begins; what the one before it left to be done is done."""
+        with self._lock:
+            self._residency.settle_all(self._tensors)
+            self._executor.begin_segment(SegmentKey(Phase.STEP, True, None))
+            self._pending_forwards.clear()
+            self._gradients.reclaim(0)
+            self._clocks_before_step = [tensor.home_clock for tensor in self._tensors]
+
+    def end_step(self, *, complete: bool) -> None:
+        """Homes have been written, or will be: forget older copies."""
+        with self._lock:
+            segment = self._executor.segment
+            if segment is not None:
+                segment.complete = complete
+            before = self._clocks_before_step
+            written = [
+                t
+                for t, clock in zip(self._tensors, before, strict=True)
+                if t.pending is not None or t.home_clock != clock
+            ]
+            if complete:
+                self._executor.homes_written(written)
+            else:
+                self._residency.drop_stale(written)
+                self._executor.finish_segment()
+            self._executor.release_cap()
+
+    @contextlib.contextmanager
+    def backward(self, *, captures: bool) -> Iterator[None]:
+        """Surrounds every backward of the process, whether or not it reaches this model."""
+        # Only at home does autograd read parameters, and add to gradients, without telling us.
+        with self._lock:
+            for tensor in self._tensors:
+                if tensor.used_at_home:
+                    self._residency.settle(tensor)
+                    self._gradients.wait(tensor)
+                    self._gradients.norms.forget(tensor.index)
+        complete = False
+        try:
+            with self._guarded_backward():
+                yield
+            complete = True
+        finally:
+            with self._lock:
+                segment = self._executor.segment
+                in_backward = segment is not None and segment.key.phase is Phase.BACKWARD
+                if segment is not None and in_backward:
+                    segment.complete = complete
+                if not complete and (in_backward or self._pending_forwards):
+                    # It may have failed before it reached a parameter: then the forward's last period was cut short.
+                    if segment is not None:
+                        segment.complete = False
+                    self._executor.finish_segment()
+                    self._pending_forwards.clear()
+                if captures or not complete:
+                    self._gradients.norms.forget_all()
+                    self._gradients.wait_all(self._tensors)
+                if not self._has_optimizer:  # nothing tells when the iteration is over
+                    self._executor.release_cap()
+
+    def wait_for_gradients(self) -> None:
+        """Every gradient that was handed over can be read afterwards."""
+        with self._lock:
+            self._gradients.norms.forget_all()
+            self._gradients.wait_all(self._tensors)
+
+    def enter_backward(self) -> None:
+        """First sign that the backward that runs now reaches this model."""
+        segment = self._executor.segment
+        if segment is None or segment.key.phase is not Phase.BACKWARD:
+            self._executor.begin_segment(self._backward_key())
+            self._pending_forwards.clear()
+
+    def _guarded_backward(self) -> contextlib.AbstractContextManager[None]:
+        segment = self._executor.segment
+        if segment is not None and segment.key.phase is Phase.BACKWARD:
+            return self._executor.guarded()
+        if self._pending_forwards:
+            return self._executor.guarded(self._backward_key())
+        return contextlib.nullcontext()  # no forward of ours waits for it
+
+    def _backward_key(self) -> SegmentKey:
+        return SegmentKey(Phase.BACKWARD, True, tuple(self._pending_forwards))
