@@ -55,7 +55,6 @@ _Function: Any = (
     if isinstance(torch.autograd.Function.__dict__["apply"], classmethod)
     else torch.autograd.Function
 )
-_function_apply = _Function.__dict__.get("apply")
 _Module: Any = nn.Module
 _autograd: Any = torch.autograd
 _Optimizer: Any = torch.optim.Optimizer
@@ -67,7 +66,6 @@ _optimizer_zero_grad = _Optimizer.zero_grad
 _load_state_dict = _Optimizer.load_state_dict
 _add_param_group = _Optimizer.add_param_group
 _run_backward = _autograd._engine_run_backward
-_torch: Any = torch
 _clear_autocast_cache = torch.clear_autocast_cache
 
 
@@ -83,22 +81,18 @@ class BackwardListener(Protocol):
 
 _listeners: list[BackwardListener] = []
 _step_hooks: list[RemovableHandle] = []
+# What stood in the places that are taken over now; `_INHERITED`: nothing of their own.
+_replaced: list[tuple[Any, str, Any]] = []
+_INHERITED = object()
 
 
 def install(listener: BackwardListener) -> None:
     """One more manager is active."""
     if not _listeners:
-        _Function.apply = classmethod(_apply)
-        _Module._apply = _refuse_conversion
-        _autograd._engine_run_backward = _announced_backward
-        _torch.clear_autocast_cache = _announced_clear
-        _Module.zero_grad = _zero_module_grad
-        _Optimizer.zero_grad = _zero_optimizer_grad
-        _Optimizer.load_state_dict = _settled(_load_state_dict)
-        _Optimizer.add_param_group = _settled(_add_param_group)
+        for place, name, replacement in _REPLACEMENTS:
+            _replaced.append((place, name, vars(place).get(name, _INHERITED)))
+            setattr(place, name, replacement)
         clipping.install()
-        if _compile_session is not None:
-            _compiler._compile_session_context = _settled_session
         _step_hooks.append(register_optimizer_step_pre_hook(_settle_before_step))
         _step_hooks.append(register_optimizer_step_post_hook(_note_step))
     _listeners.append(listener)
@@ -108,20 +102,13 @@ def remove(listener: BackwardListener) -> None:
     """One manager fewer."""
     _listeners.remove(listener)
     if not _listeners:
-        if _function_apply is None:
-            del _Function.apply
-        else:
-            _Function.apply = _function_apply
-        _Module._apply = _module_apply
-        _autograd._engine_run_backward = _run_backward
-        _torch.clear_autocast_cache = _clear_autocast_cache
-        _Module.zero_grad = _module_zero_grad
-        _Optimizer.zero_grad = _optimizer_zero_grad
-        _Optimizer.load_state_dict = _load_state_dict
-        _Optimizer.add_param_group = _add_param_group
+        while _replaced:
+            place, name, own = _replaced.pop()
+            if own is _INHERITED:
+                delattr(place, name)
+            else:
+                setattr(place, name, own)
         clipping.remove()
-        if _compile_session is not None:
-            _compiler._compile_session_context = _compile_session
         while _step_hooks:
             _step_hooks.pop().remove()
 
@@ -244,3 +231,17 @@ def _refuse_conversion(self: nn.Module, fn: Any, recurse: bool = True) -> Any:
                 "moved and cast by hetero; call manager.close() first, convert, and manage again"
             )
     return _module_apply(self, fn, recurse)
+
+
+_REPLACEMENTS: list[tuple[Any, str, Any]] = [
+    (_Function, "apply", classmethod(_apply)),
+    (_Module, "_apply", _refuse_conversion),
+    (_Module, "zero_grad", _zero_module_grad),
+    (_autograd, "_engine_run_backward", _announced_backward),
+    (torch, "clear_autocast_cache", _announced_clear),
+    (_Optimizer, "zero_grad", _zero_optimizer_grad),
+    (_Optimizer, "load_state_dict", _settled(_load_state_dict)),
+    (_Optimizer, "add_param_group", _settled(_add_param_group)),
+]
+if _compile_session is not None:
+    _REPLACEMENTS.append((_compiler, "_compile_session_context", _settled_session))

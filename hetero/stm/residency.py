@@ -181,6 +181,10 @@ class Residency:
             stream.wait_event(before.record_event())
         self._stream = stream
 
+    def await_copies(self) -> None:
+        """After an interrupt, that may have come between a copy's start and our knowing of it: none is on its way."""
+        self._accelerator.synchronize()
+
     def write_back(self, tensor: ManagedTensor) -> int:
         """Bring home up to date with writes to the device copy; returns the bytes moved."""
         if not tensor.is_dirty:
@@ -277,7 +281,7 @@ class Residency:
     def _fetch(self, tensor: ManagedTensor) -> None:
         tensor.follow_parameter()
         if self._starting is not None:  # an interrupt came between the start of a copy and our knowing of it
-            self._accelerator.synchronize()
+            self.await_copies()
         # Copies made inside the user's inference_mode would be unusable for training later.
         with torch.inference_mode(False), torch.no_grad():
             self._starting = copy = torch.empty_like(tensor.home, device=self._accelerator.device)

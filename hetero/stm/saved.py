@@ -77,7 +77,11 @@ def _packer(
 
 def _pack(saved: torch.Tensor) -> Any:
     handle = _handle(saved)
-    return handle if handle is not None else _Kept(saved, saved._version)
+    if handle is not None:
+        return handle
+    # Without its node: an operator's own output would otherwise hold the node that holds what we return, and a graph
+    # that is dropped without a backward would stay for good. Autograd attaches the node again; the version is shared.
+    return _Kept(saved if saved.grad_fn is None else saved.detach(), saved._version)
 
 
 def _handle(saved: torch.Tensor) -> _Handle | None:

@@ -60,8 +60,7 @@ class Segments:
             if segment is not None:
                 segment.complete = complete
             if not complete:
-                self._pending_forwards.clear()
-                self._executor.finish_segment()
+                self._void()
             elif self._executor.is_guarded:
                 # What the caller does next, the loss for instance, runs unguarded: leave all the room there is.
                 with self._collector.evicting(for_operator=False):
@@ -120,10 +119,7 @@ class Segments:
                     segment.complete = complete
                 if not complete and (in_backward or self._pending_forwards):
                     # It may have failed before it reached a parameter: then the forward's last period was cut short.
-                    if segment is not None:
-                        segment.complete = False
-                    self._executor.finish_segment()
-                    self._pending_forwards.clear()
+                    self._void()
                 if captures or not complete:
                     self._gradients.norms.forget_all()
                     self._gradients.wait_all(self._tensors)
@@ -142,6 +138,17 @@ class Segments:
         if segment is None or segment.key.phase is not Phase.BACKWARD:
             self._executor.begin_segment(self._backward_key())
             self._pending_forwards.clear()
+
+    def _void(self) -> None:
+        """What ran was left by an exception."""
+        segment = self._executor.segment
+        if segment is not None:
+            segment.complete = False
+        self._executor.finish_segment()
+        self._pending_forwards.clear()
+        for tensor in self._tensors:
+            tensor.abandon_compute()
+        self._residency.await_copies()
 
     def _guarded_backward(self) -> contextlib.AbstractContextManager[None]:
         segment = self._executor.segment

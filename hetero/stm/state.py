@@ -139,6 +139,12 @@ class StatefulTensor:
         if self.users == 0:
             self._recount(State.HOLD)
 
+    def abandon_compute(self) -> None:
+        """Whatever operator used it was left without a word (an interrupt): none does now."""
+        self.users = 0
+        if self.state is State.COMPUTE:  # not the same: the interrupt may have come between the two
+            self.transition(State.HOLD)
+
     def transition(self, new: State) -> None:
         """Change state. Raises `StateError` if the table does not allow it; then nothing has changed."""
         old = self.state

@@ -1,12 +1,15 @@
 """Iterations that follow no plan, or leave it: the budget holds, and the numbers stay."""
 
+import contextlib
+
 import torch
 from test_random_graphs import Graph, Node, Step, run, twin
 from torch import nn
 from twins import assert_same, assert_twins, device, plain
 
 import hetero
-from hetero.stm import guard
+from hetero.stm import Kind, State, Tier, guard
+from hetero.stm.manager import StatefulTensorMgr
 
 WIDTH = 64
 
@@ -146,3 +149,42 @@ def test_what_the_model_hoards_in_a_planned_forward_makes_copies_leave():
 
     # Half of the weights beside the activations; what is hoarded takes as much again.
     assert_twins(Hoarding, loop, budget=16 * (8 << 10) + 8 * (17 << 10) + (64 << 10))
+
+
+def activations():
+    return nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())])
+
+
+def test_a_graph_that_is_dropped_without_a_backward_is_freed():
+    target = device()
+    model = activations()
+    with hetero.manage(model, device=target, device_budget="8MiB") as manager:
+        used = []
+        for _ in range(3):
+            out = model(torch.randn(64, WIDTH, device=target))
+            del out
+            manager._stm.relieve()
+            used.append(torch.accelerator.memory_allocated())
+        assert len(set(used)) == 1
+
+
+def test_after_an_interrupt_between_the_begin_of_an_operator_and_its_end_no_operator_runs(monkeypatch):
+    # An interrupt may come at any bytecode, so also where nobody knows yet that an operator has begun.
+    target = device()
+    model = activations()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    begin = StatefulTensorMgr.begin_operator
+    with hetero.manage(model, optimizer, device=target, device_budget="8MiB") as manager:
+        steps(model, optimizer, target, 2)
+
+        def interrupted(self, operands, name):
+            begin(self, operands, name)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(StatefulTensorMgr, "begin_operator", interrupted)
+        with contextlib.suppress(KeyboardInterrupt):
+            model(torch.randn(4, WIDTH, device=target))
+        monkeypatch.undo()
+        ledger = manager._stm.ledger
+        assert all(ledger.nbytes(tier, kind, State.COMPUTE) == 0 for tier in Tier for kind in Kind)
+        steps(model, optimizer, target, 2)
