@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 from accelerators import ON_CUDA
-from test_semantics_autograd import batch, mlp, train
+from loops import batch, mlp, train
 from twins import adamw, device
 
 import hetero

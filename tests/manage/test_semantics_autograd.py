@@ -4,32 +4,11 @@ import gc
 
 import torch
 import torch.nn.functional as F
+from loops import batch, mlp, train
 from torch import nn
 from twins import assert_twins, device
 
 import hetero
-
-
-def mlp(width: int = 64, depth: int = 4) -> nn.Module:
-    layers: list[nn.Module] = []
-    for _ in range(depth):
-        layers += [nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width), nn.LayerNorm(width)]
-    return nn.Sequential(*layers)
-
-
-def batch(target, rows=8, width=64):
-    return torch.randn(rows, width).to(target)
-
-
-def train(model, optimizer, target, steps=3):
-    seen = []
-    for _ in range(steps):
-        loss = model(batch(target)).square().mean()
-        loss.backward()
-        seen.append([loss, *[p.grad for p in model.parameters()]])
-        optimizer.step()
-        optimizer.zero_grad()
-    return seen
 
 
 def test_plain_training():

@@ -6,7 +6,7 @@ import io
 
 import pytest
 import torch
-from test_semantics_autograd import batch, mlp, train
+from loops import batch, mlp, train
 from torch import nn
 from twins import adamw, assert_same, assert_twins, device, managed, plain, unmanaged
 
