@@ -32,9 +32,6 @@ from torch.testing._internal.common_modules import ModuleInfo, ModuleInput, modu
 STEPS = 3
 PER_MODULE = 20  # of its samples, spread over the list: most have fewer, LinearCrossEntropyLoss has hundreds
 
-# Name -> why it cannot be compared. Fewer than five of them is part of what is promised.
-SKIPPED: dict[str, str] = {}
-
 # All their parameters are operands of one operator and are on the device together: something has to run beside it.
 ONE_OPERATOR = {
     "nn.LayerNorm",
@@ -179,8 +176,6 @@ def _compare(run: Run) -> None:
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("info", module_db, ids=lambda info: info.formatted_name)
 def test_module_gives_the_same_numbers_managed(info: ModuleInfo, training: bool) -> None:
-    if info.name in SKIPPED:
-        pytest.skip(SKIPPED[info.name])
     torch.manual_seed(0)
     samples = info.module_inputs_func(
         info, device="cpu", dtype=torch.float32, requires_grad=True, training=training
