@@ -4,7 +4,7 @@ import pytest
 import torch
 from lateness import managed_mlp, pending
 from loops import backward, batch, mlp
-from twins import adamw, assert_same, assert_twins, device, plain
+from twins import assert_same, assert_twins, at_home, device, plain
 
 import hetero
 from hetero.stm.manager import StatefulTensorMgr
@@ -108,20 +108,13 @@ def test_a_gradient_that_was_looked_at_changed_or_added_to_is_read_again(norms_t
             seen.append(torch.nn.utils.clip_grad_norm_(list(model.parameters())[:3], 1e-4))
             optimizer.step()
             optimizer.zero_grad()
-        return seen
+        return [seen, list(model.parameters())]
 
-    def home_loop(model, optimizer, target):
-        return loop(model, optimizer, torch.device("cpu"))
-
-    torch.manual_seed(0)
-    model = mlp(depth=2)
-    optimizer = adamw(model)
-    torch.manual_seed(1)
-    expected = plain([home_loop(model, optimizer, None), list(model.parameters())])
+    expected = at_home(lambda: mlp(depth=2), loop)
     model, optimizer, manager, target = managed_mlp()
     with manager:
         torch.manual_seed(1)
-        got = plain([loop(model, optimizer, target), list(model.parameters())])
+        got = plain(loop(model, optimizer, target))
     assert_same(got, expected, "seen")
     # Without a gradient (3) the rest is still true; the second of each pair comes after a scaling.
     assert norms_taken[::2] == [False, False, False, True, False, False, False, True]
@@ -168,16 +161,17 @@ def test_clipping_is_torchs_own_again_after_close():
     assert torch.nn.utils.clip_grad_norm_.__closure__[0].cell_contents is before
 
 
-def test_grad_scaler_with_a_forced_inf():
+@pytest.mark.parametrize("clipped", ["every step", "every other step"])
+def test_grad_scaler_with_a_forced_inf(clipped):
     def loop(model, optimizer, target):
-        scaler = torch.amp.GradScaler("virtual", init_scale=2.0**10, growth_interval=2)
+        scaler = torch.amp.GradScaler(device().type, init_scale=2.0**10, growth_interval=2)
         seen = []
         for step in range(7):
             loss = model(batch(target)).square().mean()
             scaler.scale(loss).backward()
             if step in (3, 4):
                 next(model.parameters()).grad.view(-1)[0] = float("inf")
-            if step % 2:
+            if step % 2 or clipped == "every step":
                 scaler.unscale_(optimizer)
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             scaler.step(optimizer)

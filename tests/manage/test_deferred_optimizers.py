@@ -4,7 +4,7 @@ import pytest
 import torch
 from lateness import host_step_of, managed_mlp
 from loops import batch, mlp, two_steps
-from twins import assert_same, assert_twins, plain
+from twins import assert_same, assert_twins, at_home, plain
 
 pytestmark = pytest.mark.usefixtures("late_queue")
 
@@ -121,12 +121,7 @@ def test_lbfgs_and_closures_are_stepped_whole():
             seen.append(optimizer.step(closure))
         return seen
 
-    target = torch.device("cpu")
-    torch.manual_seed(0)
-    model = mlp(depth=2)
-    optimizer = make(model)
-    torch.manual_seed(1)
-    expected = plain(loop(model, optimizer, target))
+    expected = at_home(lambda: mlp(depth=2), loop, make)
     model, optimizer, manager, target = managed_mlp(make)
     with manager:
         torch.manual_seed(1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from lateness import managed_mlp, pending, stopped
 from loops import backward, mlp, two_steps
-from twins import adamw, assert_same, device, plain
+from twins import adamw, assert_same, at_home, device, plain
 
 import hetero
 
@@ -146,14 +146,7 @@ def test_an_alias_taken_before_the_step_is_never_stale(name):
             optimizer.zero_grad()
         return seen
 
-    def home_loop(model, optimizer, target):
-        return loop(model, optimizer, torch.device("cpu"))
-
-    torch.manual_seed(0)
-    model = mlp(depth=2)
-    optimizer = adamw(model)
-    torch.manual_seed(1)
-    expected = plain(home_loop(model, optimizer, None))
+    expected = at_home(lambda: mlp(depth=2), loop)
     model, optimizer, manager, target = managed_mlp()
     with manager:
         torch.manual_seed(1)

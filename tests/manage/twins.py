@@ -42,6 +42,15 @@ def unmanaged(
     return seen, state, peak
 
 
+def at_home(build: Build, loop: Loop, make_optimizer: Callable[[nn.Module], Any] = adamw) -> Any:
+    """Observations on the host, where homes and their updates are: no device takes part."""
+    torch.manual_seed(0)
+    model = build()
+    optimizer = make_optimizer(model)
+    torch.manual_seed(1)
+    return plain(loop(model, optimizer, torch.device("cpu")))
+
+
 def managed(
     build: Build,
     loop: Loop,
