@@ -6,9 +6,6 @@ that little as its budget, which the device enforces.
 """
 
 import copy
-import sys
-import types
-import unittest
 from collections.abc import Callable
 from typing import Any
 
@@ -17,17 +14,9 @@ import torch
 from accelerators import races, set_memory_limit
 from equality import assert_identical, device, fresh_memory, on_host, peak_memory, tensors_in, values_of
 from torch import nn
+from torch_databases import ModuleInfo, ModuleInput, module_db
 
 import hetero
-
-# The database imports torch's own test runner, which wants this package; the database itself does not.
-if "expecttest" not in sys.modules:
-    try:
-        import expecttest  # noqa: F401
-    except ImportError:
-        sys.modules["expecttest"] = types.SimpleNamespace(TestCase=unittest.TestCase)  # type: ignore[assignment]
-
-from torch.testing._internal.common_modules import ModuleInfo, ModuleInput, module_db
 
 STEPS = 3
 PER_MODULE = 20  # of its samples, spread over the list: most have fewer, LinearCrossEntropyLoss has hundreds

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -25,8 +26,6 @@ from hetero.errors import ConfigError, PlanError
 from hetero.pool import Arena, planned, smartpool
 from hetero.pool.cycle import CyclicLife, cyclic_load, plan_cycle
 from hetero.pool.placing import INTO_OUT
-
-transformers = pytest.importorskip("transformers")
 
 ROOT = Path(__file__).parents[2]
 # One pass, no time limit: these tests ask where tensors lie, not how good the plan is.
@@ -448,8 +447,6 @@ def test_bad_lives_are_refused() -> None:
 
 def test_operators_that_write_into_their_slot_share_their_kernel_with_the_functional_variant() -> None:
     """torch's own table: structured means both variants are generated around one kernel."""
-    torchgen = pytest.importorskip("torchgen")
-    yaml = pytest.importorskip("yaml")
     path = Path(torchgen.__file__).parent / "packaged/ATen/native/native_functions.yaml"
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     table = {entry["func"].split("(")[0]: entry for entry in yaml.load(path.read_text(), loader)}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
@@ -19,9 +20,6 @@ from hetero.pool.dataflow import Dataflow, is_order, order_load, order_peak
 from hetero.pool.reorder import beam, bfs, dfs, hoist, inductor, lpmf, reorder, sink, tighten
 from hetero.trace import reorder_backend, reorder_graph
 from hetero.trace.reorder import dataflow_of
-
-transformers = pytest.importorskip("transformers")
-
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:

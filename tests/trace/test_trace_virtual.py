@@ -4,13 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from hetero.devices.virtual import virtual_device
 from hetero.trace import trace_loop, trace_step
-
-transformers = pytest.importorskip("transformers")
-
 
 @pytest.fixture
 def device() -> torch.device:
