@@ -65,7 +65,7 @@ def test_a_queue_runs_everything_once_and_what_is_waited_for_first():
     running.wait()
     waiter = threading.Thread(target=queue.finish, args=(updates[4],))
     waiter.start()
-    while updates[4] not in queue._urgent:
+    while queue._waiting[0] is not updates[4]:
         time.sleep(1e-4)
     gate.set()
     waiter.join()

@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+import torchgen
 import transformers
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn

@@ -21,6 +21,7 @@ from hetero.pool.reorder import beam, bfs, dfs, hoist, inductor, lpmf, reorder, 
 from hetero.trace import reorder_backend, reorder_graph
 from hetero.trace.reorder import dataflow_of
 
+
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:
     yield

@@ -10,6 +10,7 @@ from torch import nn
 from hetero.devices.virtual import virtual_device
 from hetero.trace import trace_loop, trace_step
 
+
 @pytest.fixture
 def device() -> torch.device:
     return virtual_device("512MiB")
