@@ -1,6 +1,5 @@
 """The planned arena: the same numbers as without it, no byte in two living storages, a footprint that holds."""
 
-import importlib.util
 import subprocess
 import sys
 import weakref
@@ -8,16 +7,16 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+import small_transformers
 import torch
 import torchgen
-import transformers
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from repository import ROOT, load
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,18 +28,8 @@ from hetero.pool import Arena, planned, smartpool
 from hetero.pool.cycle import CyclicLife, cyclic_load, plan_cycle
 from hetero.pool.placing import INTO_OUT
 
-ROOT = Path(__file__).parents[2]
 # One pass, no time limit: these tests ask where tensors lie, not how good the plan is.
 run_planned = partial(planned, planner=smartpool)
-
-
-def load_example(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(autouse=True)
@@ -92,16 +81,13 @@ def mlp() -> tuple[nn.Module, Callable[[], Any], Callable[..., Tensor]]:
 
 
 def resnet() -> tuple[nn.Module, Callable[[], Any], Callable[..., Tensor]]:
-    cnn = load_example("cnn")
+    cnn = load("examples/cnn.py")
     cnn.RESNET_BLOCKS["tiny"] = ("basic", [1, 1])
     return cnn.resnet("tiny"), lambda: (torch.randn(2, 3, 16, 16), torch.randint(10, (2,))), classify
 
 
 def gpt2() -> tuple[nn.Module, Callable[[], Any], Callable[..., Tensor]]:
-    config = transformers.GPT2Config(
-        n_embd=32, n_layer=2, n_head=2, vocab_size=50, n_positions=16, bos_token_id=0, eos_token_id=0
-    )
-    model = transformers.GPT2LMHeadModel(config)
+    model = small_transformers.gpt2(width=32, layers=2, heads=2, vocabulary=50, length=16)
     return model, lambda: (torch.randint(50, (2, 16)),), lambda m, ids: m(input_ids=ids, labels=ids)[0]
 
 
@@ -179,10 +165,7 @@ def test_the_allocator_sees_the_plan_and_nothing_else(virtual: torch.device) -> 
 
 def test_on_the_virtual_accelerator_a_transformer_s_footprint_is_the_plan_s(virtual: torch.device) -> None:
     torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        n_embd=128, n_layer=3, n_head=4, vocab_size=500, n_positions=64, bos_token_id=0, eos_token_id=0
-    )
-    model = transformers.GPT2LMHeadModel(config).to(virtual)
+    model = small_transformers.gpt2(width=128, layers=3, heads=4, vocabulary=500, length=64).to(virtual)
     optimizer = torch.optim.AdamW(model.parameters())
     ids = torch.randint(500, (4, 64)).to(virtual)
 

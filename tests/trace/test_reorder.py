@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import small_transformers
 import torch
-import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
@@ -207,10 +207,7 @@ def branches() -> tuple[Callable[..., Tensor], nn.Module, tuple[Tensor, ...]]:
 
 
 def llama() -> tuple[Callable[..., Tensor], nn.Module, tuple[Tensor, ...]]:
-    config = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, vocab_size=50
-    )
-    model = transformers.LlamaForCausalLM(config)
+    model = small_transformers.llama(width=32, inner=48, layers=1, heads=2, groups=2, vocabulary=50)
     return lambda m, ids: m(input_ids=ids).logits.square().mean(), model, (torch.randint(50, (2, 8)),)
 
 

@@ -3,8 +3,8 @@
 from typing import Any
 
 import pytest
+import small_transformers
 import torch
-import transformers
 from torch import nn
 
 from hetero.devices.virtual import virtual_device
@@ -20,16 +20,10 @@ def llama(
     device: torch.device, optimizer: str, batch: int, dtype: torch.dtype = torch.float32
 ) -> tuple[Any, ...]:
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=128,
-        intermediate_size=344,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        vocab_size=1000,
-    )
     with device:
-        model = transformers.LlamaForCausalLM(config).to(dtype)
+        model = small_transformers.llama(
+            width=128, inner=344, layers=3, heads=4, groups=4, vocabulary=1000
+        ).to(dtype)
         ids = torch.zeros(batch, 64, dtype=torch.long)
     return model, getattr(torch.optim, optimizer)(model.parameters(), lr=1e-3), ids
 
