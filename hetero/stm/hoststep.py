@@ -370,9 +370,12 @@ class HostStep:
             for tensor in self._stm.tensors
             if tensor.index in self._stepped and not tensor.used_at_home
         ]
-        if not self._may_use_device() or self._host_bytes < sum(t.home.nbytes for t in tensors):
+        if not self._may_use_device() or not self._is_timed(tensors):
             return {}
         return self._device_homes.costs(tensors, self._host_seconds / max(self._host_bytes, 1))
+
+    def _is_timed(self, tensors: list[ManagedTensor]) -> bool:
+        return self._host_bytes >= sum(tensor.home.nbytes for tensor in tensors)
 
     def _commit(self) -> None:
         """States that updates have made are the optimizer's. Nothing may be queued."""
