@@ -27,7 +27,7 @@ from hetero.devices.accelerator import ALLOCATION_GRANULARITY
 from hetero.devices.host import host_memory_total
 from hetero.errors import ConfigError
 from hetero.eviction import Policy, resolve_policy
-from hetero.report import MemoryStats, collect_stats, plot_stats
+from hetero.report import MemoryStats, Plan, collect_stats, describe_plan, plot_stats
 from hetero.stm import patches
 from hetero.stm.compiled import CompiledCalls
 from hetero.stm.fetch import plain
@@ -176,6 +176,12 @@ class Manager:
         if not self._closed:
             self._stm.finish_updates()
         return collect_stats(self._stm, self._accelerator, self.config)
+
+    @property
+    def plan(self) -> Plan | None:
+        """Where parameters live, and what moves when, in iterations like the last one; a snapshot. None before there is
+        a plan: the first iteration measures."""
+        return describe_plan(self._stm)
 
     def trim(self, device_budget: Size | None = None) -> int:
         """Give device memory back that later iterations do not need, so that other jobs can share the device.

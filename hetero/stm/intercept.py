@@ -212,7 +212,7 @@ def _at_home(
     result = func(*args, **kwargs)
     if any(
         value.requires_grad for value in _tensors((result,))
-    ):  # ``detach()``, as in ``state_dict()``, makes no graph
+    ):  # ``detach()``, in ``state_dict()``, does not
         note_use_at_home(operands)
     return result
 

@@ -283,3 +283,22 @@ def test_deterministic_algorithms_and_the_switch_keep_everything_at_home():
         for _ in range(6):
             step(model, optimizer, target)
         assert not living(manager)
+
+
+def test_the_plan_says_where_parameters_live_and_what_moves():
+    model, optimizer, manager, target = managed_mlp(1300 << 10)
+    with manager:
+        assert manager.plan is None
+        for _ in range(6):
+            step(model, optimizer, target)
+        plan = manager.plan
+        names = {name for name, _ in model.named_parameters()}
+        assert living(manager) == set(plan.lives_on_device)
+        assert set(plan.lives_on_device) | set(plan.lives_at_home) == names
+        assert set(plan.lives_at_home)
+        fetched = [name for moment in plan.moments for name in moment.fetches]
+        assert set(fetched) == set(plan.lives_at_home)
+        sizes = {tensor.name: tensor.device_nbytes for tensor in manager._stm.tensors}
+        assert sum(sizes[name] for name in fetched) == plan.fetched_bytes >= plan.lower_bound_bytes > 0
+        assert {moment.phase for moment in plan.moments} == {"forward", "backward", "step"}
+        assert "live on the device" in str(plan)
