@@ -10,7 +10,8 @@ same batches, float32 weights and AdamW, in a process of its own (`benchmarks.sw
 (``fully_shard`` of every block and the root, `CPUOffloadPolicy`, one rank) and DeepSpeed (ZeRO-3, parameters and
 optimizer offloaded) step on the host, unmanaged on the device. Without an accelerator, unmanaged and hetero run on
 the virtual one, FSDP2 and DeepSpeed on the CPU itself, whose kernels the virtual one uses; their speed says nothing
-then, because nothing of theirs is moved.
+then, because nothing of theirs is moved. deepspeed 0.19.8 installs from source and runs on a CPU; it compiles an
+operator there at first use, for minutes.
 
 Reported: seconds a step, peak by the allocator's own counter, bytes moved, and
 
@@ -34,7 +35,7 @@ from typing import Any
 import torch
 
 from benchmarks.record import write
-from benchmarks.sweep_ways import build
+from benchmarks.sweep_ways import shapes
 from hetero.cli.placing import choose_device
 from hetero.devices import Accelerator, host_memory_free
 from hetero.units import format_bytes
@@ -62,8 +63,9 @@ def main() -> int:
         return 0
     device = choose_device(None)
     settings = {key: value for key, value in vars(arguments).items() if key not in ("toy", "seconds")}
-    with torch.device("meta"):
-        parameters = sum(p.numel() for p in build(settings, torch.device("meta")).parameters())
+    parameters = sum(p.numel() for p in shapes(settings).parameters())
+    if device.type == "virtual":
+        torch.set_num_threads(1)  # as `benchmarks.sweep_ways` does: the record says so
     print(
         f"{parameters:,} parameters on {device}; {format_bytes(host_memory_free())} of host memory free",
         flush=True,

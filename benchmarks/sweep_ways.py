@@ -26,7 +26,7 @@ from hetero.cli.placing import choose_device, limit_memory
 from hetero.devices import Accelerator
 from hetero.errors import HeteroError
 
-__all__ = ["GPT", "WARM_UP", "build", "held_bytes"]
+__all__ = ["GPT", "WARM_UP", "build", "held_bytes", "shapes"]
 
 WARM_UP = 3  # hetero measures, plans, and verifies its plan
 
@@ -75,12 +75,15 @@ class GPT(nn.Module):
         return scores
 
 
+def shapes(settings: Settings) -> nn.Module:
+    """The model on the meta device."""
+    with torch.device("meta"):
+        return GPT(**{key: settings[key] for key in ("layers", "width", "heads", "length", "vocabulary")})
+
+
 def build(settings: Settings, device: torch.device) -> nn.Module:
     """The model on the host, initialised on ``device`` where that is quicker; the same every time."""
-    shape = {key: settings[key] for key in ("layers", "width", "heads", "length", "vocabulary")}
-    with torch.device("meta"):
-        model = GPT(**shape)
-    model.to_empty(device="cpu")
+    model = shapes(settings).to_empty(device="cpu")
     generator = torch.Generator(device if device.type in ("cuda", "xpu") else "cpu").manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -328,7 +331,8 @@ def deepspeed(settings: Settings) -> Row:
         held = held_bytes(_zero3_tensors(engine, optimizer))
         return {"host_bytes": held["host"], "pinned_bytes": held["pinned"]}
 
-    return loop.run(engine, engine.step, lambda: None, count, backward=engine.backward)
+    row = loop.run(engine, engine.step, lambda: None, count, backward=engine.backward)
+    return {"version": library.__version__, **row}
 
 
 def _zero3_tensors(engine: Any, optimizer: Any) -> Iterable[Tensor]:
