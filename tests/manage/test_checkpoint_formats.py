@@ -132,6 +132,47 @@ def test_state_dicts_by_name_are_those_of_the_unmanaged_pair(name):
     assert_same(got, expected, name)
 
 
+def test_full_state_dicts_by_name_where_there_are_no_buffers():
+    """With buffers, which live on the device, torch refuses: it wants all of a full state dict on one device."""
+    options = StateDictOptions(full_state_dict=True)
+
+    def run(make):
+        target = device()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+        optimizer = adamw(model)
+        manager = make(model, optimizer, target)
+        losses = []
+        for number in range(6):
+            loss = model(torch.randn(4, 64).to(target)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            if number == 2:
+                state = copy.deepcopy(get_state_dict(model, optimizer, options=options))
+            if number == 3:
+                set_state_dict(
+                    model,
+                    optimizer,
+                    model_state_dict=state[0],
+                    optim_state_dict=state[1],
+                    options=options,
+                )
+        if manager is not None:
+            manager.close()
+        return losses
+
+    expected = run(_move)
+    got = run(lambda m, o, target: hetero.manage(m, o, device=target, device_budget="200KiB"))
+    assert got == expected
+    assert races() == []
+
+
+def _move(model, optimizer, target):
+    model.to(target)
+
+
 def test_an_optimizer_that_has_not_stepped_can_be_loaded_by_name(tmp_path):
     """torch steps it once, with zero gradients and a learning rate of zero, to make its states."""
     twin = unmanaged_job()
