@@ -23,7 +23,7 @@ class Forkable(Protocol):
     is_in_child: bool
 
     def begin_fork(self) -> None:
-        """Finish what is under way and let nothing begin. Raises nothing."""
+        """Finish what is under way, take the locks and let nothing begin until `end_fork`."""
 
     def end_fork(self) -> None:
         """In parent and child: go on."""
@@ -49,8 +49,8 @@ def in_child() -> ManageError:
 
 def _before() -> None:
     for manager in list(_managers):
+        _forking.append(manager)  # first: whatever it raises, which Python prints and drops, locks are held
         manager.begin_fork()
-        _forking.append(manager)
 
 
 def _after_in_parent() -> None:

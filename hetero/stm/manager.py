@@ -354,17 +354,19 @@ class StatefulTensorMgr:
             raise in_child()
 
     def begin_fork(self) -> None:
-        """Finish what is under way and let nothing begin until `end_fork`. Raises nothing: an update's error waits."""
+        """Finish what is under way and let nothing begin until `end_fork`. An update's error waits."""
         self._lock.acquire()
-        if not self._closed and not self.is_in_child:
-            self.updates.finish_all()
-            for tensor in self.tensors:
-                if tensor.pending is not None and tensor.pending.done:
-                    self.residency.collect(tensor)
-            self.residency.write_back_all()
-            self.gradients.wait_all(self.tensors)
-            self.residency.before_host_writes()
-        self.updates.hold()
+        try:
+            if not self._closed and not self.is_in_child:
+                self.updates.finish_all()
+                for tensor in self.tensors:
+                    if tensor.pending is not None and tensor.pending.done:
+                        self.residency.collect(tensor)
+                self.residency.write_back_all()
+                self.gradients.wait_all(self.tensors)
+                self.residency.before_host_writes()
+        finally:
+            self.updates.hold()
 
     def end_fork(self) -> None:
         """In parent and child."""
