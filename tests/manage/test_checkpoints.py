@@ -13,7 +13,7 @@ import pytest
 import torch
 from accelerators import ON_CUDA, clear_races, device, races
 from checkpoint_jobs import Job, Net, adamw, plain_steps
-from test_deferred_step import pending, stopped
+from lateness import pending, stopped
 from torch import nn
 from twins import assert_same
 
@@ -386,7 +386,7 @@ def test_a_run_resumed_in_another_process_goes_on_as_if_it_had_not_stopped(tmp_p
         context.__exit__(None, None, None)
         expected = [loss.hex() for loss in job.steps(3)]
     root = Path(__file__).parent
-    paths = [str(root), str(root.parent.parent), os.environ.get("PYTHONPATH", "")]
+    paths = [str(root), str(root.parent), str(root.parent.parent), os.environ.get("PYTHONPATH", "")]
     other = subprocess.run(
         [sys.executable, "-c", RESUME, tmp_path / "checkpoint.pt"],
         capture_output=True,

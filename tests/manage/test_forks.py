@@ -8,8 +8,8 @@ import signal
 import pytest
 import torch
 from checkpoint_jobs import VOCABULARY, WIDTH
+from lateness import pending
 from test_checkpoints import managed_job, queued, unmanaged_job
-from test_deferred_step import pending
 
 import hetero
 
