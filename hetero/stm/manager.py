@@ -388,6 +388,9 @@ class StatefulTensorMgr:
                     if tensor.pending is not None and tensor.pending.done:
                         self.residency.collect(tensor)
                 self.residency.write_back_all()
+                for tensor in self.tensors:
+                    if tensor.is_ahead:  # it lives on the device, where the child cannot look
+                        self.collector.count_eviction(0, self.residency.write_back(tensor))
                 self.gradients.wait_all(self.tensors)
                 self.residency.before_host_writes()
         finally:
