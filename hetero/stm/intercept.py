@@ -208,6 +208,7 @@ def _at_home(
     name = getattr(func, "__name__", "")
     if name.endswith("_") or "out" in kwargs or name == "__setitem__":
         for tensor in operands:
+            tensor.owner.check_process()
             tensor.owner.before_home_write(tensor)
     result = func(*args, **kwargs)
     if any(
