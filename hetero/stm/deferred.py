@@ -64,9 +64,6 @@ class UpdateQueue:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._waiting: deque[Update] = deque()
-        # Those that somebody waits for. Only the thread takes updates out of a list: an interrupt of the caller's,
-        # between any two steps, must not lose one.
-        self._urgent: deque[Update] = deque()
         self._current: Update | None = None
         self._errors: list[BaseException] = []
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hetero-step")
@@ -81,7 +78,10 @@ class UpdateQueue:
             return
         with self._changed:
             self._waiting.extend(updates)
-        self._start()
+        try:
+            self._worker.submit(self._work)
+        except RuntimeError:  # the interpreter is going down, or there is no thread to be had
+            self._work()
 
     def upload_after(self, update: Update, upload: Callable[[], torch.Event]) -> bool:
         """Let the thread start ``upload`` as soon as ``update`` is done; False if it is done already."""
@@ -101,25 +101,15 @@ class UpdateQueue:
     def finish(self, update: Update) -> None:
         """Return once ``update`` is done. Raises nothing: see `raise_error`."""
         with self._changed:
-            if update.done:
-                return
-            idle = self._current is None
-            self._urgent.append(update)
-        if idle:  # its start may have been interrupted
-            self._start()
-        with self._changed:
+            if update in self._waiting:
+                self._waiting.extendleft(reversed(self._take(self._waiting.index(update))))
             self._changed.wait_for(lambda: update.done)
 
     def finish_all(self) -> None:
         """Return once nothing is queued or running. Raises nothing."""
-        if threading.get_ident() == self._ident:  # as when Python's collector drops a model on our thread
-            return
         with self._changed:
-            if not self._waiting and self._current is None:
-                return
-        self._start()
-        with self._changed:
-            self._changed.wait_for(lambda: not self._waiting and self._current is None)
+            if threading.get_ident() != self._ident:  # as when Python's collector drops a model on our thread
+                self._changed.wait_for(lambda: not self._waiting and self._current is None)
 
     def close(self) -> None:
         """End the thread; nothing may be queued any more."""
@@ -137,12 +127,6 @@ class UpdateQueue:
             first.add_note(f"another parameter's update failed as well: {other!r}")
         raise first
 
-    def _start(self) -> None:
-        try:
-            self._worker.submit(self._work)
-        except RuntimeError:  # the interpreter is going down, or there is no thread to be had
-            self._work()
-
     # -- the thread -----------------------------------------------------------------------------------
 
     def _work(self) -> None:
@@ -151,36 +135,27 @@ class UpdateQueue:
             with self._changed:
                 if not self._waiting:
                     return
-                update = self._current = self._next()
+                update, *update._company = self._take(0)
+                self._current = update
             self._run(update)
             with self._changed:
                 self._current = None
                 self._changed.notify_all()
 
-    def _next(self) -> Update:
-        place = 0
-        while self._urgent:
-            update = self._urgent.popleft()
-            if update in self._waiting:  # not done meanwhile
-                place = self._waiting.index(update)
-                break
-        update = self._waiting[place]
+    def _take(self, place: int) -> list[Update]:
+        """Take the update at ``place`` out of the queue, and what is run together with it."""
+        taken = [self._waiting[place]]
         del self._waiting[place]
-        self._take_company(update, place)
-        return update
-
-    def _take_company(self, update: Update, place: int) -> None:
-        """Take what is run with ``update``, which was at ``place``."""
-        if update.kin is None:
-            return
-        nbytes = update.kin.nbytes
-        while place < len(self._waiting):
-            kin = self._waiting[place].kin
-            if kin is None or kin.key != update.kin.key or nbytes + kin.nbytes > Kin.MOST_BYTES:
-                return
-            nbytes += kin.nbytes
-            update._company.append(self._waiting[place])
+        kin = taken[0].kin
+        nbytes = 0 if kin is None else kin.nbytes
+        while kin is not None and place < len(self._waiting):
+            other = self._waiting[place].kin
+            if other is None or other.key != kin.key or nbytes + other.nbytes > Kin.MOST_BYTES:
+                break
+            nbytes += other.nbytes
+            taken.append(self._waiting[place])
             del self._waiting[place]
+        return taken
 
     def _run(self, update: Update) -> None:
         together = [update, *update._company]
