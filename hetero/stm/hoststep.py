@@ -352,7 +352,11 @@ class HostStep:
             torch.autograd.graph.increment_version(written)
 
     def _is_ours(self, parameter: torch.Tensor) -> bool:
-        return is_managed(parameter) and managed_of(parameter).owner is self._stm
+        return (
+            parameter.device.type == "cpu"
+            and is_managed(parameter)
+            and managed_of(parameter).owner is self._stm
+        )
 
     def _commit(self) -> None:
         """States that updates have made are the optimizer's. Nothing may be queued."""

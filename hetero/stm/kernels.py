@@ -12,14 +12,15 @@ the wrong numbers. They take no mixed types, and SGD's leaves float16 and bfloat
 autograd still finds what was changed under it. Momentum has to exist for all or for none of a call's parameters.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 import torch
 
-__all__ = ["GroupKernels", "count_kernels", "is_open", "same_layout", "split", "takes_fused"]
+__all__ = ["GroupKernels", "as_if_managed", "count_kernels", "is_open", "same_layout", "split", "takes_fused"]
 
 Group = dict[str, Any]
 
@@ -62,11 +63,12 @@ def takes_fused(
     gradient: torch.Tensor | None,
     entry: dict[str, Any] | None,
 ) -> bool:
-    """Whether the fused kernel computes this update as the for-loop would, up to rounding. Call without dispatch.
+    """Whether the fused kernel computes this update as the for-loop would, up to rounding; for a group that
+    `is_open`. Call without dispatch.
 
     ``entry``: the optimizer's state for it, None or empty before the first step.
     """
-    if parameter.device.type != "cpu" or parameter.dtype not in _FUSED[type(optimizer)]:
+    if parameter.dtype not in _FUSED[type(optimizer)]:
         return False
     if gradient is not None and not same_layout(gradient, parameter):
         return False
@@ -77,7 +79,7 @@ def _fits(key: str, value: Any, parameter: torch.Tensor) -> bool:
     if not isinstance(value, torch.Tensor):
         return value is None  # momentum that does not exist yet
     if key == "step":
-        return value.device.type == "cpu" and value.dtype is torch.float32 and value.numel() == 1
+        return value.device == parameter.device and value.dtype is torch.float32 and value.numel() == 1
     return same_layout(value, parameter)
 
 
@@ -126,6 +128,17 @@ def split(
             if fused:
                 chosen += part["params"]
     return result, chosen
+
+
+@contextmanager
+def as_if_managed(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Within it, an unmanaged step uses the kernels that are chosen for a managed one."""
+    groups = optimizer.param_groups
+    optimizer.param_groups, _ = split(optimizer, groups, lambda parameter: True)
+    try:
+        yield
+    finally:
+        optimizer.param_groups = groups
 
 
 def count_kernels(
