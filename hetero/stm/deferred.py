@@ -172,8 +172,13 @@ class UpdateQueue:
         except BaseException as error:
             self._note_failure(error)
         del runs  # they hold the gradients
+        with self._changed:
+            for one in together:
+                one.done = one._upload is None
+            self._changed.notify_all()
         for one in together:
-            self._finish_one(one)
+            if not one.done:
+                self._finish_one(one)
 
     def _finish_one(self, update: Update) -> None:
         """Start what was asked for afterwards."""

@@ -4,9 +4,8 @@ Owns the order: gradient down, factors, copies of home up, then the update. Inva
 have on the thread that called ``optimizer.step()``.
 
 [Note: threads]
-As many as there: reductions (Adafactor, Muon) have other bits with other numbers of them, and torch's setting is not a
-thread's own; threads made later would take over ours. Fewer would leave the feeding threads a core, but where cores
-are scarce one core does not fill the memory's bandwidth either: see ``benchmarks/host_bandwidth.py``.
+As many as there: reductions (Adafactor, Muon) have other bits with other numbers of them. Fewer, for the sake of the
+threads that feed the device, cannot be had for this thread alone: threads made later would take them over.
 """
 
 from collections.abc import Sequence

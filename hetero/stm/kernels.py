@@ -90,7 +90,6 @@ def same_layout(tensor: torch.Tensor, like: torch.Tensor) -> bool:
         or tensor.device != like.device
         or tensor.dtype != like.dtype
         or tensor.shape != like.shape
-        or tensor.is_conj()
         or tensor.is_neg()
     ):
         return False
