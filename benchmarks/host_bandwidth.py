@@ -6,6 +6,7 @@ In one process, in turns, for each optimizer: torch's default on a CPU (its for-
 offered, and hetero's queue with the optimizer as the user made it, nothing given. Beside them a copy and a triad
 (``a = b + 2 c``) of as many bytes, as the STREAM benchmark has them. Bytes are those that any implementation has to
 read or write once: parameter, gradient and states; not temporaries, nor the cache lines that a write fetches first.
+As with STREAM, the quickest run of each is its rate; medians are kept beside it.
 
 Two models of equal size are stepped: a few large tensors, and many small ones.
 """

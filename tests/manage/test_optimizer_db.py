@@ -59,15 +59,22 @@ class Sparse(nn.Module):
 def configurations():
     for info in optim_db:
         for number, given in enumerate(info.optim_inputs_func(device="cpu")):
-            # On the CPU, "forloop" is what runs if nothing is said.
-            for implementation in info.supported_impls:
+            # The database's own list leaves out the for-loop, which every optimizer has.
+            for implementation in ("forloop", "foreach", "fused", "open"):
+                if implementation in ("foreach", "fused") and implementation not in info.supported_impls:
+                    continue
                 if implementation == "fused" and "cpu" not in info.supports_fused_on:
                     continue
                 keywords = {k: v for k, v in given.kwargs.items() if k not in ("foreach", "fused")}
-                if implementation != "forloop":
+                if implementation in ("foreach", "fused"):
                     keywords[implementation] = True
                     if keywords.get("differentiable"):
                         continue
+                elif as_chosen(info.optim_cls, keywords) != keywords:
+                    # "open" says nothing, and the choice is hetero's.
+                    keywords |= {"foreach": False} if implementation == "forloop" else {}
+                elif implementation == "open":
+                    continue
                 name = f"{info.optim_cls.__name__}-{number}-{implementation}"
                 yield pytest.param(info, keywords, id=name)
 
