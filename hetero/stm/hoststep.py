@@ -19,21 +19,24 @@ import sys
 import types
 from collections import defaultdict
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch.utils._device import DeviceContext
 
+from hetero.devices import Accelerator
+from hetero.eviction import HomeCost
+from hetero.stm.devicehomes import DeviceHomes, DeviceUpdate, can_step_on_device
 from hetero.stm.exposure import gradient_is_private, state_is_private
 from hetero.stm.fetch import plain
 from hetero.stm.intercept import in_scope, is_managed, managed_of
-from hetero.stm.jobs import Captured, Surroundings, make_update, prepare
+from hetero.stm.jobs import Captured, Surroundings, make_update, scale, wait
 from hetero.stm.kernels import GroupKernels, count_kernels, is_open, split, takes_fused
 from hetero.stm.manager import StatefulTensorMgr
 from hetero.stm.optimizers import hyper_parameters, make_shell, steps_alone
 from hetero.stm.tensors import ManagedTensor
-from hetero.stm.updates import ParameterUpdate
+from hetero.stm.updates import ParameterUpdate, device_update
 from hetero.stm.watched import WatchedState
 
 __all__ = ["HostStep"]
@@ -50,9 +53,11 @@ class HostStep:
         self,
         optimizer: torch.optim.Optimizer,
         manager: StatefulTensorMgr,
+        accelerator: Accelerator,
         *,
         note_states: Callable[[], None],
         kept_ids: Callable[[], frozenset[int]],
+        uses_device: bool,
     ) -> None:
         self._optimizer = optimizer
         self._stm = manager
@@ -66,6 +71,13 @@ class HostStep:
         self._stepped_now: set[int] = set()
         self._without_entry: list[tuple[Any, ParameterUpdate]] = []
         self._captured: list[Captured] = []
+        self._captured_here: list[DeviceUpdate] = []
+        self._uses_device = uses_device
+        self._device_homes = DeviceHomes(optimizer, manager, accelerator)
+        # Of the updates on the host: bytes of parameters, and the time they took.
+        self._host_bytes = 0
+        self._host_seconds = 0.0
+        manager.cycles.home_costs = self._home_costs
         self._groups: list[dict[str, Any]] | None = None
         self._written_unseen: list[torch.Tensor] = []
         self._plain: Any = None
@@ -75,6 +87,11 @@ class HostStep:
         # How many updates were queued so far, and how many done at once.
         self.queued = 0
         self.at_once = 0
+
+    @property
+    def on_device(self) -> frozenset[str]:
+        """Names of the parameters that live on the device."""
+        return self._device_homes.names
 
     # -- attaching ------------------------------------------------------------------------------------
 
@@ -113,11 +130,13 @@ class HostStep:
 
     @property
     def kernels(self) -> list[GroupKernels]:
-        """What steps each of the optimizer's groups now, as far as its parameters are at home and ours."""
+        """What steps each of the optimizer's groups now, as far as its parameters are ours and live at home."""
+        groups = self._optimizer.param_groups
         with plain():
-            return [
-                count_kernels(self._optimizer, group, self._is_ours) for group in self._optimizer.param_groups
-            ]
+            return [count_kernels(self._optimizer, group, self._is_at_home) for group in groups]
+
+    def _is_at_home(self, parameter: torch.Tensor) -> bool:
+        return self._is_ours(parameter) and not managed_of(parameter).stays
 
     # -- one step -------------------------------------------------------------------------------------
 
@@ -127,6 +146,7 @@ class HostStep:
             # It runs the model: interception has to stay on. Steps of this kind are rare (LBFGS).
             return self._step_with_closure(inner, closure, args, kwargs)
         self._stm.segments.begin_step()
+        self._stm.stepping = self._optimizer
         self._commit()
         optimizer = self._optimizer
         before = optimizer.register_step_pre_hook(self._before)
@@ -141,10 +161,12 @@ class HostStep:
         finally:
             before.remove()
             after.remove()
+            self._stm.stepping = None
             self._leave()
             self._abandon()
             self._stm.segments.end_step(complete=complete)
-            if self._stepped_now or not complete:
+            if self._stepped_now or self._device_homes.have_moved or not complete:
+                self._device_homes.have_moved = False
                 self._note_states()
             if complete:
                 self._stepped |= self._stepped_now
@@ -172,6 +194,7 @@ class HostStep:
 
         self._stm.settle_homes()
         self._commit()
+        self._device_homes.take({})
         try:
             result = inner(evaluate, *args[1:], **{k: v for k, v in kwargs.items() if k != "closure"})
         finally:
@@ -185,14 +208,16 @@ class HostStep:
         self._depth += 1
         if self._depth > 1:  # a step that calls another class's, hooks and all
             return
-        self._stm.settle_homes()
+        self._stm.finish_updates()
         self._commit()
         later: dict[int, ManagedTensor] = {}
         if self._may_defer(optimizer, args, kwargs):
             later = self._choose(optimizer)
+        with plain():
+            here = self._device_homes.take(later if self._may_use_device() else {})
         ours = {t.index: t for t in self._managed(optimizer) if t.index not in later}
         if later:
-            self._capture(optimizer, later)
+            self._capture(optimizer, later, here)
         self._stm.before_home_writes(list(ours.values()))
         with plain():
             self._stepped_now |= {i for i, t in ours.items() if t.parameter.grad is not None}
@@ -214,8 +239,14 @@ class HostStep:
         captured.sort(key=lambda item: (ranks.get(item.tensor.index, len(ranks)), item.tensor.index))
         surroundings = Surroundings.of_this_thread()
         self._stm.await_updates(
-            [(item.tensor, make_update(self._stm.engine, item, surroundings)) for item in captured]
+            [
+                (item.tensor, make_update(self._stm.engine, item, surroundings, self._note_seconds))
+                for item in captured
+            ]
         )
+        here, self._captured_here = self._captured_here, []
+        with plain():
+            self._device_homes.run(here)
 
     def _leave(self) -> None:
         self._depth = 0
@@ -228,8 +259,10 @@ class HostStep:
     def _abandon(self) -> None:
         """The step was left by an exception: what was captured is not done, as it would not have been."""
         captured, self._captured = self._captured, []
+        self._captured_here = []
         for item in captured:
-            prepare(self._stm.engine, item)
+            wait(self._stm.engine, item)
+            scale(self._stm.engine, item)
 
     # -- what is queued -------------------------------------------------------------------------------
 
@@ -271,7 +304,7 @@ class HostStep:
     def _before_state_access(self, writes: bool) -> None:
         if self._groups is not None or self._plain is not None or not self._attached:
             return  # the step itself
-        self._stm.settle_homes()
+        self._stm.finish_updates()
         self._commit()
         if writes:
             self._stepped.clear()
@@ -301,9 +334,15 @@ class HostStep:
                     del entry  # or the next one of it would be counted twice
         return chosen
 
-    def _capture(self, optimizer: torch.optim.Optimizer, later: dict[int, ManagedTensor]) -> None:
-        arrivals = self._stm.begin_writes_later(list(later.values()))
-        shell = make_shell(optimizer)
+    def _capture(
+        self,
+        optimizer: torch.optim.Optimizer,
+        later: dict[int, ManagedTensor],
+        here: dict[int, ManagedTensor],
+    ) -> None:
+        arrivals = self._stm.begin_writes_later([t for index, t in later.items() if index not in here])
+        # Each is used by one thread at a time: the queue's, and this one.
+        shell, shell_here = make_shell(optimizer), make_shell(optimizer)
         rest = []
         with plain():
             for group in optimizer.param_groups:
@@ -318,6 +357,10 @@ class HostStep:
                     gradient = parameter.grad
                     assert gradient is not None
                     entry = dict.get(optimizer.state, parameter)
+                    if tensor.index in here:
+                        make = partial(device_update, shell_here, parameter, settings, fused, entry)
+                        self._captured_here.append(DeviceUpdate(tensor, make))
+                        continue
                     if fused is not None and takes_fused(optimizer, parameter, gradient, entry):
                         update = ParameterUpdate(
                             shell, parameter, tensor.home, gradient, fused, entry, moves_version=True
@@ -357,6 +400,29 @@ class HostStep:
             and is_managed(parameter)
             and managed_of(parameter).owner is self._stm
         )
+
+    def _note_seconds(self, nbytes: int, seconds: float) -> None:
+        """The queue's thread has updated ``nbytes`` of parameters."""
+        self._host_bytes += nbytes
+        self._host_seconds += seconds
+
+    def _may_use_device(self) -> bool:
+        # Which parameters are stepped there depends on measured speeds, and a real device rounds in its own way.
+        if getattr(self._optimizer, "grad_scale", None) is not None:
+            return False  # a fused kernel will unscale ``p.grad`` in place
+        reproducible = torch.are_deterministic_algorithms_enabled() and self._stm.device.type != "virtual"
+        return self._uses_device and not reproducible and can_step_on_device(self._optimizer)
+
+    def _home_costs(self) -> dict[int, HomeCost]:
+        """What each parameter would cost on the device; none before one round of updates has been timed."""
+        tensors = [
+            tensor
+            for tensor in self._stm.tensors
+            if tensor.index in self._stepped and not tensor.used_at_home
+        ]
+        if not self._may_use_device() or self._host_bytes < sum(t.home.nbytes for t in tensors):
+            return {}
+        return self._device_homes.costs(tensors, self._host_seconds / max(self._host_bytes, 1))
 
     def _commit(self) -> None:
         """States that updates have made are the optimizer's. Nothing may be queued."""

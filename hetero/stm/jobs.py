@@ -8,7 +8,8 @@ As many as there: reductions (Adafactor, Muon) have other bits with other number
 threads that feed the device, cannot be had for this thread alone: threads made later would take them over.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,7 @@ from hetero.stm.manager import Arrivals
 from hetero.stm.tensors import ManagedTensor
 from hetero.stm.updates import ParameterUpdate, run_together
 
-__all__ = ["Captured", "Surroundings", "make_update", "prepare"]
+__all__ = ["Captured", "Surroundings", "make_update", "scale", "wait"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,12 +33,16 @@ class Captured:
     gradient: torch.Tensor
 
 
-def prepare(engine: CopyEngine, item: Captured) -> None:
-    """The gradient is down and scaled, and home may be written."""
+def wait(engine: CopyEngine, item: Captured) -> None:
+    """The gradient is down, and home may be written."""
     if item.arrivals.gradient is not None:
         engine.host_after_download(item.arrivals.gradient, item.gradient)
     for event in item.arrivals.uploads:
         engine.host_after_upload(event, item.tensor.home)
+
+
+def scale(engine: CopyEngine, item: Captured) -> None:
+    """Multiply the gradient, which is down, by what it was clipped with."""
     for factor in item.arrivals.factors:
         factor.apply(engine, item.gradient)
 
@@ -68,12 +73,19 @@ _DENORMAL = 1e-310
 class _Job:
     """An update with what comes before it."""
 
-    __slots__ = ("engine", "item", "surroundings")
+    __slots__ = ("engine", "item", "note", "surroundings")
 
-    def __init__(self, engine: CopyEngine, item: Captured, surroundings: Surroundings) -> None:
+    def __init__(
+        self,
+        engine: CopyEngine,
+        item: Captured,
+        surroundings: Surroundings,
+        note: Callable[[int, float], None],
+    ) -> None:
         self.engine = engine
         self.item = item
         self.surroundings = surroundings
+        self.note = note
 
     def __call__(self) -> None:
         _run_jobs([self])
@@ -82,16 +94,23 @@ class _Job:
 def _run_jobs(jobs: Sequence["_Job"]) -> None:
     jobs[0].surroundings.take_over()
     for job in jobs:
-        prepare(job.engine, job.item)
+        wait(job.engine, job.item)
+    begin = time.perf_counter()
+    for job in jobs:
+        scale(job.engine, job.item)
         job.engine.before_host_write(job.item.tensor.home)
     run_together([job.item.update for job in jobs])
+    jobs[0].note(sum(job.item.tensor.home.nbytes for job in jobs), time.perf_counter() - begin)
 
 
-def make_update(engine: CopyEngine, item: Captured, surroundings: Surroundings) -> Update:
+def make_update(
+    engine: CopyEngine, item: Captured, surroundings: Surroundings, note: Callable[[int, float], None]
+) -> Update:
+    """``note`` is told how many bytes of parameters took how many seconds."""
     key = item.update.kin
     small = key is not None and item.update.nbytes <= _SMALL_BYTES
     kin = Kin(key=key, nbytes=item.update.nbytes, run_all=_run_jobs) if small else None
-    return Update(_Job(engine, item, surroundings), kin)
+    return Update(_Job(engine, item, surroundings, note), kin)
 
 
 # Above, the call of step costs less than a tenth of the update.

@@ -50,7 +50,8 @@ def may_slice(
 ) -> bool:
     """Whether slices are faster and give the same bits ([Note: slices]). ``entry``: states that exist."""
     return (
-        home.numel() >= 2 * _slice_elements()
+        home.device.type == "cpu"
+        and home.numel() >= 2 * _slice_elements()
         and type(shell) in _ELEMENTWISE
         and home.dtype in (torch.float32, torch.float64)
         and not (group.get("fused") or group.get("foreach") or group.get("capturable"))

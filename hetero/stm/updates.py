@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from hetero.stm.fetch import plain
+from hetero.stm.kernels import takes_fused
 from hetero.stm.optimizers import is_known, raw_step
 from hetero.stm.slices import Entry, Group, leaf, may_slice, slices, take_numbers
 
-__all__ = ["ParameterUpdate", "run_together"]
+__all__ = ["ParameterUpdate", "device_update", "run_together"]
 
 
 class ParameterUpdate:
@@ -141,6 +142,32 @@ def run_together(updates: Sequence[ParameterUpdate]) -> None:
             for update in updates:
                 update.end(shell.state)
             shell.param_groups, shell.state = [], defaultdict(dict)
+
+
+def device_update(
+    shell: torch.optim.Optimizer,
+    parameter: nn.Parameter,
+    group: Group,
+    fused: Group | None,
+    entry: Entry | None,
+    value: torch.Tensor,
+    gradient: torch.Tensor,
+) -> ParameterUpdate:
+    """Of a parameter that lives where ``value`` does, to be run at once. ``fused``: the group where the choice of
+    kernels is ours; they are those that a step at home uses, and so are the numbers."""
+    if fused is not None:
+        there = dict(entry or {})
+        step = there.get("step")
+        if isinstance(step, torch.Tensor) and step.device != value.device:
+            # The number of steps lives at home, but these kernels want theirs beside the parameter.
+            there["step"] = step.to(value.device)
+            if takes_fused(shell, value, gradient, there):
+                step += 1
+                return ParameterUpdate(shell, parameter, value, gradient, fused, there, moves_version=True)
+        elif takes_fused(shell, value, gradient, entry):
+            return ParameterUpdate(shell, parameter, value, gradient, fused, entry, moves_version=True)
+    moves = bool(group.get("fused"))
+    return ParameterUpdate(shell, parameter, value, gradient, group, entry, moves_version=moves)
 
 
 class _Undo:

@@ -8,9 +8,11 @@ from equality import as_chosen, assert_identical, device, on_host, values_of
 from torch import nn
 
 import hetero
+from hetero.stm import hoststep
 from hetero.stm import slices as slicing
 from hetero.stm.deferred import Kin, Update, UpdateQueue
 from hetero.stm.kernels import GroupKernels, is_open, split, takes_fused
+from hetero.stm.manager import StatefulTensorMgr
 from hetero.stm.optimizers import hyper_parameters, make_shell
 from hetero.stm.updates import ParameterUpdate, run_together
 
@@ -54,10 +56,12 @@ def unmanaged(kind, keywords, steps=5):
     return on_host([losses, values_of(model), optimizer.state_dict()])
 
 
-def managed(kind, keywords, steps=5, *, closure=False):
+def managed(kind, keywords, steps=5, *, closure=False, device_homes=False):
     model, target = network(), device()
     optimizer = kind(model.parameters(), **keywords)
-    with hetero.manage(model, optimizer, device=target, device_budget="1MiB") as manager:
+    with hetero.manage(
+        model, optimizer, device=target, device_budget="1MiB", device_homes=device_homes
+    ) as manager:
         losses = train(model, optimizer, target, steps, closure=closure)
         kernels = manager._host_step.kernels
         groups = [group["fused"] for group in optimizer.state_dict()["param_groups"]]
@@ -73,6 +77,17 @@ def test_what_is_left_open_is_fused_from_the_first_step_on(kind, closure):
     assert groups == [None]
     first, *_ = managed(kind, KINDS[kind], 1, closure=closure)
     assert_identical(first, unmanaged(kind, as_chosen(kind, KINDS[kind]), 1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_that_live_on_the_device_are_stepped_by_the_same_kernels(kind, monkeypatch):
+    there = []
+    update = hoststep.device_update
+    monkeypatch.setattr(hoststep, "device_update", lambda *given: there.append(1) or update(*given))
+    monkeypatch.setattr(StatefulTensorMgr, "device_homes", lambda self: frozenset(range(0, 26, 3)))
+    got, *_ = managed(kind, KINDS[kind], 12, device_homes=True)
+    assert_identical(got, unmanaged(kind, as_chosen(kind, KINDS[kind]), 12))
+    assert there
 
 
 @pytest.mark.parametrize("given", [{"foreach": False}, {"fused": False}, {"fused": True}, {"foreach": True}])
