@@ -55,7 +55,7 @@ class Plan:
         fetched_bytes: copies to the device in an iteration; gradients of what lives at home come on top, going down.
         lower_bound_bytes: what any schedule would have to fetch under this budget, with the same parameters on the
             device (interval linear program, Berger et al. 2018).
-        host_kernels: of each of the optimizer's groups, how many of the parameters that live at home torch's fused kernels
+        host_kernels: of each of the optimizer's groups, how many of the parameters at home torch's fused kernels
             step, how many whatever else the group says, and whether the choice was ours, ``fused`` and ``foreach``
             being None.
         predicted_seconds: simulated time of the iteration without the optimizer's step.
