@@ -34,6 +34,7 @@ from hetero.stm.fetch import plain
 from hetero.stm.functions import HomeHook
 from hetero.stm.hoststep import HostStep
 from hetero.stm.intercept import ManagedParameter, scope
+from hetero.stm.precision import cast_inputs
 from hetero.stm.saved import saved_tensors_as_handles
 from hetero.units import format_bytes, parse_budget
 
@@ -52,6 +53,7 @@ def manage(
     policy: str | Policy = "opt",
     prefetch: bool = True,
     pin_memory: bool | None = None,
+    precision: torch.dtype | None = None,
 ) -> "Manager":
     """Train ``model`` on a device that it does not fit on. In place; the training loop does not change.
 
@@ -73,6 +75,17 @@ def manage(
             ``"fifo"`` or an object of `hetero.eviction.Policy`.
         prefetch: start copies before they are needed, beside compute.
         pin_memory: page-lock homes, so that copies run beside compute. Default: where the system allows it.
+        precision: ``torch.bfloat16`` or ``torch.float16`` computes in it, with the numbers of FSDP2 (see below), and
+            moves half the bytes of float32 parameters. Default None: in the parameters' own type.
+
+    With ``precision``, a floating-point parameter keeps its type at home, for the optimizer, for clipping, in
+    checkpoints and wherever it is used outside the model's forward; within forward and backward it, its gradient and
+    what is computed from it are of ``precision``. So are the floating-point tensors among the arguments of the model's
+    call; integer and complex parameters, buffers, the arguments of submodules and the model's output are not cast. The
+    contributions of one backward to a gradient are added in ``precision``, those of several (micro-batches) in the
+    parameter's own type. This is ``fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=precision,
+    reduce_dtype=torch.float32))``, bit for bit. Writing to a parameter within the model's forward raises `ManageError`.
+    It takes two more bytes of host memory a parameter. For float16 use ``torch.amp.GradScaler`` as usual.
 
     Returns:
         A `Manager`; also a context manager that closes itself.
@@ -94,6 +107,7 @@ def manage(
         policy=policy,
         prefetch=prefetch,
         pin_memory=pin_memory,
+        precision=precision,
         device_total=accelerator.total_bytes(),
         device_free=lambda: device_memory_free(accelerator),
         host_total=host_memory_total(),
@@ -265,17 +279,22 @@ class Manager:
         model = self._model
         self._own_call = model.__dict__.get("_compiled_call_impl")
         inner = self._own_call or model._call_impl
+        precision = self.config.precision
 
         @functools.wraps(inner)
         def call(*args: Any, **kwargs: Any) -> Any:
             # A checkpoint around the model recomputes it within backward: that is no new forward.
             if torch._C._current_graph_task_id() != -1:
                 with scope():
+                    if precision is not None:
+                        args, kwargs = cast_inputs(precision, args, kwargs)
                     return inner(*args, **kwargs)
             self._stm.segments.begin_forward(_signature(model, args, kwargs))
             complete = False
             try:
                 with scope(), self._stm.executor.guarded(), saved_tensors_as_handles():
+                    if precision is not None:
+                        args, kwargs = cast_inputs(precision, args, kwargs)
                     result = inner(*args, **kwargs)
                 complete = True
             finally:

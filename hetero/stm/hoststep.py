@@ -361,6 +361,7 @@ def _job(engine: CopyEngine, item: _Captured, surroundings: _Surroundings) -> Ca
             factor.apply(engine, item.gradient)
         engine.before_host_write(item.tensor.home)
         item.update.run()
+        item.tensor.refresh_low()
 
     return run
 

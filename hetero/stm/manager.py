@@ -23,6 +23,7 @@ from hetero.stm.executor import Executor
 from hetero.stm.exposure import gradient_is_private
 from hetero.stm.fetch import make_identity, plain
 from hetero.stm.gradients import Factor, Gradients
+from hetero.stm.precision import LowTwin, Upcast, computes_in
 from hetero.stm.residency import Residency
 from hetero.stm.saved import modified_in_place
 from hetero.stm.segments import Segments
@@ -38,7 +39,7 @@ class Arrivals:
     """What has to happen before a parameter's update may run: its gradient down and scaled, copies of its home up."""
 
     gradient: torch.Event | None
-    factors: tuple[Factor, ...]
+    factors: tuple[Factor | Upcast, ...]
     uploads: tuple[torch.Event, ...]
 
 
@@ -65,6 +66,10 @@ class StatefulTensorMgr:
         self._optimizer_states: dict[int, StatefulTensor] = {}
         self._closed = False
         self._budget = config.device_budget
+        self._precision = config.precision
+        self._arena = arena
+        # At home, of low-precision twins: copies, like those on the device.
+        self.twin_bytes = 0
         engine = CopyEngine(accelerator)
         self.engine = engine
         self.updates = UpdateQueue()
@@ -111,10 +116,15 @@ class StatefulTensorMgr:
 
     def register_parameter(self, name: str, parameter: nn.Parameter) -> ManagedTensor:
         """``parameter`` is at home and becomes managed. Its class is changed by the caller."""
+        dtype = computes_in(parameter.dtype, self._precision)
+        device_nbytes = self._accelerator.allocated_size(parameter.numel() * dtype.itemsize)
+        tensor = ManagedTensor(self.ledger, name, len(self.tensors), parameter, self, device_nbytes)
         nbytes = parameter.numel() * parameter.element_size()
-        tensor = ManagedTensor(
-            self.ledger, name, len(self.tensors), parameter, self, self._accelerator.allocated_size(nbytes)
-        )
+        if dtype is not parameter.dtype:
+            twin = self._arena.empty_strided(tuple(parameter.size()), tuple(parameter.stride()), dtype)
+            tensor.low = LowTwin(twin, self.engine)
+            self.twin_bytes += twin.nbytes
+            nbytes += twin.nbytes
         tensor.place(Tier.HOST, nbytes)
         if nbytes == 0:  # no bytes to place, but a tensor all the same
             tensor.transition(State.HOLD)
@@ -228,7 +238,7 @@ class StatefulTensorMgr:
         """A parameter's gradient is complete on the device; what autograd should take for it at home."""
         with self._lock:
             if self._closed:
-                return gradient.to(tensor.parameter.device)
+                return gradient.to(tensor.parameter.device).to(tensor.parameter.dtype)
             self.segments.enter_backward()
             self.residency.settle(tensor)  # autograd may add to the gradient that the queue reads
             return self.gradients.hand_over(tensor, gradient)
