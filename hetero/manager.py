@@ -285,7 +285,7 @@ class Manager:
         def call(*args: Any, **kwargs: Any) -> Any:
             # A checkpoint around the model recomputes it within backward: that is no new forward.
             if torch._C._current_graph_task_id() != -1:
-                with scope():
+                with scope(), saved_tensors_as_handles():
                     if precision is not None:
                         args, kwargs = cast_inputs(precision, args, kwargs)
                     return inner(*args, **kwargs)

@@ -47,6 +47,7 @@ def sharded(
     optimizer = make_optimizer(model)
     torch.manual_seed(1)
     seen = local(loop(model, optimizer, torch.device("cpu")))
+    model.reshard()  # a forward without backward leaves it in low precision
     return seen, [local(t) for t in (*model.parameters(), *model.buffers())]
 
 
