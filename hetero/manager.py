@@ -243,6 +243,7 @@ class Manager:
         patches.install(self._stm.segments)
         self._patched = True
         parameters = named_parameters(model)
+        self._stm.expect_twins(parameter for _, parameter in parameters)
         self._homes.take_parameters(parameters)
         for name, parameter in parameters:
             tensor = self._stm.register_parameter(name, parameter)

@@ -6,7 +6,7 @@ Thread-safe: autograd runs backward on threads of its own, so one lock guards ev
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -130,6 +130,13 @@ class StatefulTensorMgr:
             tensor.transition(State.HOLD)
         self.tensors.append(tensor)
         return tensor
+
+    def expect_twins(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Low-precision twins of ``parameters`` will be needed: one piece of host memory for all."""
+        for parameter in parameters:
+            dtype = computes_in(parameter.dtype, self._precision)
+            if dtype is not parameter.dtype:
+                self._arena.expect(self._arena.slab_bytes(parameter.numel() * dtype.itemsize))
 
     def register_buffer(self, name: str, buffer: torch.Tensor) -> None:
         """``buffer`` is on the device and stays there."""

@@ -13,6 +13,8 @@ reduce_dtype=torch.float32)``) on one device:
   of its submodules' calls, and what the model returns, are not;
 * contributions to a parameter's gradient within one backward are added in ``precision`` on the device; the sum is cast
   up at home, where micro-batches add up in the parameter's own type, and where clipping and the optimizer see it.
+  Reentrant checkpoints are backwards of their own: a weight that several of them share adds up at home, where FSDP2
+  adds in ``precision``.
 
 [Note: expanding in place]
 A gradient comes down in low precision into the end of the memory of the gradient that it becomes, so that it needs no
@@ -46,16 +48,18 @@ class LowTwin:
         tensor: on the host, page-locked where homes are. Its values are those of home at ``clock``.
     """
 
-    __slots__ = ("_engine", "clock", "tensor")
+    __slots__ = ("_engine", "_layout", "clock", "tensor")
 
     def __init__(self, tensor: torch.Tensor, engine: CopyEngine) -> None:
         self._engine = engine
         self.tensor = tensor
+        self._layout = tensor.stride()
         self.clock: int | None = None
 
     def refresh(self, home: torch.Tensor, clock: int) -> None:
         """Take over ``home``'s values of now. The caller has waited for the copies that read the old ones."""
-        if self.tensor.stride() != home.stride():  # ``p.data`` was set to another layout
+        if self._layout != home.stride():  # ``p.data`` was set to another layout
+            self._layout = home.stride()
             self.tensor = torch.empty_like(home, dtype=self.tensor.dtype)
         self._engine.before_host_write(self.tensor)
         with torch.no_grad():

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerators import device
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -39,6 +40,7 @@ def sharded(
     build: Build, loop: Loop, precision: torch.dtype, make_optimizer: Callable[[nn.Module], Any] = adamw
 ) -> tuple[Any, list[torch.Tensor]]:
     """Observations, and final parameters and buffers."""
+    device()  # autograd's threads are made at the first backward: one for each device that there is then
     one_rank()
     torch.manual_seed(0)
     model = build()
