@@ -259,6 +259,28 @@ def test_homes_of_other_types(home):
     assert_as_fsdp2(build, lambda m, o, t: steps(m, o, t, micro_batches=2), make_optimizer=make)
 
 
+class Losses(nn.Module):
+    """Losses with weights that are buffers, and so of another type."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 10)
+        self.losses = nn.ModuleList(
+            [
+                nn.BCELoss(weight=torch.rand(10)),
+                nn.BCEWithLogitsLoss(weight=torch.rand(10), pos_weight=torch.rand(10)),
+            ]
+        )
+
+    def forward(self, x):
+        y = self.linear(x)
+        return self.losses[0](y.sigmoid(), y.flip(0).sigmoid()) + self.losses[1](y, y.flip(0).sigmoid())
+
+
+def test_losses_of_mixed_types():
+    assert_as_fsdp2(Losses, steps)
+
+
 Pair = namedtuple("Pair", "one other")
 
 
