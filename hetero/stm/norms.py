@@ -37,15 +37,12 @@ class GradientNorms:
         if values is None or order is None or dtype != values.dtype:
             return
         with torch.no_grad():
+            cast = None if gradient.dtype is dtype else dtype
             # The kernel that torch would use for a list of such gradients.
             if _has_foreach_support([gradient], gradient.device):
-                (norm,) = torch._foreach_norm(
-                    [gradient], order, dtype=None if gradient.dtype is dtype else dtype
-                )
+                (norm,) = torch._foreach_norm([gradient], order, dtype=cast)
             else:
-                norm = torch.linalg.vector_norm(
-                    gradient, order, dtype=None if gradient.dtype is dtype else dtype
-                )
+                norm = torch.linalg.vector_norm(gradient, order, dtype=cast)
             values[index].copy_(norm)
         self._known.add(index)
 

@@ -1,6 +1,7 @@
 """Under ``precision`` the numbers are those of FSDP2's mixed precision."""
 
 import dataclasses
+import functools
 from collections import OrderedDict, namedtuple
 
 import pytest
@@ -9,7 +10,11 @@ import torch.nn.functional as F
 from accelerators import ON_CUDA
 from sharded import assert_as_fsdp2
 from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_common import _cast_fp_tensor
+from torch.distributed.utils import _apply_to_tensors
 from torch.utils.checkpoint import checkpoint
+
+from hetero.stm.precision import cast_inputs
 
 WIDTH = 64
 LOW = torch.bfloat16
@@ -245,8 +250,7 @@ class Kinds(nn.Module):
 
 def test_what_is_cast_and_what_is_not():
     def loop(model, optimizer, target):
-        seen = steps(model, optimizer, target, 3)
-        return [seen, [[list(entry) for entry in map(str, types)] for types in model.types]]
+        return [steps(model, optimizer, target, 3), str(model.types)]
 
     assert_as_fsdp2(Kinds, loop)
 
@@ -325,6 +329,25 @@ def test_arguments_are_cast_within_containers_and_differentiably_and_results_are
         return [seen, model.types]
 
     assert_as_fsdp2(Containers, loop)
+
+
+def test_containers_are_looked_into_where_fsdp2_does():
+    packed = nn.utils.rnn.pack_sequence([torch.randn(3), torch.randn(2)])
+    value = {
+        "packed": packed,
+        "deep": [(torch.randn(2), {"x": {3: Pair(torch.ones(2, dtype=torch.int64), torch.randn(2))}})],
+        "set": {torch.randn(2)},
+        "frozen": torch.Size([2]),
+        "given": Given(torch.randn(2)),
+        "nothing": None,
+    }
+    (ours,), named = cast_inputs(LOW, (value,), value)
+    theirs = _apply_to_tensors(functools.partial(_cast_fp_tensor, LOW), value)
+    for got in (ours, named):
+        assert str(got) == str(theirs)
+        assert got["packed"] is packed
+        assert got["frozen"] is value["frozen"]
+    assert cast_inputs(LOW, (packed, [1, {"a": 2}]), {})[0][1] == [1, {"a": 2}]
 
 
 @pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])

@@ -2,6 +2,7 @@
 
 import copy
 import threading
+import warnings
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from twins import adamw, assert_same, assert_twins, device
 
 import hetero
-from hetero.devices import virtual
-from hetero.errors import BudgetError, ConfigError, ManageError
+from hetero.devices import Wait, virtual
+from hetero.errors import BudgetError, ConfigError, ManageError, StreamRaceError
 from hetero.stm.precision import LowTwin
 
 WIDTH, DEPTH = 256, 12
@@ -254,6 +255,13 @@ def test_writes_at_home_reach_the_next_forward():
             assert torch.equal(output(), expected())
             weight.copy_(torch.randn(WIDTH, WIDTH))
             assert torch.equal(output(), expected())
+            other = model[2].weight
+            other.data.add_(0.25)
+            assert torch.equal(output(), expected())
+            other.set_(
+                torch.randn(WIDTH, WIDTH)
+            )  # whose version is what that of the old memory's aliases was
+            assert torch.equal(output(), expected())
             array = weight.detach().numpy()
             output()
             manager._stm.residency.evict_idle()
@@ -383,6 +391,46 @@ def test_no_races_on_a_slow_link(prefetch):
     ):
         train(model, optimizer, target, 5, clip=1.0)
     assert virtual.races() == []
+
+
+@pytest.mark.skipif(ON_CUDA, reason="only the virtual accelerator detects races")
+@pytest.mark.parametrize("left_out", [False, True])
+def test_a_twin_is_not_written_while_a_copy_reads_it(left_out):
+    target = device(bandwidth="64MiB/s", latency="1ms")
+    virtual.clear_races()
+    model = mlp(1)
+    manager = hetero.manage(model, device=target, device_budget="8MiB", precision=LOW)
+    stm = manager._stm
+    alias = model[0].weight.detach()  # through which home may be written without a sign
+    assert stm.residency.prefetch(stm.tensors[0], limit=8 << 20)
+    assert stm.residency.evict(stm.tensors[0])
+    if left_out:
+        stm.engine.left_out = frozenset({Wait.HOST_AFTER_UP})
+        with pytest.raises(StreamRaceError, match="host"):
+            stm.residency.prefetch(stm.tensors[0], limit=8 << 20)
+        stm.engine.left_out = frozenset()
+    else:
+        assert stm.residency.prefetch(stm.tensors[0], limit=8 << 20)
+        assert races() == []
+    torch.accelerator.synchronize()
+    virtual.clear_races()
+    manager.close()
+    del alias
+
+
+def test_a_differentiable_gradient_is_added_to_one_on_its_way():
+    def loop(model, optimizer, target):
+        seen = []
+        for _ in range(3):
+            model(torch.randn(4, WIDTH).to(target)).square().mean().backward()
+            with warnings.catch_warnings(action="ignore"):  # of the cycle that such a backward makes
+                model(torch.randn(4, WIDTH).to(target)).square().mean().backward(create_graph=True)
+            seen.append([p.grad.detach().clone() for p in model.parameters()])
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    assert_twins(mlp, loop, budget=64 << 20, bandwidth="64MiB/s")
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
