@@ -120,7 +120,7 @@ def _flat(memory: torch.UntypedStorage, dtype: torch.dtype, offset: int, count: 
     return torch.empty(0, dtype=dtype, device=memory.device).set_(memory, offset, (count,), (1,))
 
 
-_THROUGH_A_BUFFER = 1 << 15  # numbers
+_THROUGH_A_BUFFER = 1 << 18  # numbers: less is not worth another start of all threads
 
 
 def _expand(low: torch.Tensor, high: torch.Tensor) -> None:

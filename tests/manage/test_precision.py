@@ -8,11 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerators import ON_CUDA
-from sharded import assert_as_fsdp2
+from sharded import assert_as_fsdp2, sharded
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import _cast_fp_tensor
 from torch.distributed.utils import _apply_to_tensors
 from torch.utils.checkpoint import checkpoint
+from twins import assert_same, managed
 
 from hetero.stm.precision import cast_inputs
 
@@ -65,8 +66,8 @@ def test_gradients_that_nobody_looks_at_are_cast_by_the_queued_step():
 
 
 def test_gradients_larger_than_what_is_cast_through_a_buffer():
-    build = lambda: nn.Sequential(nn.Linear(WIDTH, 3000), nn.Tanh(), nn.Linear(3000, WIDTH))  # noqa: E731
-    assert_as_fsdp2(build, lambda m, o, t: steps(m, o, t, clip=1e-2))
+    build = lambda: nn.Sequential(nn.Linear(WIDTH, 6000), nn.Tanh(), nn.Linear(6000, WIDTH))  # noqa: E731
+    assert_as_fsdp2(build, lambda m, o, t: steps(m, o, t, clip=1e-2), budget=16 << 20)
 
 
 @pytest.mark.parametrize("clear", [True, False])
@@ -223,6 +224,21 @@ def test_a_checkpoint_around_the_model(reentrant):
         return seen
 
     assert_as_fsdp2(mlp, loop)
+
+
+# Dynamo looks at ``.grad`` of everything that it finds.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_compiled_blocks():
+    def compiled():
+        model = mlp()
+        for block in model:
+            block.compile(backend="aot_eager")
+        return model
+
+    expected, state = sharded(mlp, steps, LOW)
+    got, got_state, _ = managed(compiled, steps, 4 << 20, precision=LOW)
+    assert_same(got, expected, "observed")
+    assert_same(got_state, state, "state")
 
 
 class Kinds(nn.Module):
