@@ -232,7 +232,7 @@ class Executor:
             return
         self._to_evict = [
             index for index in (*self._to_evict, *planned) if not self._residency.evict(self._tensors[index])
-            and self._tensors[index].is_resident
+            and self._tensors[index].is_resident and not self._tensors[index].stays
         ]  # fmt: skip
 
     def _prefetch(self, planned: tuple[int, ...], limit: int) -> None:

@@ -45,8 +45,15 @@ def managed_mlp(precision=LOW, *, budget="64MiB", depth=DEPTH, **keywords):
     clear_races()
     model = mlp(depth)
     optimizer = adamw(model)
+    # Without precision, what stays on the device would not move at all.
     manager = hetero.manage(
-        model, optimizer, device=target, device_budget=budget, precision=precision, **keywords
+        model,
+        optimizer,
+        device=target,
+        device_budget=budget,
+        precision=precision,
+        device_homes=False,
+        **keywords,
     )
     return model, optimizer, manager
 
