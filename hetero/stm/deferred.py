@@ -91,6 +91,14 @@ class UpdateQueue:
             if threading.get_ident() != self._ident:  # as when Python's collector drops a model on our thread
                 self._changed.wait_for(lambda: not self._waiting and self._current is None)
 
+    def hold(self) -> None:
+        """Keep the thread out until `release`: a child that is forked meanwhile finds the queue free."""
+        self._changed.acquire()
+
+    def release(self) -> None:
+        """End of `hold`."""
+        self._changed.release()
+
     def close(self) -> None:
         """End the thread; nothing may be queued any more."""
         self._worker.shutdown(wait=False)

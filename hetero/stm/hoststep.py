@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch.utils._device import DeviceContext
+from torch.utils.hooks import RemovableHandle
 
 from hetero.devices import Accelerator, CopyEngine
 from hetero.eviction import HomeCost
@@ -73,6 +74,7 @@ class HostStep:
         self._kept_ids = kept_ids
         self._own_step: Any = None
         self._step_method: Any = None
+        self._load_hook: RemovableHandle | None = None
         self._attached = False
         # Parameters whose state exists, by index.
         self._stepped: set[int] = set()
@@ -117,6 +119,7 @@ class HostStep:
 
         # Schedulers wrap ``step.__func__``: only a bound method has one.
         self._step_method = optimizer.__dict__["step"] = types.MethodType(step, optimizer)
+        self._load_hook = optimizer.register_load_state_dict_post_hook(self._after_load)
         self._attached = True
 
     def detach(self) -> None:
@@ -125,6 +128,8 @@ class HostStep:
         if self._attached:
             self._commit()
         self._attached = False
+        if self._load_hook is not None:
+            self._load_hook.remove()
         # A scheduler made since then has wrapped our step: then it stays, and hands on.
         if optimizer.__dict__.get("step") is self._step_method is not None:
             if self._own_step is None:
@@ -135,9 +140,18 @@ class HostStep:
         if isinstance(state, WatchedState) and sys.getrefcount(state) == _STATE_REFERENCES:
             optimizer.state = state.plain()
 
+    def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
+        """``load_state_dict`` has put other states in the place of those that were known."""
+        self._without_entry.clear()
+        self._stepped.clear()
+        with plain():
+            self._device_homes.take({})  # the next steps bring back those that the plan wants there
+        self._note_states()
+
     # -- one step -------------------------------------------------------------------------------------
 
     def _step(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._stm.check_process()
         closure = args[0] if args else kwargs.get("closure")
         if closure is not None:
             # It runs the model: interception has to stay on. Steps of this kind are rare (LBFGS).
@@ -371,13 +385,18 @@ class HostStep:
             for tensor in self._stm.tensors
             if tensor.index in self._stepped and not tensor.used_at_home and tensor.low is None
         ]
-        if not self._may_use_device() or self._host_bytes < sum(t.home.nbytes for t in tensors):
+        if not self._may_use_device() or not self._is_timed(tensors):
             return {}
         return self._device_homes.costs(tensors, self._host_seconds / max(self._host_bytes, 1))
+
+    def _is_timed(self, tensors: list[ManagedTensor]) -> bool:
+        return self._host_bytes >= sum(tensor.home.nbytes for tensor in tensors)
 
     def _commit(self) -> None:
         """States that updates have made are the optimizer's. Nothing may be queued."""
         made, self._without_entry = self._without_entry, []
+        if made and not isinstance(self._optimizer.state, WatchedState):
+            return  # somebody has put another dict in its place since
         for parameter, update in made:
             if update.new_entry is not None:
                 with plain():

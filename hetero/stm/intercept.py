@@ -135,14 +135,15 @@ def _on_device(
         args = _replace(args, copies)
         if kwargs:
             kwargs = {key: replace_one(value, copies) for key, value in kwargs.items()}
-        try:
-            result = func(*args, **kwargs)
-        except torch.OutOfMemoryError:
-            # An in-place operator may have done half its work; everything else can be tried again.
-            name = getattr(func, "__name__", "")
-            if (name.endswith("_") and not name.endswith("__")) or not operands[0].owner.relieve():
-                raise
-            result = func(*args, **kwargs)
+        while True:
+            try:
+                result = func(*args, **kwargs)
+                break
+            except torch.OutOfMemoryError:
+                # An in-place operator may have done half its work; everything else can be tried again.
+                name = getattr(func, "__name__", "")
+                if (name.endswith("_") and not name.endswith("__")) or not operands[0].owner.relieve():
+                    raise
         _refuse_write_to_leaf(operands)
         if not _scope.depth:
             # Outside a forward home is the truth, at once: the next reader, or the optimizer, looks there.
@@ -208,14 +209,19 @@ def run_at_home(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 def _at_home(
     func: Callable[..., Any], operands: list[ManagedTensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    note_use_at_home(operands)
     for tensor in operands:
         tensor.owner.settle_home(tensor)
     name = getattr(func, "__name__", "")
     if name.endswith("_") or "out" in kwargs or name == "__setitem__":
         for tensor in operands:
+            tensor.owner.check_process()
             tensor.owner.before_home_write(tensor)
-    return func(*args, **kwargs)
+    result = func(*args, **kwargs)
+    if any(
+        value.requires_grad for value in _tensors((result,))
+    ):  # ``detach()``, in ``state_dict()``, does not
+        note_use_at_home(operands)
+    return result
 
 
 def note_use_at_home(operands: list[ManagedTensor]) -> None:
