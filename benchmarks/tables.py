@@ -103,6 +103,35 @@ def host_step(record: Record) -> str:
     )
 
 
+def host_bandwidth(record: Record) -> str:
+    rows = record["results"]
+    threads = max(row["threads"] for row in rows)
+    memory = next(row["memory"] for row in rows if row["threads"] == threads and "memory" in row)
+    rates = {key: row["best_bytes_per_second"] / 1e9 for key, row in memory.items()}
+
+    def rate(row: Record, way: str) -> str:
+        if way not in row["step"]:
+            return ""
+        return f"{row['step'][way]['best_bytes_per_second'] / 1e9:.1f}"
+
+    return (
+        f"**GB/s of the step on the host**, {threads} threads, the quickest run of each (a copy: "
+        f"{rates['copy']:.1f}, a triad: {rates['triad']:.1f})\n\n"
+        + _table(
+            ("", "tensors", "torch", "torch, fused=True", "hetero"),
+            [
+                (
+                    row["optimizer"],
+                    row["model"],
+                    *(rate(row, way) for way in ("torch", "torch, fused", "hetero")),
+                )
+                for row in rows
+                if row["threads"] == threads and "step" in row
+            ],
+        )
+    )
+
+
 def bytes_moved(record: Record) -> str:
     planned, measured = record["results"]["planned"], record["results"]["measured"]
     shares = record["parameters"]["shares"]
@@ -196,6 +225,7 @@ TABLES: dict[str, Callable[[Record], str]] = {
     "overhead": overhead,
     "prefetch": prefetch,
     "host_step": host_step,
+    "host_bandwidth": host_bandwidth,
     "bytes": bytes_moved,
     "planning": planning,
     "sweep": sweep,

@@ -196,7 +196,7 @@ class Manager:
     def plan(self) -> Plan | None:
         """Where parameters live, and what moves when, in iterations like the last one; a snapshot. None before there is
         a plan: the first iteration measures."""
-        return describe_plan(self._stm)
+        return describe_plan(self._stm, [] if self._host_step is None else self._host_step.kernels)
 
     def trim(self, device_budget: Size | None = None) -> int:
         """Give device memory back that later iterations do not need, so that other jobs can share the device.

@@ -6,6 +6,7 @@ Owns the user's view of a `hetero.stm.cycles.CyclePlan`: names in the place of i
 import bisect
 import dataclasses
 import io
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich import box
@@ -15,6 +16,7 @@ from rich.table import Table
 from hetero.eviction import lower_bound
 from hetero.stm import StatefulTensorMgr
 from hetero.stm.cycles import CyclePlan
+from hetero.stm.kernels import GroupKernels
 from hetero.units import format_bytes, format_seconds
 
 __all__ = ["Plan", "PlannedMoment", "describe_plan"]
@@ -53,6 +55,9 @@ class Plan:
         fetched_bytes: copies to the device in an iteration; gradients of what lives at home come on top, going down.
         lower_bound_bytes: what any schedule would have to fetch under this budget, with the same parameters on the
             device (interval linear program, Berger et al. 2018).
+        host_kernels: of each of the optimizer's groups, how many of the parameters at home torch's fused kernels
+            step, how many whatever else the group says, and whether the choice was ours, ``fused`` and ``foreach``
+            being None.
         predicted_seconds: simulated time of the iteration without the optimizer's step.
         moments: what moves when.
     """
@@ -62,6 +67,7 @@ class Plan:
     device_home_bytes: int
     fetched_bytes: int
     lower_bound_bytes: int
+    host_kernels: tuple[GroupKernels, ...]
     predicted_seconds: float
     moments: tuple[PlannedMoment, ...]
 
@@ -84,6 +90,12 @@ class Plan:
             f"{len(self.lives_on_device)} of {count} parameters, {format_bytes(self.device_home_bytes)} "
             "with gradients and optimizer states",
         )
+        for index, kernels in enumerate(self.host_kernels):
+            table.add_row(
+                f"stepped at home, group {index}",
+                f"{kernels.fused} by fused kernels{', chosen by hetero' if kernels.fused and kernels.chosen else ''}; "
+                f"{kernels.others} by others",
+            )
         table.add_row("fetched per iteration", format_bytes(self.fetched_bytes))
         table.add_row("lower bound", format_bytes(self.lower_bound_bytes))
         table.add_row("predicted time", format_seconds(self.predicted_seconds))
@@ -108,7 +120,7 @@ class Plan:
         return table
 
 
-def describe_plan(stm: StatefulTensorMgr) -> Plan | None:
+def describe_plan(stm: StatefulTensorMgr, kernels: Sequence[GroupKernels]) -> Plan | None:
     """Of the iteration that ran last, or one like it; None before there is a plan."""
     stm.settle()
     plan = stm.cycles.last_plan
@@ -122,6 +134,7 @@ def describe_plan(stm: StatefulTensorMgr) -> Plan | None:
         device_home_bytes=plan.home_bytes,
         fetched_bytes=plan.schedule.fetched_bytes,
         lower_bound_bytes=lower_bound(plan.trace),
+        host_kernels=tuple(kernels),
         predicted_seconds=plan.schedule.predicted_seconds,
         moments=tuple(_moment(plan, position, names, there) for position in range(len(plan.operands))),
     )

@@ -18,8 +18,8 @@ from hetero.eviction import HomeCost
 from hetero.stm.fetch import plain
 from hetero.stm.homes import set_memory
 from hetero.stm.manager import StatefulTensorMgr
-from hetero.stm.optimizers import ParameterUpdate
 from hetero.stm.tensors import ManagedTensor
+from hetero.stm.updates import ParameterUpdate
 
 __all__ = ["DeviceHomes", "DeviceUpdate", "can_step_on_device"]
 

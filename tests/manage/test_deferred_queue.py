@@ -101,7 +101,7 @@ def test_nothing_is_queued_while_anybody_compiles():
         backward(model, target)
         with stopped(manager):
             optimizer.step()
-            assert manager._stm.updates._waiting
+            assert pending(manager)
             with torch.compiler._compile_session_context():
                 assert torch.compiler.is_compiling()
                 assert not manager._stm.updates._waiting

@@ -302,3 +302,5 @@ def test_the_plan_says_where_parameters_live_and_what_moves():
         assert sum(sizes[name] for name in fetched) == plan.fetched_bytes >= plan.lower_bound_bytes > 0
         assert {moment.phase for moment in plan.moments} == {"forward", "backward", "step"}
         assert "live on the device" in str(plan)
+        (kernels,) = plan.host_kernels  # foreach=False: nothing to choose
+        assert (kernels.fused, kernels.others, kernels.chosen) == (0, len(plan.lives_at_home), False)
