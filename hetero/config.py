@@ -6,6 +6,8 @@ Owns the keywords of `hetero.manage` and their defaults. Keywords win over every
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from hetero.errors import ConfigError
 from hetero.units import format_bytes, parse_budget
 
@@ -28,6 +30,7 @@ class Config:
     policy: object
     prefetch: bool
     pin_memory: bool
+    precision: torch.dtype | None
     device_homes: bool
 
     @property
@@ -45,6 +48,7 @@ def resolve(
     policy: object,
     prefetch: bool,
     pin_memory: bool | None,
+    precision: torch.dtype | None,
     device_homes: bool,
     device_total: int,
     device_free: Callable[[], int],
@@ -65,6 +69,11 @@ def resolve(
     for name, flag in (("prefetch", prefetch), ("pin_memory", pin_memory), ("device_homes", device_homes)):
         if not isinstance(flag, bool) and not (name == "pin_memory" and flag is None):
             raise ConfigError(f"{name}={flag!r}: expected True or False")
+    if not any(precision is known for known in (None, torch.bfloat16, torch.float16)):
+        raise ConfigError(
+            f"precision={precision!r}: device copies of 2 bytes a number are torch.bfloat16 or torch.float16; pass one "
+            "of them, or None to compute in the parameters' own type"
+        )
     device_bytes = (
         device_free()
         if device_budget is None
@@ -86,5 +95,6 @@ def resolve(
         policy=policy,
         prefetch=prefetch,
         pin_memory=True if pin_memory is None else pin_memory,
+        precision=precision,
         device_homes=device_homes,
     )

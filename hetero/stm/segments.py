@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from hetero.errors import ManageError
 from hetero.msc import MemStatsCollector, Phase, SegmentKey
 from hetero.stm.executor import Executor
 from hetero.stm.gradients import Gradients
@@ -55,7 +56,13 @@ class Segments:
     def end_forward(self, *, complete: bool) -> None:
         """It ended; ``complete`` False: by an exception."""
         with self._lock:
-            self._residency.write_back_all()
+            refused = None
+            try:
+                self._residency.write_back_all()
+            except ManageError as error:
+                if complete:  # else the caller learns of something else already
+                    refused = error
+                complete = False
             segment = self._executor.segment
             if segment is not None:
                 segment.complete = complete
@@ -67,6 +74,8 @@ class Segments:
                     self._residency.evict_idle()
             if not complete or (segment is not None and not segment.key.trains):
                 self._executor.release_cap()
+            if refused is not None:
+                raise refused
 
     def begin_step(self) -> None:
         """The optimizer's step begins; what the one before it left to be done is done."""
