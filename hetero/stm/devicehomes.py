@@ -106,7 +106,10 @@ class DeviceHomes:
         tensors = [
             tensor
             for tensor in self._stm.tensors
-            if tensor.index in stepped and not tensor.used_at_home and self._refused[tensor.index] < _PATIENCE
+            if tensor.index in stepped
+            and not tensor.used_at_home
+            and tensor.low is None
+            and self._refused[tensor.index] < _PATIENCE
         ]
         if not self._can_step() or not self._is_timed(tensors):
             return {}
