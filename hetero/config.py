@@ -28,6 +28,7 @@ class Config:
     policy: object
     prefetch: bool
     pin_memory: bool
+    activations: bool
 
     @property
     def warmup_bytes(self) -> int:
@@ -44,6 +45,7 @@ def resolve(
     policy: object,
     prefetch: bool,
     pin_memory: bool | None,
+    activations: bool,
     device_total: int,
     device_free: Callable[[], int],
     host_total: int,
@@ -60,7 +62,7 @@ def resolve(
         raise ConfigError(
             f"warmup_steps={warmup_steps!r}: at least 1 iteration has to be measured; pass an int >= 1"
         )
-    for name, flag in (("prefetch", prefetch), ("pin_memory", pin_memory)):
+    for name, flag in (("prefetch", prefetch), ("activations", activations), ("pin_memory", pin_memory)):
         if not isinstance(flag, bool) and not (name == "pin_memory" and flag is None):
             raise ConfigError(f"{name}={flag!r}: expected True or False")
     device_bytes = (
@@ -84,4 +86,5 @@ def resolve(
         policy=policy,
         prefetch=prefetch,
         pin_memory=True if pin_memory is None else pin_memory,
+        activations=activations,
     )

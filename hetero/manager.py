@@ -52,6 +52,7 @@ def manage(
     policy: str | Policy = "opt",
     prefetch: bool = True,
     pin_memory: bool | None = None,
+    activations: bool = True,
 ) -> "Manager":
     """Train ``model`` on a device that it does not fit on. In place; the training loop does not change.
 
@@ -72,6 +73,8 @@ def manage(
         policy: who leaves when room is needed: ``"opt"`` (farthest next use), ``"cost-opt"``, ``"lru"``,
             ``"fifo"`` or an object of `hetero.eviction.Policy`.
         prefetch: start copies before they are needed, beside compute.
+        activations: tensors saved for backward may leave the device as well, where that costs least or nothing
+            else fits.
         pin_memory: page-lock homes, so that copies run beside compute. Default: where the system allows it.
 
     Returns:
@@ -94,6 +97,7 @@ def manage(
         policy=policy,
         prefetch=prefetch,
         pin_memory=pin_memory,
+        activations=activations,
         device_total=accelerator.total_bytes(),
         device_free=lambda: device_memory_free(accelerator),
         host_total=host_memory_total(),
@@ -272,10 +276,11 @@ class Manager:
             if torch._C._current_graph_task_id() != -1:
                 with scope():
                     return inner(*args, **kwargs)
+            saved = self._stm.activations if self.config.activations else None
             self._stm.segments.begin_forward(_signature(model, args, kwargs))
             complete = False
             try:
-                with scope(), self._stm.executor.guarded(), saved_tensors_as_handles():
+                with scope(), self._stm.executor.guarded(), saved_tensors_as_handles(saved):
                     result = inner(*args, **kwargs)
                 complete = True
             finally:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hetero.eviction import Links, Moment, Policy, Schedule, Trace, plan
-from hetero.msc import Phase, Segment, SegmentKey
+from hetero.msc import Period, Phase, Segment, SegmentKey
+from hetero.stm.lives import Lives, read_lives
 from hetero.stm.tensors import ManagedTensor
 
 __all__ = ["CyclePlan", "Cycles", "Place"]
@@ -24,7 +25,8 @@ class CyclePlan:
 
     ``operands[i]``, ``limits[i]``, ``non_model[i]``: of moment i; a limit is for all model data, gradients on their
     way included; non-model bytes are those in use when the operator begins. ``margin``: kept free of everything.
-    ``first_uses``: rank of each tensor by when it is used first.
+    ``first_uses``: rank of each tensor by when it is used first. ``activations``: per segment, the trace's numbers of
+    what it saves, in order (`hetero.stm.lives`).
     """
 
     keys: tuple[SegmentKey, ...]
@@ -39,6 +41,7 @@ class CyclePlan:
     positions: dict[tuple[int, ...], list[int]]
     uses: dict[int, list[int]]
     first_uses: dict[int, int]
+    activations: tuple[tuple[int, ...], ...]
 
     def find(self, operands: tuple[int, ...], begin: int, end: int) -> int | None:
         """The first moment in ``[begin, end)`` with these operands."""
@@ -60,7 +63,8 @@ class Place:
     """Where a segment lies in a plan, and whether to measure it.
 
     ``missing``: what the plan expects to be resident and may not be, because something else ran before.
-    ``guarded``: it may need more memory than is left beside what is resident (`hetero.stm.guard`).
+    ``guarded``: it may need more memory than is left beside what is resident (`hetero.stm.guard`). ``number``: of
+    segments before it in its iteration.
     """
 
     plan: CyclePlan | None
@@ -69,6 +73,7 @@ class Place:
     sample: bool
     guarded: bool
     missing: tuple[int, ...] = ()
+    number: int
 
 
 # Segments without a step in between (a closure that runs the model, forwards whose graphs are dropped): give up
@@ -98,6 +103,7 @@ class Cycles:
         prefetch: bool,
         fixed_bytes: Callable[[], int],
         headroom: Callable[[int], int],
+        activation_bytes: Callable[[], int],
         ends_with_backward: bool,
     ) -> None:
         self._tensors = tensors
@@ -109,6 +115,7 @@ class Cycles:
         self._prefetch = prefetch
         self._fixed_bytes = fixed_bytes
         self._headroom = headroom
+        self._activation_bytes = activation_bytes
         self._ends_with_backward = ends_with_backward
         self._samples: dict[SegmentKey, list[Segment]] = defaultdict(list)
         self._plans: dict[tuple[SegmentKey, ...], CyclePlan] = {}
@@ -136,14 +143,15 @@ class Cycles:
         plan = self._matching(tuple(history.keys))
         sampled = len(self._samples.get(key, ())) >= self._warmup_steps
         if plan is None:
-            return Place(plan=None, sample=not sampled, guarded=True)
+            return Place(plan=None, sample=not sampled, guarded=True, number=len(history.keys) - 1)
         place = len(history.keys) - 1
         return Place(
             plan=plan,
             begin=plan.bounds[place],
             end=plan.bounds[place + 1],
             sample=not sampled or plan.keys not in self._verified,
-            missing=plan.schedule.start if place == 0 else (),
+            missing=tuple(x for x in plan.schedule.start if x < len(self._tensors)) if place == 0 else (),
+            number=place,
             guarded=history.has_left_plan or self._needed_relief(key),
         )
 
@@ -181,10 +189,15 @@ class Cycles:
     def unplanned_limit(self, segment: Segment | None) -> int:
         """Model data allowed on the device in a segment that no plan covers."""
         budget = self._budget - self._margin
-        room = min(self._warmup_bytes, self._headroom(budget))
+        room = min(self._warmup_bytes + self._activation_bytes(), self._headroom(budget))
+        measured = self.measured_limit(segment)
+        return room if measured is None else max(room, measured)
+
+    def measured_limit(self, segment: Segment | None) -> int | None:
+        """Model data allowed in a segment that was measured before; None if it was not."""
         samples = () if segment is None else self._samples.get(segment.key, ())
         peaks = [period.non_model_bytes for s in samples for period in s.periods if period.is_sampled]
-        return max(room, budget - max(peaks)) if peaks else room
+        return self._budget - self._margin - max(peaks) if peaks else None
 
     def needs(self) -> tuple[int, int] | None:
         """Bytes of the device, by all plans: the fewest that any could work with, and what they work with now.
@@ -272,8 +285,9 @@ class Cycles:
         return None
 
     def _make_plan(self, keys: tuple[SegmentKey, ...], margin: int) -> CyclePlan:
-        sizes = tuple(tensor.device_nbytes for tensor in self._tensors)
-        reserve = min(self._gradient_reserve(keys), self._spare_in_backward(keys, margin))
+        lives = read_lives([self._samples[key][-1] for key in keys], len(self._tensors))
+        sizes = tuple(tensor.device_nbytes for tensor in self._tensors) + lives.sizes
+        reserve = min(self._gradient_reserve(keys), self._spare_in_backward(keys, margin, sizes, lives))
         fixed = self._fixed_bytes()
         moments: list[Moment] = []
         operands: list[tuple[int, ...]] = []
@@ -283,8 +297,9 @@ class Cycles:
         for key in keys:
             samples = self._samples[key]
             for index, period in enumerate(samples[-1].periods):
-                mandatory = tuple(dict.fromkeys(period.operands + period.held))
-                limit = self._budget - _non_model_peak(samples, index) - margin
+                now = len(moments)
+                mandatory = _mandatory(period, lives, now)
+                limit = self._budget - _non_model_peak(samples, index) - lives.unseen[now] - margin
                 kept_free = fixed + (reserve if key.phase is Phase.BACKWARD else 0)
                 moments.append(
                     Moment(
@@ -292,7 +307,9 @@ class Cycles:
                         seconds=period.seconds,
                         # The operands did fit when they were measured, with gradients handed over at once.
                         capacity=max(limit - kept_free, sum(sizes[tensor] for tensor in mandatory)),
-                        invalidates=tuple(dict.fromkeys(period.invalidates)),
+                        dirties=lives.produced[now],
+                        produces=lives.produced[now],
+                        invalidates=tuple(dict.fromkeys((*period.invalidates, *lives.ended[now]))),
                     )
                 )
                 operands.append(period.operands)
@@ -314,6 +331,7 @@ class Cycles:
             positions=_positions(operands),
             uses=_uses(moments),
             first_uses=_first_uses(operands),
+            activations=lives.indices,
         )
 
     def _least(self, plan: CyclePlan) -> int:
@@ -349,17 +367,26 @@ class Cycles:
             return 0
         return 2 * max((t.device_nbytes for t in self._tensors if t.parameter.requires_grad), default=0)
 
-    def _spare_in_backward(self, keys: tuple[SegmentKey, ...], margin: int) -> int:
+    def _spare_in_backward(
+        self, keys: tuple[SegmentKey, ...], margin: int, sizes: tuple[int, ...], lives: Lives
+    ) -> int:
         """What every operator of the backwards leaves: with less, gradients on their way would pass the budget."""
-        needs = [
-            _non_model_peak(samples, index)
-            + sum(self._tensors[tensor].device_nbytes for tensor in {*period.operands, *period.held})
-            for key in keys
-            if key.phase is Phase.BACKWARD
-            for samples in (self._samples[key],)
-            for index, period in enumerate(samples[-1].periods)
-        ]
+        needs: list[int] = []
+        now = 0
+        for key in keys:
+            samples = self._samples[key]
+            for index, period in enumerate(samples[-1].periods):
+                if key.phase is Phase.BACKWARD:
+                    mandatory = _mandatory(period, lives, now)
+                    beside = _non_model_peak(samples, index) + lives.unseen[now]
+                    needs.append(beside + sum(sizes[tensor] for tensor in mandatory))
+                now += 1
         return max(0, self._budget - margin - self._fixed_bytes() - max(needs, default=0))
+
+
+def _mandatory(period: Period, lives: Lives, moment: int) -> tuple[int, ...]:
+    """What must be on the device in this period, each once."""
+    return (*dict.fromkeys(period.operands + period.held), *sorted(lives.present[moment]))
 
 
 def _non_model_peak(samples: Sequence[Segment], index: int) -> int:

@@ -45,12 +45,12 @@ class _Guard(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Below autograd a managed parameter is only memory at home: it must not be intercepted again.
         with plain():
-            try:
-                return func(*args, **(kwargs or {}))
-            except torch.OutOfMemoryError:
-                if self.relieve() == 0:
-                    raise
-            return func(*args, **(kwargs or {}))
+            while True:
+                try:
+                    return func(*args, **(kwargs or {}))
+                except torch.OutOfMemoryError:
+                    if self.relieve() == 0:
+                        raise
 
 
 class _Here(threading.local):
@@ -117,7 +117,8 @@ def _step_aside(gradients: Any) -> None:
     modes = _pop_all()
     for mode in modes:
         if isinstance(mode, _Guard):
-            mode.relieve()
+            while mode.relieve():
+                pass
     _push_all([mode for mode in modes if not isinstance(mode, _Guard)])
 
 

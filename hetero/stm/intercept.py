@@ -129,14 +129,15 @@ def _on_device(
         args = _replace(args, copies)
         if kwargs:
             kwargs = {key: replace_one(value, copies) for key, value in kwargs.items()}
-        try:
-            result = func(*args, **kwargs)
-        except torch.OutOfMemoryError:
-            # An in-place operator may have done half its work; everything else can be tried again.
-            name = getattr(func, "__name__", "")
-            if (name.endswith("_") and not name.endswith("__")) or not operands[0].owner.relieve():
-                raise
-            result = func(*args, **kwargs)
+        while True:
+            try:
+                result = func(*args, **kwargs)
+                break
+            except torch.OutOfMemoryError:
+                # An in-place operator may have done half its work; everything else can be tried again.
+                name = getattr(func, "__name__", "")
+                if (name.endswith("_") and not name.endswith("__")) or not operands[0].owner.relieve():
+                    raise
         _refuse_write_to_leaf(operands)
         if not _scope.depth:
             # Outside a forward home is the truth, at once: the next reader, or the optimizer, looks there.

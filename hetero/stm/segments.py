@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from hetero.msc import MemStatsCollector, Phase, SegmentKey
+from hetero.stm.activations import Activations
 from hetero.stm.executor import Executor
 from hetero.stm.gradients import Gradients
 from hetero.stm.residency import Residency
@@ -27,6 +28,7 @@ class Segments:
         tensors: Sequence[ManagedTensor],
         residency: Residency,
         gradients: Gradients,
+        activations: Activations,
         collector: MemStatsCollector,
         executor: Executor,
         *,
@@ -36,6 +38,7 @@ class Segments:
         self._tensors = tensors
         self._residency = residency
         self._gradients = gradients
+        self._activations = activations
         self._collector = collector
         self._executor = executor
         self._lock = lock
@@ -50,6 +53,7 @@ class Segments:
             key = SegmentKey(Phase.FORWARD, trains, (signature, len(self._pending_forwards) if trains else 0))
             self._executor.begin_segment(key)
             if trains:
+                self._activations.begin_forward(len(self._pending_forwards))
                 self._pending_forwards.append(key)
 
     def end_forward(self, *, complete: bool) -> None:
@@ -62,9 +66,7 @@ class Segments:
             if not complete:
                 self._void()
             elif self._executor.is_guarded:
-                # What the caller does next, the loss for instance, runs unguarded: leave all the room there is.
-                with self._collector.evicting(for_operator=False):
-                    self._residency.evict_idle()
+                self._executor.leave_room()
             if not complete or (segment is not None and not segment.key.trains):
                 self._executor.release_cap()
 
@@ -149,6 +151,7 @@ class Segments:
         for tensor in self._tensors:
             tensor.abandon_compute()
         self._residency.await_copies()
+        self._activations.await_copies()
 
     def _guarded_backward(self) -> contextlib.AbstractContextManager[None]:
         segment = self._executor.segment
