@@ -364,7 +364,7 @@ class Activations:
     # -- making room -------------------------------------------------------------------------------------
 
     def shed(self, nbytes: int) -> int:
-        """Free at least ``nbytes`` if records that nobody uses have as many, the first saved first; returns how many."""
+        """Free at least ``nbytes`` if idle records have as many, the first saved first; returns how many."""
         self.settle()
         freed = self.reclaim(nbytes)
         for reference in list(self._live):

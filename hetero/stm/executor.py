@@ -163,7 +163,12 @@ class Executor:
         actions = self._advance(indices)
         self._forget_overtaken(actions)
         if actions.evict or actions.fetch:
-            self._drift = max(self._drift, self._measure_drift(self._position - 1))
+            drift = self._measure_drift(self._position - 1)
+            if drift > self._drift:
+                # The model keeps more than it did, and may do so again within any period.
+                self._drift = drift
+                if not self._is_guarded:
+                    self._guard_from_here()
         limit = self._limit()
         self._evict(actions.evict)
         self._residency.trim(limit, keep=indices)
