@@ -125,6 +125,8 @@ class MemStatsCollector:
             period.relieved = period.relieved or for_operator
             self._read_peak(period)
         yield
+        if self.is_sampling and period.begin is not None:
+            self.peaks.next_period()  # what was there before is no peak of what follows
         self._model_base = self._model_bytes.device_bytes
 
     def count_fetch(self, nbytes: int) -> None:

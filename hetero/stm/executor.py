@@ -167,7 +167,7 @@ class Executor:
             if drift > self._drift:
                 # The model keeps more than it did, and may do so again within any period.
                 self._drift = drift
-                if not self._is_guarded:
+                if not self._is_guarded and self._segment is not None and self._segment.key.phase is not Phase.STEP:
                     self._guard_from_here()
         limit = self._limit()
         self._evict(actions.evict)
