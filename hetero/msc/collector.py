@@ -53,6 +53,7 @@ class MemStatsCollector:
         self.peaks = PeakKeeper(accelerator)
         self._segment: Segment | None = None
         self._period = Period(operands=())
+        self._relieving = False
         self._model_base = 0  # model data on the device since the period began, or was relieved
         self.total = Period(operands=())  # sums over the manager's life
         self.largest_growth = 0
@@ -121,10 +122,14 @@ class MemStatsCollector:
         ``for_operator``: one that ran out of memory, and is tried again.
         """
         period = self._period
+        self._relieving = for_operator
         if self.is_sampling and period.begin is not None:
             period.relieved = period.relieved or for_operator
             self._read_peak(period)
-        yield
+        try:
+            yield
+        finally:
+            self._relieving = False
         if self.is_sampling and period.begin is not None:
             self.peaks.next_period()  # what was there before is no peak of what follows
         self._model_base = self._model_bytes.device_bytes
@@ -150,6 +155,11 @@ class MemStatsCollector:
         """It comes back."""
         self._period.activation_in_bytes += nbytes
         self.total.activation_in_bytes += nbytes
+
+    def note_shed(self, key: tuple[int, int]) -> None:
+        """A record left to make room."""
+        if self._relieving and self.is_sampling and any(saved == key for saved, _ in self._period.saved):
+            self._period.lost_own = True
 
     def note_saved(self, key: tuple[int, int], nbytes: int) -> None:
         """Forward saved a record (`hetero.stm.activations`)."""

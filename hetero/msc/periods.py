@@ -40,7 +40,7 @@ class Period:
 
     ``used_bytes``: on the device when the operator began, ``peak_bytes``: at most until the period's end;
     ``non_model_bytes``: at most of what is no model data. ``relieved``: it ran out of memory until copies were
-    evicted in its middle.
+    evicted in its middle; ``lost_own``: among them what it had saved itself.
 
     Saved tensors go by (which forward, which record of it): ``saved`` with their bytes, ``used`` by backward and
     ``dropped`` within the period, ``held_saved`` by somebody else when it began.
@@ -60,6 +60,7 @@ class Period:
     peak_bytes: int = -1
     non_model_bytes: int = -1
     relieved: bool = False
+    lost_own: bool = False
     host_model_bytes: int = -1
     host_bytes: int = -1
     seconds: float = 0.0

@@ -425,6 +425,7 @@ class Activations:
             self._forget_storage(account)
             record.fold()
             account.count(Tier.DEVICE, 0)
+            self._collector.note_shed(account.key)
             return account.device_nbytes
         with torch.inference_mode(False), torch.no_grad():
             memory = _flat(record.aliases[0])
@@ -443,6 +444,7 @@ class Activations:
         self._collector.count_activation_out(account.device_nbytes)
         del memory
         if at_once:
+            self._collector.note_shed(account.key)
             self._land(flight)
         return account.device_nbytes
 

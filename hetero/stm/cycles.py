@@ -26,7 +26,8 @@ class CyclePlan:
     ``operands[i]``, ``limits[i]``, ``non_model[i]``: of moment i; a limit is for all model data, gradients on their
     way included; non-model bytes are those in use when the operator begins. ``margin``: kept free of everything.
     ``first_uses``: rank of each tensor by when it is used first. ``activations``: per segment, the trace's numbers of
-    what it saves, in order (`hetero.stm.lives`).
+    what it saves, in order (`hetero.stm.lives`). ``guarded``: segments in which something has to leave in the middle of
+    a period, as it did when it was measured.
     """
 
     keys: tuple[SegmentKey, ...]
@@ -42,6 +43,7 @@ class CyclePlan:
     uses: dict[int, list[int]]
     first_uses: dict[int, int]
     activations: tuple[tuple[int, ...], ...]
+    guarded: tuple[bool, ...]
 
     def find(self, operands: tuple[int, ...], begin: int, end: int) -> int | None:
         """The first moment in ``[begin, end)`` with these operands."""
@@ -152,14 +154,14 @@ class Cycles:
             sample=not sampled or plan.keys not in self._verified,
             missing=tuple(x for x in plan.schedule.start if x < len(self._tensors)) if place == 0 else (),
             number=place,
-            guarded=history.has_left_plan or self._needed_relief(key),
+            guarded=history.has_left_plan or plan.guarded[place],
         )
 
     def will_be_guarded(self, key: SegmentKey) -> bool:
         """`Place.guarded` of a training segment that is about to begin with ``key``."""
         history = self._training
         plan = self._matching((*history.keys, key))
-        return plan is None or history.has_left_plan or self._needed_relief(key)
+        return plan is None or history.has_left_plan or plan.guarded[len(history.keys)]
 
     def leave_plan(self) -> None:
         """Operators come that the plan does not know: a branch with the same shapes, a layer unfrozen."""
@@ -216,9 +218,6 @@ class Cycles:
             self._plans[keys] = self._make_plan(keys, self._margin)
         if self.last_plan is not None:
             self.last_plan = self._plans.get(self.last_plan.keys)
-
-    def _needed_relief(self, key: SegmentKey) -> bool:
-        return any(period.relieved for sample in self._samples.get(key, ()) for period in sample.periods)
 
     # -- cycles ---------------------------------------------------------------------------------------
 
@@ -294,19 +293,25 @@ class Cycles:
         limits: list[int] = []
         non_model: list[int] = []
         bounds = [0]
+        guarded: list[bool] = []
         for key in keys:
             samples = self._samples[key]
+            guarded.append(False)
             for index, period in enumerate(samples[-1].periods):
                 now = len(moments)
                 mandatory = _mandatory(period, lives, now)
                 limit = self._budget - _non_model_peak(samples, index) - lives.unseen[now] - margin
                 kept_free = fixed + (reserve if key.phase is Phase.BACKWARD else 0)
+                least = sum(sizes[tensor] for tensor in mandatory)
+                guarded[-1] |= any(
+                    p.relieved and (p.lost_own or limit - kept_free < least) for p in _same(samples, index)
+                )
                 moments.append(
                     Moment(
                         operands=mandatory,
                         seconds=period.seconds,
                         # The operands did fit when they were measured, with gradients handed over at once.
-                        capacity=max(limit - kept_free, sum(sizes[tensor] for tensor in mandatory)),
+                        capacity=max(limit - kept_free, least),
                         dirties=lives.produced[now],
                         produces=lives.produced[now],
                         invalidates=tuple(dict.fromkeys((*period.invalidates, *lives.ended[now]))),
@@ -332,6 +337,7 @@ class Cycles:
             uses=_uses(moments),
             first_uses=_first_uses(operands),
             activations=lives.indices,
+            guarded=tuple(guarded),
         )
 
     def _least(self, plan: CyclePlan) -> int:
@@ -391,8 +397,12 @@ def _mandatory(period: Period, lives: Lives, moment: int) -> tuple[int, ...]:
 
 def _non_model_peak(samples: Sequence[Segment], index: int) -> int:
     """Highest non-model peak of period ``index`` over the samples that have it."""
-    periods = [segment.periods[index] for segment in samples if index < len(segment.periods)]
-    return max(period.non_model_bytes for period in periods)
+    return max(period.non_model_bytes for period in _same(samples, index))
+
+
+def _same(samples: Sequence[Segment], index: int) -> list[Period]:
+    """Period ``index`` of each sample that has it."""
+    return [segment.periods[index] for segment in samples if index < len(segment.periods)]
 
 
 def _positions(operands: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], list[int]]:

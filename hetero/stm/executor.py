@@ -139,16 +139,17 @@ class Executor:
         self._residency.make_room(nbytes, limit=self._limit(), name="a saved tensor")
 
     def leave_room(self) -> None:
-        """Before what the caller does between forward and backward, unguarded: as far as nothing is known of it, all
-        that can leave does."""
-        segment = self._segment
+        """Before what the caller does between forward and backward, unguarded: what was measured of it fits, and where
+        nothing was, all that can leave does."""
+        follows = self._plan is not None and not self._has_left_plan
+        limit = self._limit() if follows else self._cycles.measured_limit(self._segment)
+        if follows and limit is not None and not self._residency.exceeds(limit):
+            return
         with self._collector.evicting(for_operator=False):
             self._residency.evict_idle()
-            if self._plan is None or self._has_left_plan:
-                spare = self._cycles.measured_limit(segment)
-                excess = self._activations.device_bytes if spare is None else self._residency.excess(spare)
-                if excess > 0:
-                    self._activations.shed(excess)
+            excess = self._activations.device_bytes if limit is None else self._residency.excess(limit)
+            if excess > 0:
+                self._activations.shed(excess)
 
     def release_cap(self) -> None:
         """Nothing runs until the next segment: others may have the memory. A model may also be dropped here."""
@@ -167,7 +168,11 @@ class Executor:
             if drift > self._drift:
                 # The model keeps more than it did, and may do so again within any period.
                 self._drift = drift
-                if not self._is_guarded and self._segment is not None and self._segment.key.phase is not Phase.STEP:
+                if (
+                    not self._is_guarded
+                    and self._segment is not None
+                    and self._segment.key.phase is not Phase.STEP
+                ):
                     self._guard_from_here()
         limit = self._limit()
         self._evict(actions.evict)
