@@ -43,9 +43,6 @@ class UpdateQueue:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._waiting: deque[Update] = deque()
-        # Those that somebody waits for. Only the thread takes updates out of a list: an interrupt of the caller's,
-        # between any two steps, must not lose one.
-        self._urgent: deque[Update] = deque()
         self._current: Update | None = None
         self._errors: list[BaseException] = []
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hetero-step")
@@ -60,7 +57,10 @@ class UpdateQueue:
             return
         with self._changed:
             self._waiting.extend(updates)
-        self._start()
+        try:
+            self._worker.submit(self._work)
+        except RuntimeError:  # the interpreter is going down, or there is no thread to be had
+            self._work()
 
     def upload_after(self, update: Update, upload: Callable[[], torch.Event]) -> bool:
         """Let the thread start ``upload`` as soon as ``update`` is done; False if it is done already."""
@@ -80,25 +80,16 @@ class UpdateQueue:
     def finish(self, update: Update) -> None:
         """Return once ``update`` is done. Raises nothing: see `raise_error`."""
         with self._changed:
-            if update.done:
-                return
-            idle = self._current is None
-            self._urgent.append(update)
-        if idle:  # its start may have been interrupted
-            self._start()
-        with self._changed:
+            if not update.done and update is not self._current:
+                self._waiting.remove(update)
+                self._waiting.appendleft(update)
             self._changed.wait_for(lambda: update.done)
 
     def finish_all(self) -> None:
         """Return once nothing is queued or running. Raises nothing."""
-        if threading.get_ident() == self._ident:  # as when Python's collector drops a model on our thread
-            return
         with self._changed:
-            if not self._waiting and self._current is None:
-                return
-        self._start()
-        with self._changed:
-            self._changed.wait_for(lambda: not self._waiting and self._current is None)
+            if threading.get_ident() != self._ident:  # as when Python's collector drops a model on our thread
+                self._changed.wait_for(lambda: not self._waiting and self._current is None)
 
     def close(self) -> None:
         """End the thread; nothing may be queued any more."""
@@ -116,12 +107,6 @@ class UpdateQueue:
             first.add_note(f"another parameter's update failed as well: {other!r}")
         raise first
 
-    def _start(self) -> None:
-        try:
-            self._worker.submit(self._work)
-        except RuntimeError:  # the interpreter is going down, or there is no thread to be had
-            self._work()
-
     # -- the thread -----------------------------------------------------------------------------------
 
     def _work(self) -> None:
@@ -130,19 +115,11 @@ class UpdateQueue:
             with self._changed:
                 if not self._waiting:
                     return
-                update = self._current = self._next()
+                update = self._current = self._waiting.popleft()
             self._run(update)
             with self._changed:
                 self._current = None
                 self._changed.notify_all()
-
-    def _next(self) -> Update:
-        while self._urgent:
-            update = self._urgent.popleft()
-            if update in self._waiting:  # not done meanwhile
-                self._waiting.remove(update)
-                return update
-        return self._waiting.popleft()
 
     def _run(self, update: Update) -> None:
         run, update._run = update._run, None

@@ -385,6 +385,7 @@ class StatefulTensorMgr:
             self.residency.write_back_all()
             self.gradients.wait_all(self.tensors)
             self.gradients.reclaim(self.ledger.device_bytes)
+            self.gradients.norms.stop()
             self.residency.before_host_writes()
             for tensor in self.tensors:
                 self.residency.discard(tensor)

@@ -58,3 +58,8 @@ class GradientNorms:
     def forget_all(self) -> None:
         """As `forget`, for every parameter."""
         self._known.clear()
+
+    def stop(self) -> None:
+        """Take none until somebody wants them again; nothing is left on the device."""
+        self._known.clear()
+        self._wanted = self._values = None

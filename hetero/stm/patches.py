@@ -29,7 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from hetero.errors import ManageError
-from hetero.stm import clipping
+from hetero.stm import clipping, interrupts
 from hetero.stm.casts import begin_region
 from hetero.stm.deferred import finish_everything
 from hetero.stm.fetch import plain
@@ -95,12 +95,14 @@ def install(listener: BackwardListener) -> None:
         clipping.install()
         _step_hooks.append(register_optimizer_step_pre_hook(_settle_before_step))
         _step_hooks.append(register_optimizer_step_post_hook(_note_step))
+    interrupts.install()
     _listeners.append(listener)
 
 
 def remove(listener: BackwardListener) -> None:
     """One manager fewer."""
     _listeners.remove(listener)
+    interrupts.remove()
     if not _listeners:
         while _replaced:
             place, name, own = _replaced.pop()

@@ -1,0 +1,120 @@
+"""Ctrl-C at any moment: training goes on afterwards, and nothing of the interrupted iteration stays."""
+
+import random
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from accelerators import clear_races, races
+from torch import nn
+from twins import adamw, device
+
+import hetero
+
+pytestmark = pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="POSIX signals")
+
+
+class Interrupter:
+    """Sends one SIGINT to the main thread, a random time after each `arm`."""
+
+    def __init__(self, seed):
+        self._random = random.Random(seed)
+        self._armed = threading.Event()
+        self._ended = False
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def arm(self):
+        self._armed.set()
+
+    def _run(self):
+        while True:
+            self._armed.wait()
+            if self._ended:
+                return
+            time.sleep(self._random.uniform(1e-4, 0.03))
+            self._armed.clear()
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    def end(self):
+        self._ended = True
+        self._armed.set()
+        self._thread.join()
+
+
+def layers():
+    torch.manual_seed(0)
+    return nn.Sequential(*(m for _ in range(3) for m in (nn.Linear(128, 128), nn.Tanh(), nn.LayerNorm(128))))
+
+
+def iteration(model, optimizer, target):
+    loss = model(torch.ones(16, 128, device=target)).square().mean()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_training_goes_on_after_interrupts_at_random_moments(seed):
+    # Without `hetero.stm.interrupts`, a few dozen of them leave a lock, a queue or a state half changed.
+    target = device()
+    clear_races()
+    model = layers()
+    optimizer = adamw(model)
+    before = torch.accelerator.memory_allocated()
+    interrupter = Interrupter(seed)
+    met = 0
+    try:
+        with hetero.manage(model, optimizer, device=target, device_budget="192KiB"):
+            for _ in range(150):
+                try:
+                    interrupter.arm()
+                    while True:
+                        iteration(model, optimizer, target)
+                except KeyboardInterrupt:
+                    met += 1
+                optimizer.zero_grad()
+                iteration(model, optimizer, target)
+    finally:
+        interrupter.end()
+    assert met == 150
+    assert not races()
+    assert torch.accelerator.memory_allocated() == before
+    iteration(model, optimizer, torch.device("cpu"))
+
+
+def test_an_interrupt_in_the_users_code_is_raised_there():
+    class Pressed(nn.Module):
+        def forward(self, x):
+            signal.raise_signal(signal.SIGINT)
+            return x
+
+    model = nn.Sequential(nn.Linear(4, 4), Pressed())
+    target = device()
+    with hetero.manage(model, device=target), pytest.raises(KeyboardInterrupt) as caught:
+        model(torch.ones(2, 4, device=target))
+    assert caught.traceback[-2].name == "forward"
+
+
+def test_the_users_own_handler_decides_and_is_theirs_again_afterwards():
+    pressed = []
+    ours = signal.getsignal(signal.SIGINT)
+    mine = lambda number, frame: pressed.append(number)  # noqa: E731
+    signal.signal(signal.SIGINT, mine)
+    try:
+        first = hetero.manage(nn.Linear(4, 4), device=device())
+        second = hetero.manage(nn.Linear(4, 4), device=device())
+        signal.raise_signal(signal.SIGINT)
+        first.close()
+        assert signal.getsignal(signal.SIGINT) is not mine
+        second.close()
+        assert signal.getsignal(signal.SIGINT) is mine
+        with hetero.manage(nn.Linear(4, 4), device=device()):
+            signal.signal(signal.SIGINT, ours)
+        assert signal.getsignal(signal.SIGINT) is ours  # set in between: not ours to change
+    finally:
+        signal.signal(signal.SIGINT, ours)
+    assert pressed == [signal.SIGINT]
