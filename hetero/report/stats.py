@@ -89,6 +89,10 @@ class MemoryStats:
                 "lower bound",
                 format_bytes(self.lower_bound_bytes) if self.lower_bound_bytes else "no plan yet",
             ),
+            (
+                "activations moved",
+                f"{format_bytes(self.activation_out_bytes)} out, {format_bytes(self.activation_in_bytes)} in",
+            ),
             ("unplanned fetches", str(self.unplanned_fetches)),
             ("stalled", format_seconds(self.stall_seconds)),
         ):

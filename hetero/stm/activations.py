@@ -230,7 +230,8 @@ class Activations:
             if not self._closed:
                 if account.device_nbytes >= self._large and torch._C._current_graph_task_id() != -1:
                     self.moment("saved")
-                self._collector.note_used(account.key)
+                if not account.is_retired:
+                    self._collector.note_used(account.key)
             if record.aliases is None:
                 self._bring(record)
             flight = account.flight
@@ -281,7 +282,12 @@ class Activations:
             account.retire()
 
     def begin_forward(self, number: int) -> None:
-        """Forward ``number`` of those that wait for their backward begins."""
+        """Forward ``number`` of those that wait for their backward begins. An earlier one of that number, whose graph
+        was kept, is the caller's from now on."""
+        self.settle()
+        for account in self._live.values():
+            if account.key[0] == number:
+                account.retire()
         self._forward, self._ordinal = number, 0
 
     def follow(self, indices: tuple[int, ...], sizes: tuple[int, ...]) -> None:
@@ -305,7 +311,8 @@ class Activations:
             account = self._live.pop(reference, None)
             if account is None:
                 continue
-            self._collector.note_dropped(account.key)
+            if not account.is_retired:
+                self._collector.note_dropped(account.key)
             if self._by_storage.get(account.storage_key) is reference:
                 del self._by_storage[account.storage_key]
             if self._by_index.get(account.index) is reference:

@@ -81,6 +81,7 @@ class Place:
 # Segments without a step in between (a closure that runs the model, forwards whose graphs are dropped): give up
 # waiting for the iteration's end.
 _LONGEST_CYCLE = 1024
+_MOST_SAMPLES = 8  # of one key in one iteration
 
 
 @dataclass(slots=True)
@@ -143,7 +144,7 @@ class Cycles:
             self.abandon()
         history.keys.append(key)
         plan = self._matching(tuple(history.keys))
-        sampled = len(self._samples.get(key, ())) >= self._warmup_steps
+        sampled = len(self._samples.get(key, ())) >= self._samples_wanted(key)
         if plan is None:
             return Place(plan=None, sample=not sampled, guarded=True, number=len(history.keys) - 1)
         place = len(history.keys) - 1
@@ -173,10 +174,14 @@ class Cycles:
             self.abandon()
             return
         self._current.segments.append(segment)
-        if segment.sampled and len(self._samples[segment.key]) < self._warmup_steps:
+        if segment.sampled and len(self._samples[segment.key]) < self._samples_wanted(segment.key):
             for period in segment.periods:
                 period.settle()
             self._samples[segment.key].append(segment)
+
+    def _samples_wanted(self, key: SegmentKey) -> int:
+        """One for each time it has come in this iteration: what the caller does after a forward may differ."""
+        return self._warmup_steps * min(max(1, self._current.keys.count(key)), _MOST_SAMPLES)
 
     def abandon(self) -> None:
         """The current cycle was left by an exception: forget how far it went."""

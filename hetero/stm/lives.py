@@ -52,6 +52,7 @@ class _Reader:
         moment = 0
         for segment in self.segments:
             mine: list[int] = []
+            self._retire(segment, alive, moment)
             for period in segment.periods:
                 for key in (*period.held_saved, *period.used):
                     self._need(alive.get(key), moment)
@@ -73,6 +74,16 @@ class _Reader:
             unseen=tuple(self.unseen),
             indices=tuple(indices),
         )
+
+    def _retire(self, segment: Segment, alive: dict[tuple[int, int], int], moment: int) -> None:
+        """An earlier forward of the same number counts no more once this one begins."""
+        number = next((key[0] for period in segment.periods for key, _ in period.saved), None)
+        for key in [key for key in alive if key[0] == number]:
+            index = alive.pop(key)
+            if self.born[index] < moment:
+                self.ended[moment].append(index)
+            else:
+                self._end(index, moment - 1)
 
     def _bear(self, nbytes: int, moment: int) -> int:
         index = self.first_index + len(self.sizes)

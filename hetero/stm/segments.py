@@ -51,9 +51,10 @@ class Segments:
         with self._lock:
             trains = torch.is_grad_enabled()
             key = SegmentKey(Phase.FORWARD, trains, (signature, len(self._pending_forwards) if trains else 0))
-            self._executor.begin_segment(key)
             if trains:
                 self._activations.begin_forward(len(self._pending_forwards))
+            self._executor.begin_segment(key)
+            if trains:
                 self._pending_forwards.append(key)
 
     def end_forward(self, *, complete: bool) -> None:
