@@ -17,6 +17,7 @@ until the next sampling moment, because the period's peak holds them whatever th
 """
 
 import contextlib
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -201,6 +202,8 @@ class Activations:
 
     def save(self, tensor: torch.Tensor, storage_key: int) -> Saved | None:
         """A handle for ``tensor``, which autograd saves; None if it is to be kept as it is."""
+        if tensor.device != self._accelerator.device:
+            return None
         if not self._may_move(tensor):
             self.kept += 1
             return None
@@ -234,17 +237,16 @@ class Activations:
                     self._collector.note_used(account.key)
             if record.aliases is None:
                 self._bring(record)
-            flight = account.flight
-            if flight is not None:
-                self._wait_for(flight)
+            if account.flight is not None:
+                self._await(account.flight)
             assert record.aliases is not None
             alias = record.aliases[saved.place]
             return alias, alias._version + record.writes[saved.place]
 
     def _may_move(self, tensor: torch.Tensor) -> bool:
+        """Whether its storage's bytes say all of it; the caller knows that it is on the device, and strided."""
         return (
             type(tensor) is torch.Tensor
-            and tensor.device == self._accelerator.device
             and tensor.dtype in _DTYPES
             and not tensor.is_conj()
             and not tensor.is_neg()
@@ -506,8 +508,11 @@ class Activations:
         account.clean_version = memory._version
         account.storage_key = memory.untyped_storage()._cdata
 
-    def _wait_for(self, flight: _Flight) -> None:
+    def _await(self, flight: _Flight) -> None:
+        """A record that is on its way back is read next."""
+        begin = time.perf_counter()
         self._land(flight)
+        self._collector.count_stall(time.perf_counter() - begin)
 
     def _forget_storage(self, account: Account) -> None:
         self._by_storage.pop(account.storage_key, None)

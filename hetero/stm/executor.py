@@ -90,6 +90,7 @@ class Executor:
         # A plan that is followed for the first time, or again after something else ran, finds other copies
         # resident than it left behind.
         self._to_prefetch = list(place.missing) if self._plan is not None else []
+        self._activations.reclaim(0)
         if place.plan is None:
             self._activations.follow((), ())
         else:

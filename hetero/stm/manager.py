@@ -367,6 +367,7 @@ class StatefulTensorMgr:
     def settle(self) -> None:
         """Close the books of the iteration if its last segment is over, so that they can be read."""
         with self._lock:
+            self.activations.settle()
             segment = self.executor.segment
             if segment is not None and segment.key.phase is Phase.STEP:
                 self.executor.finish_segment()
