@@ -436,7 +436,7 @@ class Activations:
             account.count(Tier.DEVICE, 0)
             self._collector.note_shed(account.key)
             return account.device_nbytes
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False):
             memory = _flat(record.aliases[0])
             if account.host is None:
                 account.host = self._slots.take(memory.numel())
@@ -488,7 +488,7 @@ class Activations:
         """Its bytes are on the device again, or on their way there."""
         account = record.account
         flight = account.flight
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False):
             if flight is not None:  # it has not left yet
                 memory = flight.memory
                 self._engine.free_after_download(flight.event)

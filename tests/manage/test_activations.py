@@ -51,7 +51,8 @@ def steps(model, optimizer, target, count=4, rows=ROWS):
 def test_training_under_a_share_of_the_peak_is_exact(share, policy):
     manager = assert_twins(deep, steps, share=share, policy=policy)
     stats = manager.stats
-    assert stats.activation_out_bytes == stats.activation_in_bytes > 0
+    # Less may come back than left: what is needed before it has gone stays.
+    assert stats.activation_out_bytes >= stats.activation_in_bytes > 0
     assert stats.by_kind["host"]["activation"] == stats.by_kind["device"]["activation"] == 0
 
 
@@ -592,7 +593,7 @@ def test_statistics_show_saved_tensors_as_a_class_of_their_own(tmp_path):
         stats = manager.stats
         assert stats.by_kind["device"]["activation"] == 0
         moved_out = sum(period.activation_out_bytes for period in stats.periods)
-        assert moved_out == sum(period.activation_in_bytes for period in stats.periods) > 0
+        assert moved_out >= sum(period.activation_in_bytes for period in stats.periods) > 0
         assert max(period.device_activation_bytes for period in stats.periods) > 0
         for period in stats.periods:
             total = period.device_model_bytes + period.device_activation_bytes + period.device_non_model_bytes
