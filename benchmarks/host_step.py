@@ -2,7 +2,7 @@
 
 python -m benchmarks host_step
 
-The chain of layers of `benchmarks.prefetch`, trained with clipping by the global norm and an optimizer on the host that
+The chain of layers of `benchmarks.chain`, trained with clipping by the global norm and an optimizer on the host that
 takes a set time for each parameter. In one process, in turns: managed with deferral off, and with it on. Two
 yardsticks:
 
@@ -21,14 +21,11 @@ from typing import Any
 import torch
 
 import hetero
-from benchmarks.prefetch import Layer
+from benchmarks.chain import CALIBRATION_BANDWIDTH, LATENCY, Chain, parse, settable_device, traffic
 from benchmarks.record import median, write
-from hetero.cli.placing import choose_device
 from hetero.devices import virtual
 
-_LATENCY = 10e-6
 _WARM_UP = 5
-_CALIBRATION_BANDWIDTH = 4e9
 
 
 class SlowSGD(torch.optim.Optimizer):
@@ -52,10 +49,8 @@ class Job:
     """One model, again and again."""
 
     def __init__(self, device: torch.device, *, layers: int, width: int, seconds: float) -> None:
-        torch.manual_seed(0)
         self.device = device
-        self.model = torch.nn.Sequential(*(Layer(width, seconds) for _ in range(layers)))
-        self.weights = sum(p.nbytes for p in self.model.parameters())
+        self.model = Chain(layers=layers, width=width, seconds=seconds)
         self.x = torch.randn(1, width).to(device)
 
     def managed(
@@ -80,9 +75,7 @@ class Job:
                 seconds.append(time.perf_counter() - begin)
             after = manager.stats
             return seconds, {
-                "fetched_bytes": (after.total_fetched_bytes - before.total_fetched_bytes) / (steps + 1),
-                "written_bytes": (after.total_written_bytes - before.total_written_bytes) / (steps + 1),
-                "unplanned_fetches": after.unplanned_fetches - before.unplanned_fetches,
+                **traffic(before, after, steps + 1),
                 "queued": (host_step.queued - queued) / (steps + 1),
             }
 
@@ -123,11 +116,9 @@ def least_seconds(*, layers: int, compute: float, update: float, upload: float, 
 
 
 def main() -> None:
-    arguments = _parse()
-    torch.set_num_threads(1)
-    device = choose_device(None)
-    if device.type != "virtual":
-        print(f"skipped: {device} has a link of its own, which cannot be set")
+    arguments = parse(__doc__, rounds=3, steps=4)
+    device = settable_device()
+    if device is None:
         return
     rows = []
     for share in (1.0, 1 / 3, 1 / 6):
@@ -139,27 +130,14 @@ def main() -> None:
             f"{row['ratio_least']:.3f}; deferred / that {row['ratio_deferred'] / row['ratio_least']:.3f})",
             flush=True,
         )
-    write("host_step", {**vars(arguments), "latency": _LATENCY}, rows, device=device)
-
-
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument(
-        "--layer-seconds", type=float, default=0.008, help="a layer's pause in forward; backward twice"
-    )
-    parser.add_argument("--share", type=float, default=0.4, help="of the weights that the budget holds")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=4, help="timed per round and way")
-    return parser.parse_args()
+    write("host_step", {**vars(arguments), "latency": LATENCY}, rows, device=device)
 
 
 def _measure(share: float, device: torch.device, arguments: argparse.Namespace) -> dict[str, Any]:
     """``share``: of the compute time that the busier direction's transfers, and the step, are to take."""
     job = Job(device, layers=arguments.layers, width=arguments.width, seconds=arguments.layer_seconds)
-    budget = torch.accelerator.memory_allocated() + int(arguments.share * job.weights)
-    virtual.set_link(bandwidth=_CALIBRATION_BANDWIDTH, latency=_LATENCY)
+    budget = torch.accelerator.memory_allocated() + int(arguments.share * job.model.nbytes)
+    virtual.set_link(bandwidth=CALIBRATION_BANDWIDTH, latency=LATENCY)
     compute = job.compute(arguments.steps)
     update = share * compute / arguments.layers
     _, fast = job.managed(arguments.steps, budget=budget, update_seconds=update, defers=False)
@@ -176,7 +154,7 @@ def _measure(share: float, device: torch.device, arguments: argparse.Namespace) 
             moved[way].append(facts)
     medians = {way: median(times) for way, times in seconds.items()}
     bound = max(compute, share * compute)
-    copy = job.weights / arguments.layers / bandwidth
+    copy = job.model.nbytes / arguments.layers / bandwidth
     least = least_seconds(
         layers=arguments.layers,
         compute=compute / arguments.layers,
@@ -188,7 +166,7 @@ def _measure(share: float, device: torch.device, arguments: argparse.Namespace) 
         "share": share,
         "bandwidth": bandwidth,
         "device_budget": budget,
-        "weights_bytes": job.weights,
+        "weights_bytes": job.model.nbytes,
         "compute_seconds": compute,
         "update_seconds": update,
         "max_seconds": bound,

@@ -5,6 +5,7 @@ share of `benchmarks.bytes_moved` leaves something to decide.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import transformers
@@ -17,6 +18,7 @@ Loss = Callable[[nn.Module, torch.device], Tensor]
 
 _TOKENS = 512
 _LENGTH = 32
+_WIDE: dict[str, Any] = {"num_hidden_layers": 8, "hidden_size": 192, "num_attention_heads": 6}
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -36,30 +38,17 @@ def _image_loss(model: nn.Module, device: torch.device) -> Tensor:
 
 
 def _gpt2() -> nn.Module:
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            n_layer=8,
-            n_embd=192,
-            n_head=6,
-            vocab_size=_TOKENS,
-            n_positions=64,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
+    config = transformers.GPT2Config(
+        n_layer=8, n_embd=192, n_head=6, vocab_size=_TOKENS, n_positions=64, bos_token_id=0, eos_token_id=0
     )
+    return transformers.GPT2LMHeadModel(config)
 
 
 def _llama() -> nn.Module:
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            num_hidden_layers=8,
-            hidden_size=192,
-            intermediate_size=512,
-            num_attention_heads=6,
-            num_key_value_heads=2,
-            vocab_size=_TOKENS,
-        )
+    config = transformers.LlamaConfig(
+        **_WIDE, intermediate_size=512, num_key_value_heads=2, vocab_size=_TOKENS
     )
+    return transformers.LlamaForCausalLM(config)
 
 
 def _mixtral() -> nn.Module:
@@ -72,37 +61,24 @@ def _mixtral() -> nn.Module:
         num_local_experts=4,
         num_experts_per_tok=2,
         vocab_size=_TOKENS,
+        # The default calls histc on integers, which a CPU, and so the virtual accelerator, does not have.
+        experts_implementation="eager",
     )
-    # Its default calls histc on integers, which a CPU, and so the virtual accelerator, does not have.
-    config._experts_implementation = "eager"
     return transformers.MixtralForCausalLM(config)
 
 
 def _bert() -> nn.Module:
-    return transformers.BertForMaskedLM(
-        transformers.BertConfig(
-            num_hidden_layers=8,
-            hidden_size=192,
-            intermediate_size=768,
-            num_attention_heads=6,
-            vocab_size=_TOKENS,
-            max_position_embeddings=64,
-        )
+    config = transformers.BertConfig(
+        **_WIDE, intermediate_size=768, vocab_size=_TOKENS, max_position_embeddings=64
     )
+    return transformers.BertForMaskedLM(config)
 
 
 def _vit() -> nn.Module:
-    return transformers.ViTForImageClassification(
-        transformers.ViTConfig(
-            num_hidden_layers=8,
-            hidden_size=192,
-            intermediate_size=768,
-            num_attention_heads=6,
-            image_size=64,
-            patch_size=8,
-            num_labels=10,
-        )
+    config = transformers.ViTConfig(
+        **_WIDE, intermediate_size=768, image_size=64, patch_size=8, num_labels=10
     )
+    return transformers.ViTForImageClassification(config)
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Loss]] = {

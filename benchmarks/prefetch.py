@@ -6,9 +6,7 @@ A chain of Linear layers trains under a budget that holds a part of its weights.
 on the device without hetero; managed without prefetch; managed with it. No transfer can be hidden better than
 ``max(compute, transfer)``.
 
-Needs the virtual accelerator, because its link can be set. Operators there run on the CPU, at whatever speed its
-other users leave; so most of a layer's time is a pause, in which the processor is free as it is when a GPU
-computes. ``max`` is then stable, and the copies do not compete with the operators for the processor.
+Needs the virtual accelerator, because its link can be set.
 """
 
 import argparse
@@ -18,45 +16,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 import hetero
+from benchmarks.chain import CALIBRATION_BANDWIDTH, LATENCY, Chain, parse, settable_device, traffic
 from benchmarks.record import median, write
-from hetero.cli.placing import choose_device
 from hetero.devices import virtual
 from hetero.eviction import Links, Trace, lower_bound_seconds, plan
 
-_LATENCY = 10e-6
-_CALIBRATION_BANDWIDTH = 4e9
 _WARM_UP = 4
 _SHARES = (1.0, 0.5)
-
-
-class Pause(torch.autograd.Function):
-    """The identity; its forward takes ``seconds``, its backward twice as long."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:  # type: ignore[override]
-        ctx.seconds = seconds
-        time.sleep(seconds)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        time.sleep(2 * ctx.seconds)
-        return gradient, None
-
-
-class Layer(nn.Linear):
-    """A small Linear and a pause: the pause begins when the operator has run, and so after its weights have come."""
-
-    def __init__(self, width: int, seconds: float) -> None:
-        super().__init__(width, width, bias=False)
-        self.seconds = seconds
-
-    def forward(self, x: Tensor) -> Tensor:
-        paused: Tensor = Pause.apply(super().forward(x), self.seconds)
-        return paused
 
 
 class Job:
@@ -65,9 +33,8 @@ class Job:
     def __init__(
         self, device: torch.device, *, layers: int, width: int, seconds: float, trains: bool
     ) -> None:
-        torch.manual_seed(0)
         self.device, self.trains = device, trains
-        self.model = nn.Sequential(*(Layer(width, seconds) for _ in range(layers)))
+        self.model = Chain(layers=layers, width=width, seconds=seconds)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-6, foreach=False)
         self.x = torch.randn(1, width).to(device)
 
@@ -103,9 +70,7 @@ class Job:
             assert cycle is not None
             links = manager._stm.cycles._links
             return seconds, {
-                "fetched_bytes": (after.total_fetched_bytes - before.total_fetched_bytes) / steps,
-                "written_bytes": (after.total_written_bytes - before.total_written_bytes) / steps,
-                "unplanned_fetches": after.unplanned_fetches - before.unplanned_fetches,
+                **traffic(before, after, steps),
                 "planned_bytes": cycle.schedule.moved_bytes,
                 "predicted_seconds": cycle.schedule.predicted_seconds,
                 "trace": cycle.trace,
@@ -126,11 +91,9 @@ def _timed(step: Callable[[], None], count: int) -> list[float]:
 
 
 def main() -> None:
-    arguments = _parse()
-    torch.set_num_threads(1)
-    device = choose_device(None)
-    if device.type != "virtual":
-        print(f"skipped: {device} has a link of its own, which cannot be set; benchmarks.sweep measures it")
+    arguments = parse(__doc__, rounds=5, steps=3)
+    device = settable_device()
+    if device is None:
         return
     rows = []
     for mode in ("inference", "training"):
@@ -143,20 +106,7 @@ def main() -> None:
                 f"(plan x {row['ratio_predicted']:.3f}, no schedule below x {row['ratio_least']:.3f})",
                 flush=True,
             )
-    write("prefetch", {**vars(arguments), "latency": _LATENCY, "bound_ratio": 1.05}, rows, device=device)
-
-
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument(
-        "--layer-seconds", type=float, default=0.008, help="a layer's pause in forward; backward twice"
-    )
-    parser.add_argument("--share", type=float, default=0.4, help="of the weights that the budget holds")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=3, help="timed per round and way")
-    return parser.parse_args()
+    write("prefetch", {**vars(arguments), "latency": LATENCY, "bound_ratio": 1.05}, rows, device=device)
 
 
 def _measure(mode: str, share: float, device: torch.device, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -168,9 +118,8 @@ def _measure(mode: str, share: float, device: torch.device, arguments: argparse.
         seconds=arguments.layer_seconds,
         trains=mode == "training",
     )
-    weights = sum(p.nbytes for p in job.model.parameters())
-    budget = torch.accelerator.memory_allocated() + int(arguments.share * weights)
-    virtual.set_link(bandwidth=_CALIBRATION_BANDWIDTH, latency=_LATENCY)
+    budget = torch.accelerator.memory_allocated() + int(arguments.share * job.model.nbytes)
+    virtual.set_link(bandwidth=CALIBRATION_BANDWIDTH, latency=LATENCY)
     compute = median(job.unmanaged(arguments.steps))
     # Operators' times are measured on a fast link, where waiting for gradients to leave does not add to them.
     _, fast = job.managed(arguments.steps, budget=budget, prefetch=False)
@@ -190,15 +139,15 @@ def _measure(mode: str, share: float, device: torch.device, arguments: argparse.
     # The yardstick counts the bytes of the schedule without prefetch: a plan that moves more pays for it itself.
     transfer = busier / bandwidth
     bound = max(medians["unmanaged"], transfer)
-    links = Links(h2d_bandwidth=bandwidth, d2h_bandwidth=bandwidth, latency=_LATENCY)
-    trace = _scaled(fast["trace"], medians["unmanaged"])
+    links = Links(h2d_bandwidth=bandwidth, d2h_bandwidth=bandwidth, latency=LATENCY)
+    trace = scaled(fast["trace"], medians["unmanaged"])
     predicted = plan(trace, links=links)
     return {
         "mode": mode,
         "transfer_over_compute": transfer / medians["unmanaged"],
         "bandwidth": bandwidth,
         "device_budget": budget,
-        "weights_bytes": weights,
+        "weights_bytes": job.model.nbytes,
         "compute_seconds": medians["unmanaged"],
         "transfer_seconds": transfer,
         "max_seconds": bound,
@@ -212,7 +161,7 @@ def _measure(mode: str, share: float, device: torch.device, arguments: argparse.
     }
 
 
-def _scaled(trace: Trace, seconds: float) -> Trace:
+def scaled(trace: Trace, seconds: float) -> Trace:
     """With operators that take ``seconds`` in all: each was measured once, on a machine with other users."""
     factor = seconds / sum(moment.seconds for moment in trace.moments)
     moments = tuple(replace(moment, seconds=factor * moment.seconds) for moment in trace.moments)

@@ -2,7 +2,7 @@
 
 python -m benchmarks.simulation
 
-A chain of Linear layers (see benchmarks.prefetch) trains under a budget that holds part of its weights, on links whose
+A chain of Linear layers (see benchmarks.chain) trains under a budget that holds part of its weights, on links whose
 transfers take half as long as the operators, as long, and half as long again. Operators' times are those measured on a
 fast link, scaled to the unmanaged step; the link is the one that was set.
 """
@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.prefetch import _CALIBRATION_BANDWIDTH, _LATENCY, Job, _scaled
+from benchmarks.chain import CALIBRATION_BANDWIDTH, LATENCY
+from benchmarks.prefetch import Job, scaled
 from benchmarks.record import median, write
 from hetero.cli.placing import choose_device
 from hetero.devices import virtual
@@ -64,15 +65,14 @@ def _measure(share: float, device: torch.device, arguments: argparse.Namespace) 
         seconds=arguments.layer_seconds,
         trains=True,
     )
-    weights = sum(p.nbytes for p in job.model.parameters())
-    budget = torch.accelerator.memory_allocated() + int(arguments.share * weights)
-    virtual.set_link(bandwidth=_CALIBRATION_BANDWIDTH, latency=_LATENCY)
+    budget = torch.accelerator.memory_allocated() + int(arguments.share * job.model.nbytes)
+    virtual.set_link(bandwidth=CALIBRATION_BANDWIDTH, latency=LATENCY)
     compute = median(job.unmanaged(arguments.steps))
     _, fast = job.managed(arguments.steps, budget=budget, prefetch=False)
     bandwidth = max(fast["fetched_bytes"], fast["written_bytes"]) / (share * compute)
     virtual.set_link(bandwidth=bandwidth)
-    links = Links(h2d_bandwidth=bandwidth, d2h_bandwidth=bandwidth, latency=_LATENCY)
-    trace = _scaled(fast["trace"], compute)
+    links = Links(h2d_bandwidth=bandwidth, d2h_bandwidth=bandwidth, latency=LATENCY)
+    trace = scaled(fast["trace"], compute)
     rows = []
     for prefetch in (False, True):
         seconds, _ = job.managed(arguments.steps, budget=budget, prefetch=prefetch)

@@ -29,6 +29,7 @@ class Config:
     prefetch: bool
     pin_memory: bool
     activations: bool
+    device_homes: bool
 
     @property
     def warmup_bytes(self) -> int:
@@ -46,6 +47,7 @@ def resolve(
     prefetch: bool,
     pin_memory: bool | None,
     activations: bool,
+    device_homes: bool,
     device_total: int,
     device_free: Callable[[], int],
     host_total: int,
@@ -62,7 +64,12 @@ def resolve(
         raise ConfigError(
             f"warmup_steps={warmup_steps!r}: at least 1 iteration has to be measured; pass an int >= 1"
         )
-    for name, flag in (("prefetch", prefetch), ("activations", activations), ("pin_memory", pin_memory)):
+    for name, flag in (
+        ("prefetch", prefetch),
+        ("pin_memory", pin_memory),
+        ("activations", activations),
+        ("device_homes", device_homes),
+    ):
         if not isinstance(flag, bool) and not (name == "pin_memory" and flag is None):
             raise ConfigError(f"{name}={flag!r}: expected True or False")
     device_bytes = (
@@ -87,4 +94,5 @@ def resolve(
         prefetch=prefetch,
         pin_memory=True if pin_memory is None else pin_memory,
         activations=activations,
+        device_homes=device_homes,
     )

@@ -53,6 +53,7 @@ def manage(
     prefetch: bool = True,
     pin_memory: bool | None = None,
     activations: bool = True,
+    device_homes: bool = True,
 ) -> "Manager":
     """Train ``model`` on a device that it does not fit on. In place; the training loop does not change.
 
@@ -76,6 +77,10 @@ def manage(
         activations: tensors saved for backward may leave the device as well, where that costs least or nothing
             else fits.
         pin_memory: page-lock homes, so that copies run beside compute. Default: where the system allows it.
+        device_homes: where there is room, let parameters live on the device, with gradient and optimizer states, and
+            step them there, as many as make the iteration shortest (`Manager.plan`). A device's kernels may round
+            otherwise than the host's, and how many there are depends on measured speeds: False, or
+            ``torch.use_deterministic_algorithms(True)``, steps everything at home.
 
     Returns:
         A `Manager`; also a context manager that closes itself.
@@ -98,6 +103,7 @@ def manage(
         prefetch=prefetch,
         pin_memory=pin_memory,
         activations=activations,
+        device_homes=device_homes,
         device_total=accelerator.total_bytes(),
         device_free=lambda: device_memory_free(accelerator),
         host_total=host_memory_total(),
@@ -152,8 +158,10 @@ class Manager:
             self._host_step = HostStep(
                 optimizer,
                 self._stm,
+                accelerator,
                 note_states=self._take_optimizer_states,
                 kept_ids=self._homes.kept_ids,
+                uses_device=config.device_homes,
             )
         try:
             self._attach()
@@ -170,7 +178,7 @@ class Manager:
     def stats(self) -> MemoryStats:
         """Memory and traffic so far; a snapshot. Waits for what the last step left to be done."""
         if not self._closed:
-            self._stm.settle_homes()
+            self._stm.finish_updates()
         return collect_stats(self._stm, self._accelerator, self.config)
 
     def trim(self, device_budget: Size | None = None) -> int:
@@ -296,13 +304,15 @@ class Manager:
             return
         ours = {id(tensor.parameter): tensor.name for tensor in self._stm.tensors}
         states = []
+        there = frozenset() if self._host_step is None else self._host_step.on_device
         for parameter, entries in list(dict.items(optimizer.state)):
             name = ours.get(id(parameter))
             if name is None or not isinstance(entries, dict):
                 continue
             for key, value in list(entries.items()):
                 if isinstance(value, torch.Tensor):
-                    self._homes.take_tensor(f"{name}.{key}", value, torch.device("cpu"))
+                    if name not in there:
+                        self._homes.take_tensor(f"{name}.{key}", value, torch.device("cpu"))
                     states.append((f"{name}.{key}", value))
         self._stm.register_optimizer_state(states)
 

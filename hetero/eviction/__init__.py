@@ -2,6 +2,7 @@
 
 from hetero.eviction.bounds import lower_bound, lower_bound_seconds
 from hetero.eviction.checker import check
+from hetero.eviction.device_homes import HomeCost, HomeStep, choose_device_homes
 from hetero.eviction.model import (
     Actions,
     Candidate,
@@ -20,6 +21,8 @@ __all__ = [
     "Actions",
     "Candidate",
     "CapacityError",
+    "HomeCost",
+    "HomeStep",
     "Links",
     "Moment",
     "Policy",
@@ -27,6 +30,7 @@ __all__ = [
     "Simulation",
     "Trace",
     "check",
+    "choose_device_homes",
     "lower_bound",
     "lower_bound_seconds",
     "plan",

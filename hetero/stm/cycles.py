@@ -11,7 +11,17 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hetero.eviction import Links, Moment, Policy, Schedule, Trace, plan
+from hetero.eviction import (
+    CapacityError,
+    HomeCost,
+    Links,
+    Moment,
+    Policy,
+    Schedule,
+    Trace,
+    choose_device_homes,
+    plan,
+)
 from hetero.msc import Period, Phase, Segment, SegmentKey
 from hetero.stm.lives import Lives, read_lives
 from hetero.stm.tensors import ManagedTensor
@@ -25,9 +35,10 @@ class CyclePlan:
 
     ``operands[i]``, ``limits[i]``, ``non_model[i]``: of moment i; a limit is for all model data, gradients on their
     way included; non-model bytes are those in use when the operator begins. ``margin``: kept free of everything.
-    ``first_uses``: rank of each tensor by when it is used first. ``activations``: per segment, the trace's numbers of
-    what it saves, in order (`hetero.stm.lives`). ``guarded``: segments in which something has to leave in the middle of
-    a period, as it did when it was measured.
+    ``first_uses``: rank of each tensor by when it is used first. ``device_homes``: tensors that live on the device and
+    take ``home_bytes`` there; the trace, which is about the others, does not know them. ``activations``: per segment,
+    the trace's numbers of what it saves, in order (`hetero.stm.lives`). ``guarded``: segments in which something has to
+    leave in the middle of a period, as it did when it was measured.
     """
 
     keys: tuple[SegmentKey, ...]
@@ -42,6 +53,8 @@ class CyclePlan:
     positions: dict[tuple[int, ...], list[int]]
     uses: dict[int, list[int]]
     first_uses: dict[int, int]
+    device_homes: tuple[int, ...]
+    home_bytes: int
     activations: tuple[tuple[int, ...], ...]
     guarded: tuple[bool, ...]
 
@@ -129,6 +142,14 @@ class Cycles:
         self._current = self._training
         self._drift = 0
         self._margin = 0  # of every plan, and of what runs without one: given to others by `trim`
+        # Parameters that live on the device, in all plans alike (`hetero.stm.devicehomes`), and the most bytes that
+        # they may take: memory ran short with more.
+        self.device_homes: tuple[int, ...] = ()
+        self._most_home_bytes = budget
+        self._has_lost_homes = False
+        # What each parameter would cost there, by index; empty: none can, or nothing has been measured.
+        self.home_costs: Callable[[], dict[int, HomeCost]] = dict
+        self._homes_chosen: set[tuple[SegmentKey, ...]] = set()
         self.last_sampled: list[Segment] = []
         self.last: list[Segment] = []
         self.last_plan: CyclePlan | None = None
@@ -219,10 +240,8 @@ class Cycles:
     def trim(self, budget: int) -> None:
         """Plan anew for ``budget`` bytes of the device, leaving the rest of the budget to others."""
         self._margin = self._budget - budget
-        for keys in list(self._plans):
-            self._plans[keys] = self._make_plan(keys, self._margin)
-        if self.last_plan is not None:
-            self.last_plan = self._plans.get(self.last_plan.keys)
+        self._replan({keys: self._margin for keys in self._plans})
+        self._homes_chosen.clear()
 
     # -- cycles ---------------------------------------------------------------------------------------
 
@@ -251,9 +270,15 @@ class Cycles:
         if keys not in self._plans and all(
             len(self._samples.get(key, ())) >= self._warmup_steps for key in keys
         ):
-            self._plans[keys] = self.last_plan = self._make_plan(keys, self._margin)
+            self._replan({keys: self._margin})
+            self.last_plan = self._plans[keys]
         else:
             self._replan_if_outgrown(keys, segments)
+        if self._has_lost_homes:
+            self._has_lost_homes = False
+            self._keep_homes_within(self._most_home_bytes // 2)
+        elif keys in self._verified and keys not in self._homes_chosen:
+            self._choose_homes(keys)
 
     def _measure_again(self, keys: tuple[SegmentKey, ...]) -> None:
         """Iterations with these keys are no longer what they were: forget them at the 1st, 2nd, 4th, 8th ... that
@@ -276,8 +301,71 @@ class Cycles:
         missed = sum(period.unplanned_fetches for segment in segments for period in segment.periods)
         plan = self._plans.get(keys)
         if plan is not None and missed and self._drift > 0:
-            self._plans[keys] = self.last_plan = self._make_plan(keys, plan.margin + 2 * self._drift)
+            self._replan({keys: plan.margin + 2 * self._drift})
         self._drift = 0
+
+    # -- device homes ---------------------------------------------------------------------------------
+
+    def lose_device_homes(self) -> None:
+        """Memory ran short, and parameters that lived on the device had to leave: fewer from now on."""
+        self._has_lost_homes = True
+
+    def _choose_homes(self, keys: tuple[SegmentKey, ...]) -> None:
+        plan = self._plans.get(keys)
+        costs = self.home_costs()
+        if plan is None or not costs:
+            return
+        self._homes_chosen.add(keys)
+
+        def planned(homes: tuple[int, ...]) -> tuple[Trace, Schedule]:
+            made = self._make_plan(keys, plan.margin, homes)
+            return made.trace, made.schedule
+
+        best = choose_device_homes(
+            sorted(plan.first_uses, key=plan.first_uses.__getitem__),
+            costs,
+            [tensor.device_nbytes for tensor in self._tensors],
+            most_bytes=min(self._most_home_bytes, self._budget - plan.margin),
+            links=self._links,
+            plan=planned,
+        )
+        # Each kind of iteration has its own best number; all of them have to live with the least.
+        others = len(self._homes_chosen) > 1
+        self._set_homes(tuple(index for index in best.homes if not others or index in self.device_homes))
+
+    def _keep_homes_within(self, nbytes: int) -> None:
+        self._most_home_bytes = nbytes
+        costs, kept, taken = self.home_costs(), [], 0
+        for index in self.device_homes:
+            taken += costs[index].nbytes if index in costs else nbytes + 1
+            if taken > nbytes:
+                break
+            kept.append(index)
+        self._set_homes(tuple(kept))
+
+    def _set_homes(self, homes: tuple[int, ...]) -> None:
+        if homes != self.device_homes:
+            self.device_homes = homes
+            self._replan({keys: plan.margin for keys, plan in self._plans.items()})
+
+    def _replan(self, margins: dict[tuple[SegmentKey, ...], int]) -> None:
+        """Make these plans, with as many of the device homes as fit in all of them."""
+        while True:
+            try:
+                made = {
+                    keys: self._make_plan(keys, margin, self.device_homes) for keys, margin in margins.items()
+                }
+                break
+            except CapacityError:
+                if not self.device_homes:
+                    raise
+                self.device_homes = self.device_homes[: len(self.device_homes) // 2]
+                margins = {**{keys: plan.margin for keys, plan in self._plans.items()}, **margins}
+        self._plans.update(made)
+        if self.last_plan is not None:
+            self.last_plan = self._plans.get(self.last_plan.keys)
+
+    # -- plans ----------------------------------------------------------------------------------------
 
     def _matching(self, keys: tuple[SegmentKey, ...]) -> CyclePlan | None:
         if self.last_plan is not None and self.last_plan.keys[: len(keys)] == keys:
@@ -288,11 +376,16 @@ class Cycles:
                 return candidate
         return None
 
-    def _make_plan(self, keys: tuple[SegmentKey, ...], margin: int) -> CyclePlan:
+    def _make_plan(self, keys: tuple[SegmentKey, ...], margin: int, homes: tuple[int, ...]) -> CyclePlan:
+        at_home = frozenset(range(len(self._tensors))).difference(homes)
         lives = read_lives([self._samples[key][-1] for key in keys], len(self._tensors))
-        sizes = tuple(tensor.device_nbytes for tensor in self._tensors) + lives.sizes
-        reserve = min(self._gradient_reserve(keys), self._spare_in_backward(keys, margin, sizes, lives))
-        fixed = self._fixed_bytes()
+        sizes = (*(t.device_nbytes if t.index in at_home else 0 for t in self._tensors), *lives.sizes)
+        home_bytes, step_bytes = self._home_bytes(homes)
+        reserve = min(
+            self._gradient_reserve(keys, at_home),
+            self._spare_in_backward(keys, margin + home_bytes, sizes, lives),
+        )
+        fixed = self._fixed_bytes() + home_bytes
         moments: list[Moment] = []
         operands: list[tuple[int, ...]] = []
         limits: list[int] = []
@@ -304,22 +397,30 @@ class Cycles:
             guarded.append(False)
             for index, period in enumerate(samples[-1].periods):
                 now = len(moments)
-                mandatory = _mandatory(period, lives, now)
+                mandatory = tuple(t for t in _mandatory(period, lives, now) if t not in homes)
                 limit = self._budget - _non_model_peak(samples, index) - lives.unseen[now] - margin
-                kept_free = fixed + (reserve if key.phase is Phase.BACKWARD else 0)
+                capacity = limit - fixed
+                if key.phase is Phase.BACKWARD:
+                    capacity -= reserve
+                elif key.phase is Phase.STEP:
+                    capacity -= step_bytes
                 least = sum(sizes[tensor] for tensor in mandatory)
                 guarded[-1] |= any(
-                    p.relieved and (p.lost_own or limit - kept_free < least) for p in _same(samples, index)
+                    p.relieved and (p.lost_own or capacity < least) for p in _same(samples, index)
                 )
+                if not homes:  # these did fit when they were measured, with gradients handed over at once
+                    capacity = max(capacity, least)
                 moments.append(
                     Moment(
                         operands=mandatory,
                         seconds=period.seconds,
-                        # The operands did fit when they were measured, with gradients handed over at once.
-                        capacity=max(limit - kept_free, least),
+                        capacity=capacity,
                         dirties=lives.produced[now],
                         produces=lives.produced[now],
-                        invalidates=tuple(dict.fromkeys((*period.invalidates, *lives.ended[now]))),
+                        invalidates=(
+                            *(t for t in dict.fromkeys(period.invalidates) if t in at_home),
+                            *lives.ended[now],
+                        ),
                     )
                 )
                 operands.append(period.operands)
@@ -341,20 +442,26 @@ class Cycles:
             positions=_positions(operands),
             uses=_uses(moments),
             first_uses=_first_uses(operands),
+            device_homes=homes,
+            home_bytes=home_bytes,
             activations=lives.indices,
             guarded=tuple(guarded),
         )
 
     def _least(self, plan: CyclePlan) -> int:
         """What the plan's moments need with no copy but the operands'."""
+        parameters = len(self._tensors)
         return max(
-            self._beside(plan, position) + sum(plan.trace.sizes[index] for index in moment.operands)
-            for position, moment in enumerate(plan.trace.moments)
+            self._beside(plan, position)
+            + sum(self._tensors[index].device_nbytes for index in operands)
+            + sum(plan.trace.sizes[index] for index in moment.operands if index >= parameters)
+            for position, (operands, moment) in enumerate(zip(plan.operands, plan.trace.moments, strict=True))
         )
 
     def _planned(self, plan: CyclePlan) -> int:
         """What the plan's moments need with the copies that it keeps and fetches ahead."""
         sizes, resident, most = plan.trace.sizes, set(plan.schedule.start), 0
+        homes = plan.home_bytes
         for position, (moment, actions) in enumerate(
             zip(plan.trace.moments, plan.schedule.actions, strict=True)
         ):
@@ -363,7 +470,8 @@ class Cycles:
             segment = plan.keys[bisect.bisect_right(plan.bounds, position) - 1]
             gradients = plan.gradient_reserve if segment.phase is Phase.BACKWARD else 0
             most = max(
-                most, self._beside(plan, position) + gradients + sum(sizes[index] for index in resident)
+                most,
+                self._beside(plan, position) + homes + gradients + sum(sizes[index] for index in resident),
             )
             resident.difference_update(moment.invalidates)
         return most
@@ -372,11 +480,23 @@ class Cycles:
         """Bytes of a moment that are no parameters: what operators allocate, and buffers."""
         return self._budget - plan.margin - plan.limits[position] + self._fixed_bytes()
 
-    def _gradient_reserve(self, keys: tuple[SegmentKey, ...]) -> int:
+    def _home_bytes(self, homes: tuple[int, ...]) -> tuple[int, int]:
+        """What ``homes`` take, and the most that the update of one of them takes more."""
+        if not homes:
+            return 0, 0
+        costs = self.home_costs()
+        if any(index not in costs for index in homes):  # states gone, the optimizer changed
+            raise CapacityError(moment=0, needed=self._budget + 1, capacity=self._budget)
+        return sum(costs[index].nbytes for index in homes), max(costs[index].step_nbytes for index in homes)
+
+    def _gradient_reserve(self, keys: tuple[SegmentKey, ...], at_home: frozenset[int]) -> int:
         """Room for two gradients on their way down, so that one is copied while the next is made."""
         if not any(key.phase is Phase.BACKWARD for key in keys):
             return 0
-        return 2 * max((t.device_nbytes for t in self._tensors if t.parameter.requires_grad), default=0)
+        return 2 * max(
+            (t.device_nbytes for t in self._tensors if t.parameter.requires_grad and t.index in at_home),
+            default=0,
+        )
 
     def _spare_in_backward(
         self, keys: tuple[SegmentKey, ...], margin: int, sizes: tuple[int, ...], lives: Lives

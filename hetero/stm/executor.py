@@ -137,7 +137,7 @@ class Executor:
 
     def make_room(self, nbytes: int) -> None:
         """For a saved tensor that comes back at an instant that no plan foresaw."""
-        self._residency.make_room(nbytes, limit=self._limit(), name="a saved tensor")
+        self._residency.make_room_for(nbytes, limit=self._limit(), name="a saved tensor")
 
     def leave_room(self) -> None:
         """Before what the caller does between forward and backward, unguarded: what was measured of it fits, and where
@@ -288,7 +288,7 @@ class Executor:
         if index >= len(self._tensors):
             return self._activations.evict(index)
         tensor = self._tensors[index]
-        return self._residency.evict(tensor) or not tensor.is_resident
+        return self._residency.evict(tensor) or not tensor.is_resident or tensor.stays
 
     def _is_resident(self, index: int) -> bool:
         if index >= len(self._tensors):

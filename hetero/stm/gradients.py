@@ -10,6 +10,11 @@ a tensor over as ``p.grad`` without reading it only if ``p.grad`` is None, nothi
 no tensor hook wants to see it; otherwise it is waited for first (`_is_read_at_once`). Later readers come through
 ``p.grad``, which waits. Our side keeps the memory, never the tensor: a second reference to the tensor would make
 autograd clone it, which is a read.
+
+[Note: kept gradients]
+The gradient of a parameter that lives on the device stays there. Autograd, which insists on one at home, is given
+memory of which nothing is written until somebody looks at ``p.grad``; what later micro-batches contribute is added on
+the device, and autograd is told that there is none.
 """
 
 from collections import deque
@@ -19,6 +24,7 @@ from dataclasses import dataclass
 import torch
 
 from hetero.devices import CopyEngine, HostArena
+from hetero.stm.exposure import gradient_is_private
 from hetero.stm.norms import GradientNorms
 from hetero.stm.residency import TransferMeter
 from hetero.stm.state import Kind, Ledger, StatefulTensor, Tier
@@ -34,12 +40,21 @@ class _Download:
     entry: StatefulTensor
 
 
+@dataclass(slots=True)
+class _Kept:
+    """``is_ours``: nobody else can hold this tensor."""
+
+    gradient: torch.Tensor
+    is_ours: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """A number on its way to the host, by which gradients are to be multiplied."""
+    """A number on its way to the host, by which gradients are to be multiplied. ``source``: the same, where it was."""
 
     value: torch.Tensor
     arrival: torch.Event | None
+    source: torch.Tensor
 
     def apply(self, engine: CopyEngine, gradient: torch.Tensor) -> None:
         """Multiply. ``gradient`` has arrived."""
@@ -62,20 +77,26 @@ class Gradients:
         self._ready: dict[int, torch.Event] = {}
         self._entries: dict[int, StatefulTensor] = {}
         self._factors: dict[int, list[Factor]] = {}
+        # [Note: kept gradients]. False where nothing else tells apart what autograd returns from ``p.grad``.
+        self._kept: dict[int, _Kept] = {}
+        self.keeps = False
         self._numbers: deque[tuple[torch.Tensor, torch.Event]] = deque()
         self._number_slots: list[torch.UntypedStorage] = []
         self.norms = GradientNorms(engine.accelerator.device)
         # How many bytes may be on their way at once; 0 hands each gradient over before the next operator runs.
         self.in_flight_limit = 0
 
-    def hand_over(self, tensor: ManagedTensor, gradient: torch.Tensor) -> torch.Tensor:
-        """``gradient`` on the host, perhaps still being copied ([Note: unread gradients])."""
+    def hand_over(self, tensor: ManagedTensor, gradient: torch.Tensor) -> torch.Tensor | None:
+        """``gradient`` on the host, perhaps still being copied ([Note: unread gradients]), perhaps never
+        ([Note: kept gradients]); None if it has been added to ``p.grad`` already."""
         home = tensor.home
         self.norms.forget(tensor.index)
         if torch.is_grad_enabled() or gradient.layout is not torch.strided:
             # Double backward differentiates through the move; sparse gradients have no flat memory to copy.
             return gradient.to(home.device)
         gradient = self._as_home(gradient, home)
+        if self._is_kept(tensor):
+            return self._keep(tensor, gradient)
         host = self._host_tensor(tensor, gradient)
         event = self._engine.download(gradient, host)
         self._meter.count_eviction(0, gradient.nbytes)
@@ -91,6 +112,9 @@ class Gradients:
 
     def wait(self, tensor: ManagedTensor) -> None:
         """Return once the gradient handed over last can be read on the host."""
+        kept = self._kept.get(tensor.index)
+        if kept is not None:
+            self._bring_home(tensor, kept)
         event = self._ready.pop(tensor.index, None)
         if event is not None:
             self._engine.host_after_download(event, tensor.parameter.grad)
@@ -102,14 +126,26 @@ class Gradients:
         """What `wait` would wait for, and multiply by. The caller does, before the gradient is read."""
         return self._ready.pop(tensor.index, None), tuple(self._factors.pop(tensor.index, ()))
 
+    def on_device(self, tensor: ManagedTensor) -> torch.Tensor:
+        """Its gradient on the device, scaled: the kept one, or a copy. The caller does not write to it."""
+        kept = self._kept.get(tensor.index)
+        if kept is not None:
+            self._scale_kept(tensor, kept)
+            return kept.gradient
+        self.wait(tensor)
+        gradient = tensor.parameter.grad
+        assert gradient is not None
+        return gradient.to(self._engine.accelerator.device)
+
     def make_factor(self, value: torch.Tensor) -> Factor:
         """Send ``value``, a number on the device or the host, home."""
         if value.device.type == "cpu":
-            return Factor(value.detach().clone(), None)
+            copy = value.detach().clone()
+            return Factor(copy, None, copy)
         host = self._host_number(value.dtype)
         event = self._engine.download(value, host)
         self._numbers.append((value, event))
-        return Factor(host, event)
+        return Factor(host, event, value)
 
     def _host_number(self, dtype: torch.dtype) -> torch.Tensor:
         """Pinned memory for one number that nobody uses any more."""
@@ -126,7 +162,7 @@ class Gradients:
 
     def wait_all(self, tensors: Sequence[ManagedTensor]) -> None:
         """As `wait`, for every gradient that is on its way."""
-        for index in {*self._ready, *self._factors}:
+        for index in {*self._ready, *self._factors, *self._kept}:
             self.wait(tensors[index])
 
     def reclaim(self, nbytes: int) -> None:
@@ -150,23 +186,88 @@ class Gradients:
         """``p.grad`` was set: what the ledger counted for the old gradient is void."""
         self.norms.forget(tensor.index)
         self._factors.pop(tensor.index, None)
+        self.forget_kept(tensor)
         entry = self._entries.pop(tensor.index, None)
         if entry is not None:
             entry.place(Tier.HOST, 0)
 
+    def forget_kept(self, tensor: ManagedTensor) -> None:
+        """Nobody will look at it."""
+        if self._kept.pop(tensor.index, None) is not None:
+            self._factors.pop(tensor.index, None)
+            self._entries[tensor.index].place(Tier.DEVICE, 0)
+
+    # -- kept gradients -------------------------------------------------------------------------------
+
+    def _is_kept(self, tensor: ManagedTensor) -> bool:
+        parameter = tensor.parameter
+        if (
+            not (tensor.stays and self.keeps)
+            or parameter._post_accumulate_grad_hooks
+            or self._is_seen(tensor)
+        ):
+            return False
+        if parameter.grad is None:
+            return True
+        return tensor.index in self._kept and gradient_is_private(parameter)
+
+    def _keep(self, tensor: ManagedTensor, gradient: torch.Tensor) -> torch.Tensor | None:
+        kept = self._kept.get(tensor.index)
+        if kept is not None:
+            self._scale_kept(tensor, kept)
+            with torch.no_grad():
+                if kept.is_ours:
+                    kept.gradient.add_(gradient)
+                else:
+                    kept.gradient = kept.gradient + gradient
+                    kept.is_ours = True
+            self.norms.take(tensor.index, kept.gradient)
+            return None
+        if gradient.untyped_storage().nbytes() != gradient.nbytes:  # a view: it would hold the rest as well
+            gradient = gradient.clone()
+        self._kept[tensor.index] = _Kept(gradient)
+        self._entry(tensor, gradient).place(Tier.DEVICE, tensor.device_nbytes)
+        self.norms.take(tensor.index, gradient)
+        return self._host_tensor(tensor, gradient)
+
+    def _scale_kept(self, tensor: ManagedTensor, kept: "_Kept") -> None:
+        with torch.no_grad():
+            for factor in self._factors.pop(tensor.index, ()):
+                # Not in place at first: autograd may hold it for somebody else as well.
+                kept.gradient = (
+                    kept.gradient.mul_(factor.source) if kept.is_ours else kept.gradient * factor.source
+                )
+                kept.is_ours = True
+
+    def _bring_home(self, tensor: ManagedTensor, kept: "_Kept") -> None:
+        """Somebody looks at ``p.grad``."""
+        self._scale_kept(tensor, kept)
+        host = tensor.parameter.grad
+        assert host is not None
+        event = self._engine.download(kept.gradient, host)
+        self._meter.count_eviction(0, kept.gradient.nbytes)
+        self._engine.host_after_download(event, host)
+        self._engine.free_after_download(event)
+        del self._kept[tensor.index]
+        self._entries[tensor.index].place(Tier.DEVICE, 0)
+
     # -- helpers --------------------------------------------------------------------------------------
 
     def _track(self, tensor: ManagedTensor, gradient: torch.Tensor, event: torch.Event) -> None:
-        entry = self._entries.get(tensor.index)
-        if entry is None:
-            entry = StatefulTensor(self._ledger, Kind.GRADIENT, f"{tensor.name}.grad")
-            entry.place(Tier.HOST, gradient.nbytes)
-            self._entries[tensor.index] = entry
+        entry = self._entry(tensor, gradient)
         if entry.nbytes(Tier.DEVICE):  # a second gradient of one parameter before the first has left
             entry = StatefulTensor(self._ledger, Kind.GRADIENT, f"{tensor.name}.grad")
         entry.place(Tier.DEVICE, tensor.device_nbytes)
         self._in_flight_bytes += tensor.device_nbytes
         self._downloads.append(_Download(gradient, event, entry))
+
+    def _entry(self, tensor: ManagedTensor, gradient: torch.Tensor) -> StatefulTensor:
+        entry = self._entries.get(tensor.index)
+        if entry is None:
+            entry = StatefulTensor(self._ledger, Kind.GRADIENT, f"{tensor.name}.grad")
+            entry.place(Tier.HOST, gradient.nbytes)
+            self._entries[tensor.index] = entry
+        return entry
 
     def _as_home(self, gradient: torch.Tensor, home: torch.Tensor) -> torch.Tensor:
         """Same values in the memory layout that autograd wants ``p.grad`` to have."""
@@ -188,10 +289,12 @@ class Gradients:
         return torch.empty(0, dtype=gradient.dtype).set_(slot, 0, size, stride)
 
     def _is_read_at_once(self, tensor: ManagedTensor) -> bool:
-        parameter = tensor.parameter
+        return tensor.parameter.grad is not None or self._is_seen(tensor)
+
+    def _is_seen(self, tensor: ManagedTensor) -> bool:
+        """By somebody besides AccumulateGrad."""
         return (
-            parameter.grad is not None
-            or bool(parameter._backward_hooks)
+            bool(tensor.parameter._backward_hooks)
             or not tensor.has_single_path()
             or torch.is_anomaly_enabled()
         )

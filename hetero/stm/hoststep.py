@@ -16,18 +16,21 @@ thread does not inherit, inside a forward or a backward.
 """
 
 import sys
+import time
 import types
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch.utils._device import DeviceContext
 
-from hetero.devices import CopyEngine
+from hetero.devices import Accelerator, CopyEngine
+from hetero.eviction import HomeCost
 from hetero.stm.deferred import Update
+from hetero.stm.devicehomes import DeviceHomes, DeviceUpdate, can_step_on_device
 from hetero.stm.exposure import gradient_is_private, state_is_private
 from hetero.stm.fetch import plain
 from hetero.stm.intercept import in_scope, is_managed, managed_of
@@ -58,9 +61,11 @@ class HostStep:
         self,
         optimizer: torch.optim.Optimizer,
         manager: StatefulTensorMgr,
+        accelerator: Accelerator,
         *,
         note_states: Callable[[], None],
         kept_ids: Callable[[], frozenset[int]],
+        uses_device: bool,
     ) -> None:
         self._optimizer = optimizer
         self._stm = manager
@@ -74,6 +79,13 @@ class HostStep:
         self._stepped_now: set[int] = set()
         self._without_entry: list[tuple[Any, ParameterUpdate]] = []
         self._captured: list[_Captured] = []
+        self._captured_here: list[DeviceUpdate] = []
+        self._uses_device = uses_device
+        self._device_homes = DeviceHomes(optimizer, manager, accelerator)
+        # Of the updates on the host: bytes of parameters, and the time they took.
+        self._host_bytes = 0
+        self._host_seconds = 0.0
+        manager.cycles.home_costs = self._home_costs
         self._groups: list[dict[str, Any]] | None = None
         self._plain: Any = None
         self._depth = 0
@@ -82,6 +94,11 @@ class HostStep:
         # How many updates were queued so far, and how many done at once.
         self.queued = 0
         self.at_once = 0
+
+    @property
+    def on_device(self) -> frozenset[str]:
+        """Names of the parameters that live on the device."""
+        return self._device_homes.names
 
     # -- attaching ------------------------------------------------------------------------------------
 
@@ -126,10 +143,12 @@ class HostStep:
             # It runs the model: interception has to stay on. Steps of this kind are rare (LBFGS).
             self._stm.settle_homes()
             self._commit()
+            self._device_homes.take({})
             result = inner(*args, **kwargs)
             self._note_states()
             return result
         self._stm.segments.begin_step()
+        self._stm.stepping = self._optimizer
         self._commit()
         optimizer = self._optimizer
         before = optimizer.register_step_pre_hook(self._before)
@@ -144,10 +163,12 @@ class HostStep:
         finally:
             before.remove()
             after.remove()
+            self._stm.stepping = None
             self._leave()
             self._abandon()
             self._stm.segments.end_step(complete=complete)
-            if self._stepped_now or not complete:
+            if self._stepped_now or self._device_homes.have_moved or not complete:
+                self._device_homes.have_moved = False
                 self._note_states()
             if complete:
                 self._stepped |= self._stepped_now
@@ -158,14 +179,16 @@ class HostStep:
         self._depth += 1
         if self._depth > 1:  # a step that calls another class's, hooks and all
             return
-        self._stm.settle_homes()
+        self._stm.finish_updates()
         self._commit()
         later: dict[int, ManagedTensor] = {}
         if self._may_defer(optimizer, args, kwargs):
             later = self._choose(optimizer)
+        with plain():
+            here = self._device_homes.take(later if self._may_use_device() else {})
         ours = {t.index: t for t in self._managed(optimizer) if t.index not in later}
         if later:
-            self._capture(optimizer, later)
+            self._capture(optimizer, later, here)
         self._stm.before_home_writes(list(ours.values()))
         with plain():
             self._stepped_now |= {i for i, t in ours.items() if t.parameter.grad is not None}
@@ -184,9 +207,10 @@ class HostStep:
         ranks = self._stm.by_first_use()
         captured.sort(key=lambda item: (ranks.get(item.tensor.index, len(ranks)), item.tensor.index))
         surroundings = _Surroundings.of_this_thread()
-        self._stm.await_updates(
-            [(item.tensor, Update(_job(self._stm.engine, item, surroundings))) for item in captured]
-        )
+        self._stm.await_updates([(item.tensor, Update(self._job(item, surroundings))) for item in captured])
+        here, self._captured_here = self._captured_here, []
+        with plain():
+            self._device_homes.run(here)
 
     def _leave(self) -> None:
         self._depth = 0
@@ -199,6 +223,7 @@ class HostStep:
     def _abandon(self) -> None:
         """The step was left by an exception: what was captured is not done, as it would not have been."""
         captured, self._captured = self._captured, []
+        self._captured_here = []
         for item in captured:
             _wait(self._stm.engine, item)
             for factor in item.arrivals.factors:
@@ -244,7 +269,7 @@ class HostStep:
     def _before_state_access(self, writes: bool) -> None:
         if self._groups is not None or self._plain is not None or not self._attached:
             return  # the step itself
-        self._stm.settle_homes()
+        self._stm.finish_updates()
         self._commit()
         if writes:
             self._stepped.clear()
@@ -274,9 +299,15 @@ class HostStep:
                     del entry  # or the next one of it would be counted twice
         return chosen
 
-    def _capture(self, optimizer: torch.optim.Optimizer, later: dict[int, ManagedTensor]) -> None:
-        arrivals = self._stm.begin_writes_later(list(later.values()))
-        shell = make_shell(optimizer)
+    def _capture(
+        self,
+        optimizer: torch.optim.Optimizer,
+        later: dict[int, ManagedTensor],
+        here: dict[int, ManagedTensor],
+    ) -> None:
+        arrivals = self._stm.begin_writes_later([t for index, t in later.items() if index not in here])
+        # Each is used by one thread at a time: the queue's, and this one.
+        shell, shell_here = make_shell(optimizer), make_shell(optimizer)
         guarded = not is_known(optimizer)
         rest = []
         with plain():
@@ -291,6 +322,10 @@ class HostStep:
                     gradient = parameter.grad
                     assert gradient is not None
                     entry = dict.get(optimizer.state, parameter)
+                    if tensor.index in here:
+                        make = partial(_device_update, shell_here, parameter, settings, entry)
+                        self._captured_here.append(DeviceUpdate(tensor, make))
+                        continue
                     update = ParameterUpdate(
                         shell, parameter, tensor.home, gradient, settings, entry, guarded=guarded
                     )
@@ -304,6 +339,40 @@ class HostStep:
                 if kept:
                     rest.append({**group, "params": kept})
         self._groups, optimizer.param_groups = optimizer.param_groups, rest
+
+    def _job(self, item: _Captured, surroundings: "_Surroundings") -> Callable[[], None]:
+        engine = self._stm.engine
+
+        def run() -> None:
+            surroundings.take_over()
+            _wait(engine, item)
+            begin = time.perf_counter()
+            for factor in item.arrivals.factors:
+                factor.apply(engine, item.gradient)
+            engine.before_host_write(item.tensor.home)
+            item.update.run()
+            self._host_seconds += time.perf_counter() - begin
+            self._host_bytes += item.tensor.home.nbytes
+
+        return run
+
+    def _may_use_device(self) -> bool:
+        # Which parameters are stepped there depends on measured speeds, and a real device rounds in its own way.
+        if getattr(self._optimizer, "grad_scale", None) is not None:
+            return False  # a fused kernel will unscale ``p.grad`` in place
+        reproducible = torch.are_deterministic_algorithms_enabled() and self._stm.device.type != "virtual"
+        return self._uses_device and not reproducible and can_step_on_device(self._optimizer)
+
+    def _home_costs(self) -> dict[int, HomeCost]:
+        """What each parameter would cost on the device; none before one round of updates has been timed."""
+        tensors = [
+            tensor
+            for tensor in self._stm.tensors
+            if tensor.index in self._stepped and not tensor.used_at_home
+        ]
+        if not self._may_use_device() or self._host_bytes < sum(t.home.nbytes for t in tensors):
+            return {}
+        return self._device_homes.costs(tensors, self._host_seconds / max(self._host_bytes, 1))
 
     def _commit(self) -> None:
         """States that updates have made are the optimizer's. Nothing may be queued."""
@@ -325,6 +394,17 @@ def _is_plain(gradient: torch.Tensor | None) -> bool:
 
 # The attribute, the local name, and the argument of getrefcount.
 _STATE_REFERENCES = 3
+
+
+def _device_update(
+    shell: torch.optim.Optimizer,
+    parameter: Any,
+    settings: dict[str, Any],
+    entry: dict[str, Any] | None,
+    value: torch.Tensor,
+    gradient: torch.Tensor,
+) -> ParameterUpdate:
+    return ParameterUpdate(shell, parameter, value, gradient, settings, entry, guarded=False)
 
 
 # -- the job -------------------------------------------------------------------------------------------------
@@ -351,18 +431,6 @@ class _Surroundings:
 
 
 _DENORMAL = 1e-310
-
-
-def _job(engine: CopyEngine, item: _Captured, surroundings: _Surroundings) -> Callable[[], None]:
-    def run() -> None:
-        surroundings.take_over()
-        _wait(engine, item)
-        for factor in item.arrivals.factors:
-            factor.apply(engine, item.gradient)
-        engine.before_host_write(item.tensor.home)
-        item.update.run()
-
-    return run
 
 
 def _wait(engine: CopyEngine, item: _Captured) -> None:

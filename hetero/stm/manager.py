@@ -68,6 +68,8 @@ class StatefulTensorMgr:
         self._optimizer_states: dict[int, StatefulTensor] = {}
         self._closed = False
         self._budget = config.device_budget
+        # The optimizer of ours whose step runs.
+        self.stepping: torch.optim.Optimizer | None = None
         engine = CopyEngine(accelerator)
         self.engine = engine
         self.updates = UpdateQueue()
@@ -154,11 +156,10 @@ class StatefulTensorMgr:
             if key not in known:
                 entry.release()
         for name, tensor in states:
-            if id(tensor) not in known:
-                entry = StatefulTensor(self.ledger, Kind.OPTIMIZER_STATE, name)
-                tier = Tier.HOST if tensor.device.type == "cpu" else Tier.DEVICE
-                entry.place(tier, tensor.numel() * tensor.element_size())
-                known[id(tensor)] = entry
+            entry = known.setdefault(id(tensor), StatefulTensor(self.ledger, Kind.OPTIMIZER_STATE, name))
+            nbytes, on_host = tensor.numel() * tensor.element_size(), tensor.device.type == "cpu"
+            entry.place(Tier.HOST, nbytes if on_host else 0)
+            entry.place(Tier.DEVICE, 0 if on_host else self._accelerator.allocated_size(nbytes))
         self._optimizer_states = known
 
     # -- the optimizer's step (`hetero.stm.hoststep`) --------------------------------------------------
@@ -190,6 +191,16 @@ class StatefulTensorMgr:
             for tensor, update in updates:
                 self.residency.await_update(tensor, update)
             self.updates.submit([update for _, update in updates])
+
+    def gradient_on_device(self, tensor: ManagedTensor) -> torch.Tensor:
+        """For a parameter that lives there: its gradient, complete and scaled. The caller does not write to it."""
+        with self._lock:
+            return self.gradients.on_device(tensor)
+
+    def device_homes(self) -> frozenset[int]:
+        """Parameters that the plans want to live on the device, by index."""
+        with self._lock:
+            return frozenset(self.cycles.device_homes)
 
     def by_first_use(self) -> dict[int, int]:
         """Rank of each parameter by when the planned iteration first uses it; by index. Empty without a plan."""
@@ -232,7 +243,7 @@ class StatefulTensorMgr:
         with self._lock:
             if self._closed:  # a graph from before: the parameter is wherever it lives now
                 return tensor.parameter.detach().to(self.device)
-            self.residency.settle(tensor)
+            self.residency.finish_update(tensor)
             if tensor.version != version:
                 raise modified_in_place(tensor.home, tensor.version, version)
             self.segments.enter_backward()
@@ -242,13 +253,13 @@ class StatefulTensorMgr:
             # with it, and a copy that is held is not evicted.
             return tensor.data
 
-    def hand_over(self, tensor: ManagedTensor, gradient: torch.Tensor) -> torch.Tensor:
-        """A parameter's gradient is complete on the device; what autograd should take for it at home."""
+    def hand_over(self, tensor: ManagedTensor, gradient: torch.Tensor) -> torch.Tensor | None:
+        """A parameter's gradient is complete on the device; what autograd should take for it at home, if anything."""
         with self._lock:
             if self._closed:
                 return gradient.to(tensor.parameter.device)
             self.segments.enter_backward()
-            self.residency.settle(tensor)  # autograd may add to the gradient that the queue reads
+            self.residency.finish_update(tensor)  # autograd may add to the gradient that the queue reads
             return self.gradients.hand_over(tensor, gradient)
 
     def write_back(self, tensor: ManagedTensor) -> None:
@@ -263,19 +274,29 @@ class StatefulTensorMgr:
 
     def settle_home(self, tensor: ManagedTensor) -> None:
         """Return once home is what the last ``optimizer.step()`` made of it. Raises what failed in the queue."""
-        if tensor.pending is not None or self.updates.has_failed:
-            with self._lock:
+        if tensor.pending is not None or tensor.is_ahead or self.updates.has_failed:
+            with self._lock, plain():
                 self.residency.settle(tensor)
 
     def settle_homes(self) -> None:
         """As `settle_home`, for every parameter."""
+        with self._lock, plain():
+            for tensor in self.tensors:
+                self.residency.settle(tensor)
+
+    def finish_updates(self) -> None:
+        """Nothing is queued afterwards. Raises what failed in the queue."""
         with self._lock:
-            self.residency.settle_all(self.tensors)
+            self.residency.finish_updates(self.tensors)
+
+    def is_stepping(self, optimizer: torch.optim.Optimizer) -> bool:
+        """``optimizer`` is ours, and its step runs."""
+        return self.stepping is optimizer
 
     def wait_for_gradient(self, tensor: ManagedTensor) -> None:
         """Somebody is about to read ``p.grad``."""
-        with self._lock:
-            self.residency.settle(tensor)  # the queue reads it, and may write to it
+        with self._lock, plain():
+            self.residency.finish_update(tensor)  # the queue reads it, and may write to it
             self.gradients.wait(tensor)
             self.gradients.norms.forget(tensor.index)  # whoever reads it may write to it
 
@@ -295,7 +316,7 @@ class StatefulTensorMgr:
         with self._lock, plain():
             one = self.gradients.make_factor(factor)
             for tensor in tensors:
-                self.residency.settle(tensor)
+                self.residency.finish_update(tensor)
                 self.gradients.norms.forget(tensor.index)
                 self.gradients.scale(tensor, one)
                 if not gradient_is_private(tensor.parameter):
@@ -305,6 +326,7 @@ class StatefulTensorMgr:
         """``p.grad = None``: the queue keeps what it needs of it."""
         with self._lock, plain():
             if tensor.parameter.grad is not None:
+                self.gradients.forget_kept(tensor)
                 self.gradients.wait(tensor)
                 self.gradients.forget(tensor)
                 tensor.parameter.grad = None
@@ -328,8 +350,11 @@ class StatefulTensorMgr:
         with self._lock:
             with self.collector.evicting(for_operator=True):
                 freed = self.residency.evict_idle()
-                if not freed:  # and never more than it takes: these have to come back
+                if freed == 0:  # and never more than it takes: these have to come back
                     freed = self.activations.shed(max(1, self.activations.device_bytes // _PORTIONS))
+                if freed == 0:
+                    freed = self.residency.send_home(self._budget)
+                    self.residency.evict_idle()
             self._accelerator.release_cached()
             return freed
 
@@ -383,6 +408,7 @@ class StatefulTensorMgr:
                 if tensor.pending is not None and tensor.pending.done:
                     self.residency.collect(tensor)
             self.executor.finish_segment()
+            self.residency.send_home(self._budget)
             self.residency.write_back_all()
             self.gradients.wait_all(self.tensors)
             self.gradients.reclaim(self.ledger.device_bytes)

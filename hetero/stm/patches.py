@@ -143,13 +143,13 @@ def _run(outputs: Any, args: Any, kwargs: Any) -> Any:
 
 def _settle_before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Before the step of any optimizer of the process: it may read parameters below interception."""
-    _settle(optimizer.param_groups)
+    _settle(optimizer, optimizer.param_groups)
 
 
-def _settle(groups: Any) -> None:
+def _settle(optimizer: torch.optim.Optimizer, groups: Any) -> None:
     for group in groups:
         for parameter in group["params"]:
-            if is_managed(parameter):
+            if is_managed(parameter) and not managed_of(parameter).owner.is_stepping(optimizer):
                 managed_of(parameter).owner.settle_home(managed_of(parameter))
 
 
@@ -163,7 +163,7 @@ def _settled_session(*args: Any, **kwargs: Any) -> Any:
 def _settled(method: Any) -> Any:
     @functools.wraps(method)
     def settled(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        _settle(self.param_groups)
+        _settle(self, self.param_groups)
         return method(self, *args, **kwargs)
 
     return settled
@@ -196,8 +196,11 @@ def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
     with plain():
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if is_managed(parameter) and parameter.grad is not None:
-                    managed_of(parameter).note_write()
+                if not is_managed(parameter) or parameter.grad is None:
+                    continue
+                tensor = managed_of(parameter)
+                if not (tensor.stays and tensor.owner.is_stepping(optimizer)):
+                    tensor.note_write()
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:

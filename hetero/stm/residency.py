@@ -79,6 +79,9 @@ class Residency:
         self.reclaim: Callable[[int], None] = lambda nbytes: None
         # Saved tensors may leave where copies are not enough; `hetero.stm.activations` sets this.
         self.shed: Callable[[int], int] = lambda nbytes: 0
+        # Sends home what lives on the device, at least so many bytes if there are; returns how many.
+        # `hetero.stm.devicehomes` sets this.
+        self.send_home: Callable[[int], int] = lambda nbytes: 0
         # When each tensor is needed next, in moments from now; `hetero.stm.executor` sets this.
         self.next_use: Callable[[ManagedTensor], float] = lambda tensor: float("inf")
 
@@ -149,13 +152,13 @@ class Residency:
             self.reclaim(excess)
             self._evict_for(self._ledger.device_bytes - limit, set(keep))
 
-    def make_room(self, nbytes: int, *, limit: int, name: str) -> None:
+    def make_room_for(self, nbytes: int, *, limit: int, name: str) -> None:
         """Let ``nbytes`` fit that are no parameter's. Raises `BudgetError` if they cannot."""
         self._make_room(nbytes, limit, set(), lambda: name)
 
     def evict(self, tensor: ManagedTensor) -> bool:
-        """Drop the device copy, writing it back first if it was written. False if it is in use or held."""
-        if tensor.data is None or tensor.users or tensor.index in self.wanted:
+        """Drop the device copy, written back first if it was written. False if it is in use or held, or lives there."""
+        if tensor.data is None or tensor.users or tensor.stays or tensor.index in self.wanted:
             return False
         self._withdraw(tensor)
         if tensor.is_held():
@@ -187,6 +190,7 @@ class Residency:
         stream, before = self._accelerator.compute_stream(), self._stream
         if before is not None and stream != before:
             with before:
+                self.send_home(self._budget)
                 self.evict_idle()
             stream.wait_event(before.record_event())
         self._stream = stream
@@ -201,7 +205,8 @@ class Residency:
             return 0
         assert tensor.data is not None
         version = tensor.version
-        self.before_host_write(tensor)
+        self.finish_update(tensor)
+        self._await_uploads(tensor)
         event = self._engine.download(tensor.data, tensor.home)
         self._engine.host_after_download(event, tensor.home)
         self._engine.free_after_download(event)
@@ -212,16 +217,15 @@ class Residency:
         return tensor.device_nbytes
 
     def write_back_all(self) -> None:
-        """Home is true for every parameter afterwards."""
+        """Home is true afterwards for every parameter that lives there."""
         for tensor in self.resident.values():
-            if tensor.is_dirty:
+            if tensor.is_dirty and not tensor.stays:
                 self._meter.count_eviction(0, self.write_back(tensor))
 
     def before_host_write(self, tensor: ManagedTensor) -> None:
         """Its home is about to be written: wait until it is settled and no copy reads it."""
         self.settle(tensor)
-        for event in self.take_uploads([tensor]).get(tensor.index, ()):
-            self._engine.host_after_upload(event, tensor.home)
+        self._await_uploads(tensor)
 
     def before_host_writes(self) -> None:
         """As `before_host_write`, for every home that anything waits for."""
@@ -247,16 +251,40 @@ class Residency:
 
         Raises what failed in the queue, whichever parameter's update it was; all is settled then as well.
         """
+        self.finish_update(tensor)
+        if tensor.is_ahead:
+            self._meter.count_eviction(0, self.write_back(tensor))
+
+    def finish_update(self, tensor: ManagedTensor) -> None:
+        """As `settle`, except that a home whose parameter lives on the device may stay behind."""
         if tensor.pending is not None:
             self._finish(tensor)
         self._updates.raise_error()
 
-    def settle_all(self, tensors: Iterable[ManagedTensor]) -> None:
-        """As `settle`, for all of ``tensors``."""
+    def finish_updates(self, tensors: Iterable[ManagedTensor]) -> None:
+        """As `finish_update`, for all of ``tensors``."""
         for tensor in tensors:
             if tensor.pending is not None:
                 self._finish(tensor)
         self._updates.raise_error()
+
+    def make_room(self, nbytes: int, *, keep: Sequence[int] = ()) -> bool:
+        """Evict until ``nbytes`` more would be within the budget; False if they would not."""
+        short = self._shortage(nbytes)
+        if short > 0:
+            self.reclaim(short)
+            self._evict_for(self._shortage(nbytes), set(keep))
+        return self._shortage(nbytes) <= 0
+
+    def stay(self, tensor: ManagedTensor) -> None:
+        """From now on it lives on the device. Raises `BudgetError` if it cannot be fetched."""
+        self.require([tensor], limit=self._budget, operator=lambda: f"fetching {tensor.name} for good")
+        tensor.stays = True
+
+    def move_home(self, tensor: ManagedTensor) -> None:
+        """It lives at home again; its copy is like any other."""
+        self.settle(tensor)
+        tensor.stays = False
 
     def collect(self, tensor: ManagedTensor) -> None:
         """Its update, if it had one, is done: what was on order is an ordinary copy now."""
@@ -329,6 +357,10 @@ class Residency:
         if tensor.pending is not None and not self._updates.withdraw(tensor.pending):
             self._finish(tensor)
 
+    def _await_uploads(self, tensor: ManagedTensor) -> None:
+        for event in self.take_uploads([tensor]).get(tensor.index, ()):
+            self._engine.host_after_upload(event, tensor.home)
+
     def _note_upload(self, event: torch.Event, tensor: ManagedTensor) -> None:
         while self._uploads and self._uploads[0][0].query():
             self._uploads.popleft()
@@ -379,6 +411,10 @@ class Residency:
             if short > 0 and self.shed(short):
                 short = self._shortage(wanted)
         if short > 0:
+            self.send_home(short)
+            self._evict_for(self._shortage(wanted), keep)
+            short = self._shortage(wanted)
+        if short > 0:
             held = sum(t.device_nbytes for t in self.resident.values() if t.index not in keep)
             raise BudgetError(
                 f"{operator()} needs {format_bytes(wanted)} more on {self._accelerator.device}, where "
@@ -403,7 +439,7 @@ class Residency:
                 dirty=tensor.is_dirty,
             )
             for tensor in self.resident.values()
-            if tensor.index not in keep and not tensor.users and not tensor.is_held()
+            if tensor.index not in keep and not tensor.users and not tensor.stays and not tensor.is_held()
         ]
         for index in self._policy.victims(candidates, nbytes):
             self.evict(self.resident[index])

@@ -74,7 +74,7 @@ class Segments:
     def begin_step(self) -> None:
         """The optimizer's step begins; what the one before it left to be done is done."""
         with self._lock:
-            self._residency.settle_all(self._tensors)
+            self._residency.finish_updates(self._tensors)
             self._executor.begin_segment(SegmentKey(Phase.STEP, True, None))
             self._pending_forwards.clear()
             self._gradients.reclaim(0)
@@ -110,12 +110,14 @@ class Segments:
                     self._gradients.wait(tensor)
                     self._gradients.norms.forget(tensor.index)
         complete = False
+        self._gradients.keeps = not captures
         try:
             with self._guarded_backward():
                 yield
             complete = True
         finally:
             with self._lock:
+                self._gradients.keeps = False
                 segment = self._executor.segment
                 in_backward = segment is not None and segment.key.phase is Phase.BACKWARD
                 if segment is not None and in_backward:

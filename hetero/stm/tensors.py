@@ -78,6 +78,9 @@ class Owner(Protocol):
     def settle_homes(self) -> None:
         """As `settle_home`, for every parameter."""
 
+    def is_stepping(self, optimizer: torch.optim.Optimizer) -> bool:
+        """``optimizer`` is the one that is managed, and its step runs: it knows by itself what to wait for."""
+
     def gradient_set(self, tensor: "ManagedTensor") -> None: ...
 
     def take_norms(self, tensors: "list[ManagedTensor]", norm_type: float) -> torch.Tensor | None:
@@ -97,8 +100,8 @@ class Owner(Protocol):
     def before_home_write(self, tensor: "ManagedTensor") -> None:
         """Its home is about to be written: it is settled, and no copy may still be reading it."""
 
-    def hand_over(self, tensor: "ManagedTensor", gradient: torch.Tensor) -> torch.Tensor:
-        """The gradient is complete on the device; what autograd takes for it at home."""
+    def hand_over(self, tensor: "ManagedTensor", gradient: torch.Tensor) -> torch.Tensor | None:
+        """The gradient is complete on the device; what autograd takes for it at home, if anything."""
 
     def load_saved(self, tensor: "ManagedTensor", version: int) -> torch.Tensor:
         """Backward is about to read a saved copy."""
@@ -128,6 +131,7 @@ class ManagedTensor(StatefulTensor):
         "parameter",
         "pending",
         "ready",
+        "stays",
         "storage_key",
         "used_at_home",
     )
@@ -156,6 +160,9 @@ class ManagedTensor(StatefulTensor):
         self.ready: torch.Event | None = None
         # An optimizer's update that home still waits for; a device copy beside it is on order (`Residency`).
         self.pending: Update | None = None
+        # It lives on the device (`hetero.stm.devicehomes`): the copy is never evicted, and home follows when somebody
+        # looks there.
+        self.stays = False
         self.storage_key = 0
         self.clean_version = 0
         self.loaded_clock = 0
@@ -239,6 +246,11 @@ class ManagedTensor(StatefulTensor):
     def is_dirty(self) -> bool:
         """The device copy was written."""
         return self.data is not None and self.data._version != self.clean_version
+
+    @property
+    def is_ahead(self) -> bool:
+        """It lives on the device, and has been written there since home was brought up to date."""
+        return self.stays and self.is_dirty
 
     # -- the device copy ------------------------------------------------------------------------------
 

@@ -106,7 +106,6 @@ def test_equal_training_exits_0_and_lists_every_tensor(source: Path, function: s
 
 
 def test_a_hugging_face_model_with_tied_weights_is_equal(source: Path) -> None:
-    pytest.importorskip("transformers")
     result = RUN.invoke(app, ["verify", f"{source}:tokens_and_tied_weights"])
     assert result.exit_code == 0, result.output + result.stderr
     assert "transformer.h.1.mlp.c_fc.weight" in result.output

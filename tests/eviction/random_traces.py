@@ -1,11 +1,11 @@
-"""Random traces for the property tests, and an exhaustive search for the fewest bytes on tiny ones."""
+"""Random traces for the property tests, schedules by hand, and an exhaustive search for the fewest bytes."""
 
 from dataclasses import replace
 from itertools import chain, combinations
 
 from hypothesis import strategies as st
 
-from hetero.eviction import Links, Moment, Trace
+from hetero.eviction import Actions, Links, Moment, Schedule, Trace
 
 LINKS = Links(h2d_bandwidth=10.0, d2h_bandwidth=5.0, latency=0.01)
 SIZES = st.integers(0, 9)
@@ -59,6 +59,18 @@ def traces_with_products(draw, *, products=4, **keywords):
         gone = (uses[-1] + 1) % count
         moments[gone] = replace(moments[gone], invalidates=(*moments[gone].invalidates, index))
     return replace(trace, sizes=tuple(sizes), moments=tuple(moments))
+
+
+def schedule_of(*actions, start=(), fetched=0, written_back=0):
+    """By hand: (evicted, fetched) at each moment."""
+    return Schedule(
+        actions=tuple(Actions(evict=evict, fetch=fetch) for evict, fetch in actions),
+        start=start,
+        fetched_bytes=fetched,
+        written_back_bytes=written_back,
+        predicted_seconds=0.0,
+        policy="by hand",
+    )
 
 
 def fewest_bytes(trace: Trace) -> int:

@@ -5,22 +5,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from random_traces import LINKS, traces
+from random_traces import LINKS, schedule_of, traces
 
 from hetero.errors import PlanError
-from hetero.eviction import Actions, Moment, Schedule, Trace, check, plan
-
-
-def schedule_of(*actions, start=(), fetched=0, written_back=0):
-    return Schedule(
-        actions=tuple(Actions(evict=evict, fetch=fetch) for evict, fetch in actions),
-        start=start,
-        fetched_bytes=fetched,
-        written_back_bytes=written_back,
-        predicted_seconds=0.0,
-        policy="by hand",
-    )
-
+from hetero.eviction import Actions, Moment, Trace, check, plan
 
 TWO = Trace(
     sizes=(4, 6),

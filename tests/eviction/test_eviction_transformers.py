@@ -1,26 +1,14 @@
 """The promises of the plan on transformer-like iterations: bytes near the bound, transfers hidden."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
+from repository import load
 
 from hetero.eviction import Links, check, lower_bound, lower_bound_seconds, plan, simulate
 
 LINKS = Links(h2d_bandwidth=25e9, d2h_bandwidth=25e9, latency=10e-6)
 
 
-def load(name):
-    path = Path(__file__).parents[2] / "benchmarks" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-bench = load("eviction_traces")
+bench = load("benchmarks/eviction_traces.py")
 SHAPES = bench.SHAPES
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import accelerators
 import torch
+from bits import same_bits
 from torch import nn
 
 # A link far faster than the operators keeps the suite short; nothing here depends on its speed.
@@ -22,9 +23,8 @@ def device() -> torch.device:
 def fresh_memory() -> int:
     """Bytes in use on the device once everything unreachable is gone; peaks count from here."""
     torch.accelerator.synchronize()
-    if (
-        torch.accelerator.memory_allocated()
-    ):  # a collection of all that torch has imported takes half a second
+    # Only if need be: a collection of all that torch has imported takes half a second.
+    if torch.accelerator.memory_allocated():
         gc.collect()
     torch.accelerator.reset_peak_memory_stats()
     return torch.accelerator.memory_allocated()
@@ -66,21 +66,12 @@ def values_of(module: nn.Module) -> dict[str, torch.Tensor]:
 def assert_identical(managed: Mapping[str, torch.Tensor], unmanaged: Mapping[str, torch.Tensor]) -> None:
     """Same names, same bits (NaN where the other has NaN)."""
     assert managed.keys() == unmanaged.keys()
-    different = [name for name, value in managed.items() if not _same(value, unmanaged[name])]
+    different = [name for name, value in managed.items() if not same_bits(value, unmanaged[name])]
     assert not different, "\n".join(
         f"{name}: {managed[name].dtype} {tuple(managed[name].shape)} differs from {unmanaged[name].dtype} "
         f"{tuple(unmanaged[name].shape)} by {_distance(managed[name], unmanaged[name])}"
         for name in different
     )
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.dtype != other.dtype or one.shape != other.shape:
-        return False
-    if one.is_floating_point():
-        nan = one.isnan()
-        return torch.equal(nan, other.isnan()) and torch.equal(one.nan_to_num(0.0), other.nan_to_num(0.0))
-    return torch.equal(one, other)
 
 
 def _distance(one: torch.Tensor, other: torch.Tensor) -> object:

@@ -169,4 +169,4 @@ def test_blocks_are_not_compiled_again_at_every_step() -> None:
             optimizer.step()
             optimizer.zero_grad()
             counts.append(len(compiled))
-    assert counts[0] == counts[-1]
+    assert counts == [1] * 6  # the four blocks share one code

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import small_transformers
 import torch
 import transformers
 from accelerators import races
@@ -59,9 +60,7 @@ def _speech(length: int) -> dict[str, torch.Tensor]:
 
 
 def _gpt2() -> nn.Module:
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(vocab_size=VOCABULARY, n_positions=64, n_embd=64, n_layer=3, n_head=4)
-    )
+    return small_transformers.gpt2(width=64, layers=3, heads=4, vocabulary=VOCABULARY, length=64)
 
 
 def _llama() -> nn.Module:

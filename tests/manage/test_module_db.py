@@ -6,9 +6,6 @@ that little as its budget, which the device enforces.
 """
 
 import copy
-import sys
-import types
-import unittest
 from collections.abc import Callable
 from typing import Any
 
@@ -17,23 +14,12 @@ import torch
 from accelerators import races, set_memory_limit
 from equality import assert_identical, device, fresh_memory, on_host, peak_memory, tensors_in, values_of
 from torch import nn
+from torch_databases import ModuleInfo, ModuleInput, module_db
 
 import hetero
 
-# The database imports torch's own test runner, which wants this package; the database itself does not.
-if "expecttest" not in sys.modules:
-    try:
-        import expecttest  # noqa: F401
-    except ImportError:
-        sys.modules["expecttest"] = types.SimpleNamespace(TestCase=unittest.TestCase)  # type: ignore[assignment]
-
-from torch.testing._internal.common_modules import ModuleInfo, ModuleInput, module_db
-
 STEPS = 3
 PER_MODULE = 20  # of its samples, spread over the list: most have fewer, LinearCrossEntropyLoss has hundreds
-
-# Name -> why it cannot be compared. Fewer than five of them is part of what is promised.
-SKIPPED: dict[str, str] = {}
 
 # All their parameters are operands of one operator and are on the device together: something has to run beside it.
 ONE_OPERATOR = {
@@ -179,8 +165,6 @@ def _compare(run: Run) -> None:
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("info", module_db, ids=lambda info: info.formatted_name)
 def test_module_gives_the_same_numbers_managed(info: ModuleInfo, training: bool) -> None:
-    if info.name in SKIPPED:
-        pytest.skip(SKIPPED[info.name])
     torch.manual_seed(0)
     samples = info.module_inputs_func(
         info, device="cpu", dtype=torch.float32, requires_grad=True, training=training

@@ -5,28 +5,15 @@ optimizer steps there.
 """
 
 import copy
-import sys
-import time
-import types
-import unittest
 
 import pytest
 import torch
+from accelerators import races
 from equality import assert_identical, device, on_host, values_of
 from torch import nn
+from torch_databases import optim_db
 
 import hetero
-from hetero.devices import virtual
-from hetero.stm.deferred import UpdateQueue
-
-# The database imports torch's own test runner, which wants this package; the database itself does not.
-if "expecttest" not in sys.modules:
-    try:
-        import expecttest  # noqa: F401
-    except ImportError:
-        sys.modules["expecttest"] = types.SimpleNamespace(TestCase=unittest.TestCase)  # type: ignore[assignment]
-
-from torch.testing._internal.common_optimizers import optim_db
 
 STEPS = 5
 
@@ -122,18 +109,6 @@ def states_of(optimizer):
     return on_host(optimizer.state_dict())
 
 
-@pytest.fixture
-def slow_queue(monkeypatch):
-    """Updates come late: whoever does not wait for one sees it missing."""
-    original = UpdateQueue._run
-
-    def late(self, update):
-        time.sleep(2e-4)
-        original(self, update)
-
-    monkeypatch.setattr(UpdateQueue, "_run", late)
-
-
 def both(info, keywords, *, after=None, steps=STEPS):
     """Run unmanaged on the host, and managed; the manager's step and both observations have been compared."""
     model = model_for(info)
@@ -152,12 +127,12 @@ def both(info, keywords, *, after=None, steps=STEPS):
     assert_identical(dense_values_of(model), wanted)
     assert_identical(states_of(optimizer), states)
     assert list(optimizer.state_dict()["state"]) == sorted(optimizer.state_dict()["state"])
-    assert virtual.races() == []
+    assert races() == []
     return host_step
 
 
 @pytest.mark.parametrize(("info", "keywords"), list(configurations()))
-@pytest.mark.usefixtures("slow_queue")
+@pytest.mark.usefixtures("late_queue")
 def test_every_optimizer_and_configuration(info, keywords):
     step = both(info, keywords)
     one_by_one = not (
@@ -201,13 +176,13 @@ def info_of(kind):
         (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5}),
     ],
 )
-@pytest.mark.usefixtures("slow_queue")
+@pytest.mark.usefixtures("late_queue")
 def test_schedulers_move_hyper_parameters_while_updates_are_queued(kind, optimizer, keywords):
     step = both(info_of(optimizer), keywords, after=scheduled(kind), steps=2 * STEPS)
     assert step.queued > 0
 
 
-@pytest.mark.usefixtures("slow_queue")
+@pytest.mark.usefixtures("late_queue")
 def test_groups_and_a_group_added_while_managed():
     def loop(target, manage):
         torch.manual_seed(0)
@@ -233,7 +208,7 @@ def test_groups_and_a_group_added_while_managed():
     assert_identical(loop(device(), True), expected)
 
 
-@pytest.mark.usefixtures("slow_queue")
+@pytest.mark.usefixtures("late_queue")
 def test_momentum_that_begins_later_makes_its_state_then():
     """Plain SGD keeps nothing; with momentum it does: an update that is queued makes the state."""
 

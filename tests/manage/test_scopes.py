@@ -144,4 +144,4 @@ def test_measuring_the_links_keeps_to_the_budget() -> None:
     in_use_bytes = fresh_memory()
     with hetero.manage(nn.Linear(8, 8), device=target, device_budget=in_use_bytes + 8 * 1024):
         assert peak_memory() <= in_use_bytes + 8 * 1024
-    assert in_use.numel() == 40 * 1024
+    del in_use  # it counted until here

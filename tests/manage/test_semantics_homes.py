@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from test_semantics_autograd import batch, mlp, train
+from loops import batch, mlp, train
 from torch import nn
 from twins import adamw, assert_same, assert_twins, device, plain, unmanaged
 

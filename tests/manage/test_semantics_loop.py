@@ -6,7 +6,7 @@ import io
 
 import pytest
 import torch
-from test_semantics_autograd import batch, mlp, train
+from loops import batch, mlp, train
 from torch import nn
 from twins import adamw, assert_same, assert_twins, device, managed, plain, unmanaged
 
@@ -125,26 +125,6 @@ def test_a_scheduler_made_before_manage():
         return seen
 
     assert_twins(mlp, loop, make_optimizer=make)
-
-
-def test_grad_scaler_with_a_forced_inf():
-    def loop(model, optimizer, target):
-        scaler = torch.amp.GradScaler(device().type, init_scale=2.0**10, growth_interval=2)
-        seen = []
-        for step in range(5):
-            loss = model(batch(target)).square().mean()
-            scaler.scale(loss).backward()
-            if step == 2:
-                next(model.parameters()).grad.view(-1)[0] = float("inf")
-            scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            seen.append([loss, scaler.get_scale()])
-        return seen
-
-    assert_twins(mlp, loop)
 
 
 def test_gradients_right_after_backward_and_accumulation():
@@ -400,7 +380,6 @@ def test_a_budget_too_small_for_one_parameter_is_refused_at_once():
 
 def test_a_budget_too_small_for_one_operator_names_it_and_the_least_that_would_do():
     target = device()
-    model = nn.Sequential(nn.Linear(64, 64), nn.Bilinear(64, 64, 32))
 
     class Two(nn.Module):
         def __init__(self):
@@ -423,11 +402,11 @@ def test_a_budget_too_small_for_one_operator_names_it_and_the_least_that_would_d
         model(x)
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
     manager.close()
-    # The least budget it names lets this operator run.
+    # The least budget it names holds the operands; their product, 16 KiB, comes on top.
     least = int(str(caught.value).split("(")[-1].split(" bytes")[0])
-    with hetero.manage(model, optimizer, device=target, device_budget=least), torch.no_grad():
-        torch.mm(model.second, torch.zeros(256, 1, device=target))
-    assert least > budget
+    assert least == base + (128 << 10)
+    with hetero.manage(model, optimizer, device=target, device_budget=least + (16 << 10)), torch.no_grad():
+        model(x)
 
 
 def test_refusals_name_the_cure():
@@ -519,8 +498,6 @@ def test_a_policy_of_the_users():
 
 
 def test_without_an_optimizer_gradients_are_the_users():
-    target = device()
-
     def loop(model, optimizer, target):
         seen = []
         for _ in range(3):
@@ -537,7 +514,6 @@ def test_without_an_optimizer_gradients_are_the_users():
     got, got_state, _ = managed(mlp, loop, int(0.6 * peak), make_optimizer=lambda m: None)
     assert_same(got, expected, "seen")
     assert_same(got_state, state, "state")
-    assert target.type in ("virtual", "cuda")
 
 
 @pytest.mark.parametrize("fused", [True, False])

@@ -135,7 +135,7 @@ def test_trim_gives_back_what_copies_hold_and_the_lower_budget_holds():
     model = build()
     optimizer = adamw(model)
     with hetero.manage(model, optimizer, device=target, device_budget=free + MEMORY) as manager:
-        assert manager.trim() >= 0  # before any plan
+        assert manager.trim() == 0  # before any plan
         loop(model, optimizer, target)
         before = torch.accelerator.memory_allocated()
         given_back = manager.trim(free + MEMORY // 2)

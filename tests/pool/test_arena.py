@@ -1,6 +1,5 @@
 """The planned arena: the same numbers as without it, no byte in two living storages, a footprint that holds."""
 
-import importlib.util
 import subprocess
 import sys
 import weakref
@@ -8,13 +7,16 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+import small_transformers
 import torch
+import torchgen
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from repository import ROOT, load
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,20 +28,8 @@ from hetero.pool import Arena, planned, smartpool
 from hetero.pool.cycle import CyclicLife, cyclic_load, plan_cycle
 from hetero.pool.placing import INTO_OUT
 
-transformers = pytest.importorskip("transformers")
-
-ROOT = Path(__file__).parents[2]
 # One pass, no time limit: these tests ask where tensors lie, not how good the plan is.
 run_planned = partial(planned, planner=smartpool)
-
-
-def load_example(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(autouse=True)
@@ -51,14 +41,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def virtual() -> torch.device:
+    return hetero.virtual_device("512MiB", bandwidth="64GiB/s", latency="0us")
+
+
 @pytest.fixture(params=["cpu", "virtual"])
 def device(request: pytest.FixtureRequest) -> torch.device:
-    if request.param == "cpu":
-        return torch.device("cpu")
-    try:
-        return hetero.virtual_device("512MiB", bandwidth="64GiB/s", latency="0us")
-    except hetero.DeviceError as error:
-        pytest.skip(str(error))
+    return torch.device("cpu") if request.param == "cpu" else request.getfixturevalue("virtual")
 
 
 class Disjoint(TorchDispatchMode):
@@ -91,16 +81,13 @@ def mlp() -> tuple[nn.Module, Callable[[], Any], Callable[..., Tensor]]:
 
 
 def resnet() -> tuple[nn.Module, Callable[[], Any], Callable[..., Tensor]]:
-    cnn = load_example("cnn")
+    cnn = load("examples/cnn.py")
     cnn.RESNET_BLOCKS["tiny"] = ("basic", [1, 1])
     return cnn.resnet("tiny"), lambda: (torch.randn(2, 3, 16, 16), torch.randint(10, (2,))), classify
 
 
 def gpt2() -> tuple[nn.Module, Callable[[], Any], Callable[..., Tensor]]:
-    config = transformers.GPT2Config(
-        n_embd=32, n_layer=2, n_head=2, vocab_size=50, n_positions=16, bos_token_id=0, eos_token_id=0
-    )
-    model = transformers.GPT2LMHeadModel(config)
+    model = small_transformers.gpt2(width=32, layers=2, heads=2, vocabulary=50, length=16)
     return model, lambda: (torch.randint(50, (2, 16)),), lambda m, ids: m(input_ids=ids, labels=ids)[0]
 
 
@@ -157,42 +144,30 @@ def step_mlp(model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor)
     optimizer.step()
 
 
-def test_the_allocator_sees_the_plan_and_nothing_else() -> None:
-    try:
-        device = hetero.virtual_device("512MiB", bandwidth="64GiB/s", latency="0us")
-    except hetero.DeviceError as error:
-        pytest.skip(str(error))
+def test_the_allocator_sees_the_plan_and_nothing_else(virtual: torch.device) -> None:
     layers = [layer for _ in range(6) for layer in (nn.Linear(64, 64, bias=False), nn.GELU())]
-    model = nn.Sequential(*layers).to(device)
+    model = nn.Sequential(*layers).to(virtual)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
-    images = torch.randn(512, 64).to(device)
-    with run_planned(device=device, optimizer=optimizer) as arena:
+    images = torch.randn(512, 64).to(virtual)
+    with run_planned(device=virtual, optimizer=optimizer) as arena:
         for _ in range(3):
             step_mlp(model, optimizer, images)
         optimizer.zero_grad()
         before = torch.virtual.memory_allocated() - arena.stats.planned_nbytes
-        torch.accelerator.reset_peak_memory_stats(device)
+        torch.accelerator.reset_peak_memory_stats(virtual)
         for _ in range(3):
             step_mlp(model, optimizer, images)
         peak = torch.virtual.max_memory_allocated() - before
     stats = arena.stats
     assert stats.fallbacks == 0
-    # The allocator rounds each block to 512 bytes; the difference is the arena's slack for alignment.
-    assert 0 <= stats.footprint_nbytes - peak + 512 <= 2 * 512 or abs(stats.footprint_nbytes - peak) <= 4096
+    assert peak == stats.footprint_nbytes == stats.planned_nbytes
 
 
-def test_on_the_virtual_accelerator_a_transformer_s_footprint_is_the_plan_s() -> None:
-    try:
-        device = hetero.virtual_device("512MiB", bandwidth="64GiB/s", latency="0us")
-    except hetero.DeviceError as error:
-        pytest.skip(str(error))
+def test_on_the_virtual_accelerator_a_transformer_s_footprint_is_the_plan_s(virtual: torch.device) -> None:
     torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        n_embd=128, n_layer=3, n_head=4, vocab_size=500, n_positions=64, bos_token_id=0, eos_token_id=0
-    )
-    model = transformers.GPT2LMHeadModel(config).to(device)
+    model = small_transformers.gpt2(width=128, layers=3, heads=4, vocabulary=500, length=64).to(virtual)
     optimizer = torch.optim.AdamW(model.parameters())
-    ids = torch.randint(500, (4, 64)).to(device)
+    ids = torch.randint(500, (4, 64)).to(virtual)
 
     def step() -> None:
         model(input_ids=ids, labels=ids).loss.backward()
@@ -201,11 +176,11 @@ def test_on_the_virtual_accelerator_a_transformer_s_footprint_is_the_plan_s() ->
 
     step()  # optimizer states are no part of an iteration
     before = torch.virtual.memory_allocated()
-    with run_planned(device=device, optimizer=optimizer) as arena:
+    with run_planned(device=virtual, optimizer=optimizer) as arena:
         for _ in range(8):  # where kernels make temporaries before their result is learnt one by one
             step()
         learnt = arena.stats
-        torch.accelerator.reset_peak_memory_stats(device)
+        torch.accelerator.reset_peak_memory_stats(virtual)
         step()
         stats = arena.stats
     assert stats.fallbacks == 0
@@ -457,8 +432,6 @@ def test_bad_lives_are_refused() -> None:
 
 def test_operators_that_write_into_their_slot_share_their_kernel_with_the_functional_variant() -> None:
     """torch's own table: structured means both variants are generated around one kernel."""
-    torchgen = pytest.importorskip("torchgen")
-    yaml = pytest.importorskip("yaml")
     path = Path(torchgen.__file__).parent / "packaged/ATen/native/native_functions.yaml"
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     table = {entry["func"].split("(")[0]: entry for entry in yaml.load(path.read_text(), loader)}

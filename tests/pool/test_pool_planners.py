@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hetero.pool as pool
+import hetero.pool.placement as placement
 from hetero.errors import ConfigError, PlanError
 from hetero.pool import Buffer, Problem, Solution
 from hetero.pool.reduction import clique_lives, pieces
@@ -163,7 +164,6 @@ def test_large_problems_are_placed_validly_by_every_greedy_planner():
 
 
 def test_pure_numpy_and_compiled_placement_agree():
-    placement = pytest.importorskip("numba") and __import__("hetero.pool.placement", fromlist=["placement"])
     problem = generated(400, seed=2)
     placer = placement.Placer(problem.begins, problem.ends, problem.sizes)
     rng = np.random.default_rng(0)

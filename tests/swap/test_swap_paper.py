@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
+from ticks import SLOW
 
 from hetero.errors import BudgetError, ConfigError, PlanError
-from hetero.simulate import Link, Machine
 from hetero.swap import (
     Step,
     SwapLimitError,
@@ -18,15 +18,6 @@ from hetero.swap import (
     scores,
     select,
     swap_everything,
-)
-
-# One byte a second each way, no latency: bytes and seconds are the same numbers.
-SLOW = Machine(
-    name="by hand",
-    flops=1.0,
-    memory_bandwidth=1.0,
-    h2d=Link(latency=0.0, seconds_per_byte=1.0),
-    d2h=Link(latency=0.0, seconds_per_byte=1.0),
 )
 
 

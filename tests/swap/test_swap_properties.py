@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ticks import run
+from ticks import SLOW, run
 
-from hetero.simulate import Link, Machine, simulate_program
+from hetero.simulate import simulate_program
 from hetero.swap import (
     Method,
     Step,
@@ -23,13 +23,6 @@ from hetero.swap import (
     schedule,
 )
 
-SLOW = Machine(
-    name="a byte a second",
-    flops=1.0,
-    memory_bandwidth=1.0,
-    h2d=Link(latency=0.0, seconds_per_byte=1.0),
-    d2h=Link(latency=0.0, seconds_per_byte=1.0),
-)
 METHODS: tuple[Method, ...] = ("doa", "aoa", "wdoa", "swdoa", "search")
 ITERATIONS = 12
 

@@ -3,10 +3,10 @@
 import importlib.util
 import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
+from repository import load
 from torch import nn
 
 from hetero.errors import ConfigError, PlanError
@@ -14,8 +14,7 @@ from hetero.simulate import GTX_1080_TI
 from hetero.swap import METHODS, least_limit, plan_swaps
 from hetero.trace import StepTrace, from_json, operator_seconds, swap_step, to_json, trace_recipe, trace_step
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-import cnn
+cnn = load("examples/cnn.py")
 
 needs_optuna = pytest.mark.skipif(
     importlib.util.find_spec("optuna") is None, reason="optuna, an optional dependency, is not installed"

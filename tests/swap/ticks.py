@@ -5,7 +5,12 @@ It shares no code with the event simulation: it reads the rules of the paper's s
 
 from dataclasses import dataclass, field
 
+from hetero.simulate import Link, Machine
 from hetero.swap import Step, Swap
+
+_LINK = Link(latency=0.0, seconds_per_byte=1.0)
+# One byte a second each way, no latency: bytes and seconds are the same numbers.
+SLOW = Machine(name="a byte a second", flops=1.0, memory_bandwidth=1.0, h2d=_LINK, d2h=_LINK)
 
 
 @dataclass

@@ -3,18 +3,15 @@
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from repository import ROOT, load
 
 from hetero.pool.greedy import smartpool
 from hetero.trace import trace_recipe, trace_step
-
-ROOT = Path(__file__).parents[2]
 
 LLAMA = """
 import resource, torch
@@ -41,12 +38,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - imported)
 
 @pytest.fixture(scope="module")
 def cnn() -> ModuleType:
-    spec = spec_from_file_location("cnn", ROOT / "examples" / "cnn.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("examples/cnn.py")
 
 
 @pytest.mark.parametrize("name", ["vgg11", "vgg13", "vgg16", "vgg19"])

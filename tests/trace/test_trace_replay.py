@@ -1,24 +1,17 @@
 """Traces as allocator events, and what the analysis of TensorFlow's allocator found, found again."""
 
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
-
 import pytest
 import torch
+from repository import load
 from torch import nn
 
 from hetero.pool.allocators import BfcAllocator, simulate
 from hetero.trace import allocation_events, trace_step
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "allocators.py"
-
 
 @pytest.fixture(scope="module")
 def benchmark():
-    spec = spec_from_file_location("allocators_benchmark", BENCHMARK)
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("benchmarks/allocators.py")
 
 
 def train(model, optimizer, batch, iterations):

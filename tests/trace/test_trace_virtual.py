@@ -3,22 +3,12 @@
 from typing import Any
 
 import pytest
+import small_transformers
 import torch
 from torch import nn
 
 from hetero.devices.virtual import virtual_device
-from hetero.errors import DeviceError
 from hetero.trace import trace_loop, trace_step
-
-transformers = pytest.importorskip("transformers")
-
-
-# Autograd counts the devices at the process's first backward, so the device must be there before any test
-# runs: it is registered when this file is collected.
-try:
-    virtual_device("512MiB")
-except DeviceError as error:
-    pytest.skip(f"the virtual accelerator cannot be built here: {error}", allow_module_level=True)
 
 
 @pytest.fixture
@@ -30,16 +20,10 @@ def llama(
     device: torch.device, optimizer: str, batch: int, dtype: torch.dtype = torch.float32
 ) -> tuple[Any, ...]:
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=128,
-        intermediate_size=344,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        vocab_size=1000,
-    )
     with device:
-        model = transformers.LlamaForCausalLM(config).to(dtype)
+        model = small_transformers.llama(
+            width=128, inner=344, layers=3, heads=4, groups=4, vocabulary=1000
+        ).to(dtype)
         ids = torch.zeros(batch, 64, dtype=torch.long)
     return model, getattr(torch.optim, optimizer)(model.parameters(), lr=1e-3), ids
 

@@ -343,5 +343,11 @@ def test_the_detector_agrees_with_a_search_of_the_whole_graph(device, program) -
         clear_races()
 
 
-def test_the_virtual_link_can_be_changed_at_any_time(device) -> None:
-    assert virtual_device("512MiB", bandwidth="1GiB/s", latency="5us") == device
+def test_the_virtual_link_can_be_changed_while_a_copy_is_on_its_way(slow_device) -> None:
+    host, x = torch.randn(COUNT, pin_memory=True), torch.empty(COUNT, device=slow_device)
+    up = ordered_stream(slow_device)
+    with up:
+        x.copy_(host, non_blocking=True)
+    assert virtual_device("512MiB", bandwidth="1GiB/s", latency="5us") == slow_device
+    current().wait_stream(up)
+    assert torch.equal(x.cpu(), host)

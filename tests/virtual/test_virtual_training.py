@@ -44,26 +44,28 @@ def test_moving_a_module_keeps_parameters_ties_and_the_optimizer(device: torch.d
     assert parameter.grad.device.type == "cpu"
 
 
-_fused = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad)
-_looped = (torch.optim.NAdam, torch.optim.RMSprop, torch.optim.Adafactor, torch.optim.Adadelta)
+OPTIMIZERS = {
+    torch.optim.AdamW: ("loop", "foreach", "fused"),
+    torch.optim.Adam: ("loop", "foreach", "fused"),
+    torch.optim.SGD: ("loop", "foreach", "fused"),
+    torch.optim.Adagrad: ("loop", "foreach", "fused"),
+    torch.optim.NAdam: ("loop", "foreach"),
+    torch.optim.RMSprop: ("loop", "foreach"),
+    torch.optim.Adafactor: ("loop", "foreach"),
+    torch.optim.Adadelta: ("loop", "foreach"),
+    torch.optim.LBFGS: ("only",),
+}
+CHOICES = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}, "only": {}}
 
 
-@pytest.mark.parametrize("kind", [*_fused, *_looped, torch.optim.LBFGS])
-@pytest.mark.parametrize("how", ["for-loop", "foreach", "fused"])
+@pytest.mark.parametrize(("kind", "how"), [(kind, how) for kind, ways in OPTIMIZERS.items() for how in ways])
 def test_an_optimizer_gives_the_same_parameters_as_on_the_cpu(
     device: torch.device, kind: type[torch.optim.Optimizer], how: str
 ) -> None:
-    if kind is torch.optim.LBFGS and how != "for-loop":
-        pytest.skip("LBFGS has one implementation")
-    if how == "fused" and kind not in _fused:
-        pytest.skip("no fused implementation")
-    options = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}[how]
-    if kind is torch.optim.LBFGS:
-        options = {}
     results = []
     for where in ("cpu", device):
         model = small_model().to(where)
-        results.append(train(model, kind(model.parameters(), lr=0.01, **options), where))
+        results.append(train(model, kind(model.parameters(), lr=0.01, **CHOICES[how]), where))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 

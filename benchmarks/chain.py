@@ -1,0 +1,91 @@
+"""A chain of layers that mostly pause, on a link that can be set: what step times are measured on.
+
+Operators on the virtual accelerator run on the CPU, at whatever speed its other users leave; so most of a layer's time
+is a pause, in which the processor is free as it is when a GPU computes. Times are then stable, and the copies do
+not compete with the operators for the processor.
+"""
+
+import argparse
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hetero.cli.placing import choose_device
+from hetero.report import MemoryStats
+
+__all__ = ["CALIBRATION_BANDWIDTH", "LATENCY", "Chain", "parse", "settable_device", "traffic"]
+
+LATENCY = 10e-6
+# Bytes moved are counted on a link this fast; then it is set so that their transfer takes the time that is wanted.
+CALIBRATION_BANDWIDTH = 4e9
+
+
+class Pause(torch.autograd.Function):
+    """The identity; its forward takes ``seconds``, its backward twice as long."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        time.sleep(2 * ctx.seconds)
+        return gradient, None
+
+
+class Layer(nn.Linear):
+    """A small Linear and a pause: the pause begins when the operator has run, and so after its weights have come."""
+
+    def __init__(self, width: int, seconds: float) -> None:
+        super().__init__(width, width, bias=False)
+        self.seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        paused: Tensor = Pause.apply(super().forward(x), self.seconds)
+        return paused
+
+
+class Chain(nn.Sequential):
+    """``layers`` of them; the same weights every time."""
+
+    def __init__(self, *, layers: int, width: int, seconds: float) -> None:
+        torch.manual_seed(0)
+        super().__init__(*(Layer(width, seconds) for _ in range(layers)))
+        self.nbytes = sum(p.nbytes for p in self.parameters())
+
+
+def settable_device() -> torch.device | None:
+    """The virtual accelerator, and one thread for its operators; None, after saying so, where there is a real one."""
+    torch.set_num_threads(1)
+    device = choose_device(None)
+    if device.type == "virtual":
+        return device
+    print(f"skipped: {device} has a link of its own, which cannot be set; benchmarks.sweep measures it")
+    return None
+
+
+def parse(description: str | None, *, rounds: int, steps: int) -> argparse.Namespace:
+    """The chain's size and how often it is timed; ``rounds`` and ``steps`` unless told otherwise."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument(
+        "--layer-seconds", type=float, default=0.008, help="a layer's pause in forward; backward twice"
+    )
+    parser.add_argument("--share", type=float, default=0.4, help="of the weights that the budget holds")
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--steps", type=int, default=steps, help="timed per round and way")
+    return parser.parse_args()
+
+
+def traffic(before: MemoryStats, after: MemoryStats, steps: int) -> dict[str, Any]:
+    """What moved in each of ``steps``, bytes."""
+    return {
+        "fetched_bytes": (after.total_fetched_bytes - before.total_fetched_bytes) / steps,
+        "written_bytes": (after.total_written_bytes - before.total_written_bytes) / steps,
+        "unplanned_fetches": after.unplanned_fetches - before.unplanned_fetches,
+    }

@@ -1,0 +1,111 @@
+"""Which parameters should live on the device, with gradient and optimizer states, and be stepped there.
+
+Owns the choice. A parameter that lives on the device takes several times its bytes there, which are lost to copies of
+others, and saves its own copies, its gradient's way down and its update on the host. So how many is a matter of which
+of compute, link and host is the slowest: several numbers are tried, each with a plan of its own. A pure function.
+
+They are taken in the order of first use: the first layers' gradients come last and their updates are wanted first.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from hetero.eviction.model import CapacityError, Links, Schedule, Trace
+
+__all__ = ["HomeCost", "HomeStep", "choose_device_homes"]
+
+_PARTS = 8
+_AFFORDABLE_MOMENTS = 20_000
+_WORTH = 0.005  # share of the step that more parameters on the device must save to be worth it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HomeCost:
+    """Of one parameter: ``nbytes`` of the device while it lives there (copy, gradient, states), ``step_nbytes`` more
+    during its update; ``step_seconds`` of its update on the host while it does not."""
+
+    nbytes: int
+    step_nbytes: int
+    step_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HomeStep:
+    """Predicted: one iteration with ``homes`` on the device, which take ``nbytes`` of it."""
+
+    homes: tuple[int, ...]
+    nbytes: int
+    seconds: float
+
+
+def choose_device_homes(
+    order: Sequence[int],
+    costs: Mapping[int, HomeCost],
+    sizes: Sequence[int],
+    *,
+    most_bytes: int,
+    links: Links,
+    plan: Callable[[tuple[int, ...]], tuple[Trace, Schedule]],
+) -> HomeStep:
+    """The number of parameters, of those in ``order`` (by first use), that makes the iteration shortest.
+
+    ``costs``: of the parameters that may live on the device. ``sizes``: bytes of each parameter's copy and of its
+    gradient. ``most_bytes``: of the device, for all of them together. ``plan(homes)``: trace and schedule with these
+    on the device; may raise `CapacityError`, except for none.
+    """
+    movable = [index for index in order if index in costs]
+    taken = [0]
+    for index in movable:
+        taken.append(taken[-1] + costs[index].nbytes)
+    best: HomeStep | None = None
+    tried: set[int] = set()
+    moments = None
+    for part in range(_PARTS + 1):
+        if moments is not None and moments > _AFFORDABLE_MOMENTS and part not in (0, _PARTS // 2, _PARTS):
+            continue
+        count = _count_within(taken, min(taken[-1], most_bytes) * part // _PARTS)
+        if count in tried:
+            continue
+        tried.add(count)
+        homes = tuple(movable[:count])
+        try:
+            trace, schedule = plan(homes)
+        except CapacityError:
+            break
+        moments = len(trace.moments)
+        seconds = _seconds(trace, schedule, links, order, frozenset(homes), costs, sizes)
+        if best is None or seconds < best.seconds * (1.0 - _WORTH):
+            best = HomeStep(homes=homes, nbytes=taken[count], seconds=seconds)
+    assert best is not None
+    return best
+
+
+def _count_within(taken: Sequence[int], nbytes: int) -> int:
+    return sum(total <= nbytes for total in taken) - 1
+
+
+def _seconds(
+    trace: Trace,
+    schedule: Schedule,
+    links: Links,
+    order: Sequence[int],
+    homes: frozenset[int],
+    costs: Mapping[int, HomeCost],
+    sizes: Sequence[int],
+) -> float:
+    """The iteration: copies as simulated, and the next forward held up by updates that are not done in time."""
+    begins: dict[int, float] = {}
+    clock = 0.0
+    for moment in trace.moments:
+        for index in moment.operands:
+            begins.setdefault(index, clock)
+        clock += moment.seconds
+    done = late = down = 0.0
+    for index in order:
+        if index in homes or index not in costs:
+            continue
+        done += costs[index].step_seconds
+        down += links.latency + sizes[index] / links.d2h_bandwidth
+        arrival = done + links.latency + sizes[index] / links.h2d_bandwidth
+        late = max(late, arrival - begins.get(index, clock))
+    return max(schedule.predicted_seconds + late, done, down)

@@ -1,0 +1,187 @@
+"""Parameters that live on the device: with gradient and optimizer states, stepped there.
+
+Owns which do, how they come to and go from there, and their step. Which should is the plan's choice
+(`hetero.eviction.device_homes`); they move at a step, and home at once when memory runs short. Invariant: for the user
+nothing is elsewhere: home follows when somebody looks at it, ``p.grad`` likewise, and what cannot be watched is stepped
+at home.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from hetero.devices import Accelerator
+from hetero.errors import BudgetError, ManageError
+from hetero.eviction import HomeCost
+from hetero.stm.fetch import plain
+from hetero.stm.homes import set_memory
+from hetero.stm.manager import StatefulTensorMgr
+from hetero.stm.optimizers import ParameterUpdate
+from hetero.stm.tensors import ManagedTensor
+
+__all__ = ["DeviceHomes", "DeviceUpdate", "can_step_on_device"]
+
+_Group = dict[str, Any]
+
+# What an update allocates for a while, in units of the parameter: square roots, bias corrections, weight decay; the
+# scaled gradient.
+TEMPORARIES = 6
+
+_ELEMENTWISE = frozenset(
+    {
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adamax,
+        torch.optim.ASGD,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.SGD,
+    }
+)
+
+
+def can_step_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Its updates need no more than `TEMPORARIES` beside what they update."""
+    return type(optimizer) in _ELEMENTWISE
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceUpdate:
+    """A captured update of a parameter that lived on the device at the capture: ``make(parameter, gradient)``."""
+
+    tensor: ManagedTensor
+    make: Callable[[torch.Tensor, torch.Tensor], ParameterUpdate]
+
+
+class DeviceHomes:
+    """Those of one optimizer."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, stm: StatefulTensorMgr, accelerator: Accelerator
+    ) -> None:
+        self._optimizer = optimizer
+        self._stm = stm
+        self._accelerator = accelerator
+        self._here: dict[int, ManagedTensor] = {}
+        self.have_moved = False
+        stm.residency.send_home = self.send_home
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of the parameters that live on the device."""
+        return frozenset(tensor.name for tensor in self._here.values())
+
+    def costs(self, tensors: Iterable[ManagedTensor], seconds_per_byte: float) -> dict[int, HomeCost]:
+        """What it would take to have each of ``tensors``, which have been stepped, live on the device."""
+        costs = {}
+        groups = self._groups()
+        for tensor in tensors:
+            states = self._states(tensor, groups)
+            nbytes = sum(self._accelerator.allocated_size(state.nbytes) for state in states)
+            touched = tensor.parameter.numel() * tensor.parameter.element_size()
+            costs[tensor.index] = HomeCost(
+                nbytes=nbytes + 2 * tensor.device_nbytes,
+                step_nbytes=TEMPORARIES * tensor.device_nbytes,
+                step_seconds=touched * seconds_per_byte,
+            )
+        return costs
+
+    def take(self, candidates: Mapping[int, ManagedTensor]) -> dict[int, ManagedTensor]:
+        """Move those of ``candidates`` to the device that the plan wants there, and all others home. Returns which
+        live there now."""
+        wanted, groups = self._stm.device_homes(), self._groups()
+        for index in [index for index in self._here if index not in wanted or index not in candidates]:
+            self._send(self._here[index], groups)
+        for index in sorted(wanted & candidates.keys()):
+            if not self._bring(candidates[index], groups):
+                break
+        return dict(self._here)
+
+    def run(self, updates: Iterable[DeviceUpdate]) -> None:
+        """Step them. Their states exist."""
+        for item in updates:
+            tensor = item.tensor
+            gradient = self._stm.gradient_on_device(tensor)
+            room = TEMPORARIES * tensor.device_nbytes
+            if not self._stm.residency.make_room(room):
+                self.send_home(room)
+            if tensor.stays and tensor.data is not None:
+                item.make(tensor.data, gradient).run()
+                tensor.identity = None  # older graphs reach the parameter by it
+            else:  # it had to leave just now
+                del gradient
+                self._stm.before_home_writes([tensor])
+                item.make(tensor.home, cast(torch.Tensor, tensor.parameter.grad)).run()
+                tensor.note_write()
+
+    def send_home(self, nbytes: int) -> int:
+        """Memory runs short: free at least ``nbytes``, if there are as many; returns how many."""
+        before = self._accelerator.used_bytes()
+        with plain():
+            for tensor in list(self._here.values()):
+                if before - self._accelerator.used_bytes() >= nbytes:
+                    break
+                self._send(tensor, self._groups())
+                self._stm.residency.evict(tensor)
+                self._stm.cycles.lose_device_homes()
+        return before - self._accelerator.used_bytes()
+
+    # -- helpers --------------------------------------------------------------------------------------
+
+    def _bring(self, tensor: ManagedTensor, groups: dict[int, _Group]) -> bool:
+        """False: there is no room."""
+        states = [state for state in self._states(tensor, groups) if state.device.type == "cpu"]
+        if tensor.stays and not states:
+            return tensor.is_resident or self._stay(tensor)
+        nbytes = sum(self._accelerator.allocated_size(state.nbytes) for state in states)
+        missing = 0 if tensor.is_resident else tensor.device_nbytes
+        if not self._stm.residency.make_room(nbytes + missing, keep=[tensor.index]) or not self._stay(tensor):
+            return False
+        self.have_moved = True
+        self._here[tensor.index] = tensor
+        for state in states:
+            try:
+                set_memory(state, state.detach().to(self._accelerator.device), f"a state of {tensor.name}")
+            except ManageError:  # somebody holds it
+                self._send(tensor, groups)
+                break
+        return True
+
+    def _stay(self, tensor: ManagedTensor) -> bool:
+        try:
+            self._stm.residency.stay(tensor)
+        except BudgetError:
+            return False
+        return True
+
+    def _send(self, tensor: ManagedTensor, groups: dict[int, _Group]) -> None:
+        self.have_moved = True
+        self._stm.residency.move_home(tensor)
+        self._stm.gradients.wait(tensor)
+        for state in self._states(tensor, groups):
+            if state.device.type != "cpu":
+                set_memory(state, state.detach().cpu(), f"a state of {tensor.name}")
+        self._here.pop(tensor.index, None)
+
+    def _states(self, tensor: ManagedTensor, groups: dict[int, _Group]) -> list[torch.Tensor]:
+        """Those that lie where the parameter does, by the rule of ``Optimizer.load_state_dict``."""
+        entry: dict[str, Any] = dict.get(self._optimizer.state, tensor.parameter) or {}
+        group = groups.get(id(tensor.parameter), {})
+        steps_there = bool(group.get("capturable") or group.get("fused"))
+        return [
+            value
+            for key, value in entry.items()
+            if isinstance(value, torch.Tensor) and (key != "step" or steps_there)
+        ]
+
+    def _groups(self) -> dict[int, _Group]:
+        """The group of each parameter, by id."""
+        return {
+            id(parameter): group for group in self._optimizer.param_groups for parameter in group["params"]
+        }

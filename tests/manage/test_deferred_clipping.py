@@ -1,0 +1,216 @@
+"""Clipping and gradient scalers, beside updates that are done later: the same bits, and no gradient is read."""
+
+import pytest
+import torch
+from lateness import managed_mlp, pending
+from loops import backward, batch, mlp
+from twins import assert_same, assert_twins, at_home, device, plain
+
+import hetero
+from hetero.stm.manager import StatefulTensorMgr
+
+pytestmark = pytest.mark.usefixtures("late_queue")
+
+
+def test_clipping_accumulation_and_a_scheduler():
+    def loop(model, optimizer, target):
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=20)
+        seen = []
+        for _ in range(4):
+            for _ in range(4):
+                (model(batch(target)).square().mean() / 4).backward()
+            seen.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        return seen
+
+    assert_twins(mlp, loop)
+
+
+@pytest.fixture
+def norms_taken(monkeypatch):
+    """For each clipping, whether it got by without reading gradients."""
+    original = StatefulTensorMgr.take_norms
+    answers = []
+
+    def take_norms(self, tensors, norm_type):
+        norms = original(self, tensors, norm_type)
+        answers.append(norms is not None)
+        return norms
+
+    monkeypatch.setattr(StatefulTensorMgr, "take_norms", take_norms)
+    return answers
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf"), 3.0])
+def test_clipping_reads_no_gradient_and_has_the_same_bits(norm_type, norms_taken):
+    def loop(model, optimizer, target):
+        seen = []
+        for step in range(6):
+            backward(model, target)
+            most = 1e-3 if step < 4 else 100.0
+            seen.append(torch.nn.utils.clip_grad_norm_(model.parameters(), most, norm_type))
+            if step == 3:
+                seen.append([p.grad.clone() for p in model.parameters()])
+            optimizer.step()
+            if step == 2:
+                seen.append([p.grad.clone() for p in model.parameters()])
+            optimizer.zero_grad()
+            with torch.no_grad():  # with gradients, autograd might reach the weight by this path too
+                seen.append(model[0].weight.clone())
+        return seen
+
+    assert_twins(mlp, loop)
+    assert norms_taken == [False, True, True, True, True, True]
+
+
+def test_clipping_does_not_wait(norms_taken):
+    model, optimizer, manager, target = managed_mlp()
+    with manager:
+        for _ in range(2):
+            backward(model, target)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            optimizer.step()
+            optimizer.zero_grad()
+        backward(model, target)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                manager._stm.gradients, "wait", lambda tensor: pytest.fail("a gradient was waited for")
+            )
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            optimizer.step()
+        assert pending(manager)
+    assert norms_taken == [False, True, True]
+
+
+def test_a_gradient_that_was_looked_at_changed_or_added_to_is_read_again(norms_taken):
+    def loop(model, optimizer, target):
+        seen = []
+        weight = model[2].weight
+        for step in range(8):
+            backward(model, target)
+            if step == 1:
+                weight.grad.mul_(100.0)
+            elif step == 2:
+                weight.grad = weight.grad * 50
+            elif step == 3:
+                weight.grad = None
+            elif step == 4:
+                backward(model, target)
+            elif step == 5:
+                held = weight.grad.numpy()
+                held[0, 0] = 3.0
+            elif step == 6:
+                (g,) = torch.autograd.grad(model(batch(target)).square().mean(), [weight])
+                seen.append(g)
+            seen.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3))
+            seen.append(torch.nn.utils.clip_grad_norm_(list(model.parameters())[:3], 1e-4))
+            optimizer.step()
+            optimizer.zero_grad()
+        return [seen, list(model.parameters())]
+
+    expected = at_home(lambda: mlp(depth=2), loop)
+    model, optimizer, manager, target = managed_mlp()
+    with manager:
+        torch.manual_seed(1)
+        got = plain(loop(model, optimizer, target))
+    assert_same(got, expected, "seen")
+    # Without a gradient (3) the rest is still true; the second of each pair comes after a scaling.
+    assert norms_taken[::2] == [False, False, False, True, False, False, False, True]
+    assert not any(norms_taken[1::2])
+
+
+def test_a_held_gradient_is_scaled_at_once_and_norms_apart_from_scaling(norms_taken):
+    def loop(model, optimizer, target):
+        seen = []
+        for step in range(4):
+            backward(model, target)
+            held = [model[0].weight.grad, model[2].weight.grad.view(-1)] if step % 2 else []
+            total = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+            torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1e-3, total)
+            seen.append([total, [h.clone() for h in held]])
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    assert_twins(mlp, loop)
+
+
+def test_clipping_raises_on_what_is_not_finite(norms_taken):
+    def loop(model, optimizer, target):
+        for _ in range(3):
+            backward(model, target)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            optimizer.step()
+            optimizer.zero_grad()
+        (model(batch(target)).square().mean() * float("inf")).backward()
+        with pytest.raises(RuntimeError, match="non-finite"):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+        return [p.grad.clone() for p in model.parameters()]
+
+    assert_twins(mlp, loop)
+    assert norms_taken[-1]
+
+
+def test_clipping_is_torchs_own_again_after_close():
+    before = torch.nn.utils.clip_grad_norm_.__closure__[0].cell_contents
+    _, _, manager, _ = managed_mlp()
+    assert torch.nn.utils.clip_grad_norm_.__closure__[0].cell_contents is not before
+    manager.close()
+    assert torch.nn.utils.clip_grad_norm_.__closure__[0].cell_contents is before
+
+
+@pytest.mark.parametrize("clipped", ["every step", "every other step"])
+def test_grad_scaler_with_a_forced_inf(clipped):
+    def loop(model, optimizer, target):
+        scaler = torch.amp.GradScaler(device().type, init_scale=2.0**10, growth_interval=2)
+        seen = []
+        for step in range(7):
+            loss = model(batch(target)).square().mean()
+            scaler.scale(loss).backward()
+            if step in (3, 4):
+                next(model.parameters()).grad.view(-1)[0] = float("inf")
+            if step % 2 or clipped == "every step":
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            seen.append([loss, scaler.get_scale()])
+        return seen
+
+    assert_twins(mlp, loop)
+
+
+def test_grad_scaler_with_a_fused_optimizer_that_unscales_by_itself():
+    def run(manage):
+        torch.manual_seed(0)
+        target = torch.device("cpu")
+        model = mlp(depth=2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        manager = None
+        if manage:
+            target = device()
+            manager = hetero.manage(model, optimizer, device=target, device_budget="4MiB")
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        torch.manual_seed(1)
+        seen = []
+        for step in range(6):
+            loss = model(batch(target)).square().mean().cpu()
+            scaler.scale(loss).backward()
+            if step == 3:
+                next(model.parameters()).grad.view(-1)[0] = float("inf")
+            scaler.step(optimizer)
+            scaler.update()
+            if step == 4:
+                seen.append([p.grad for p in model.parameters()])
+            optimizer.zero_grad()
+            seen.append([loss, scaler.get_scale()])
+        if manager is not None:
+            assert manager._host_step.queued > 0
+            manager.close()
+        return plain([*seen, list(model.parameters())])
+
+    expected = run(manage=False)
+    assert_same(run(manage=True), expected, "seen")

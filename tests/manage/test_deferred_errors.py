@@ -1,0 +1,105 @@
+"""An update that fails: it has written nothing, the next wait raises, and training goes on."""
+
+import pytest
+import torch
+from lateness import host_step_of, managed_mlp, pending
+from loops import backward, batch, two_steps
+from torch import nn
+
+pytestmark = pytest.mark.usefixtures("late_queue")
+
+
+class Fragile(torch.optim.Optimizer):
+    """Fails for one parameter, in the middle of writing."""
+
+    steps_parameters_independently = True
+
+    def __init__(self, parameters, lr=0.1):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["sum"] = torch.zeros_like(p)
+                state["sum"] += p.grad
+                p.add_(state["sum"], alpha=-group["lr"])
+                if p.grad.isnan().any():
+                    state["spoilt"] = True
+                    raise ValueError("half-way")
+
+
+def manager_of(optimizer):
+    return host_step_of(optimizer)._note_states.__self__
+
+
+WAITS = {
+    "forward": lambda m, o, t: m(batch(t)),
+    "the parameter": lambda m, o, t: m[2].weight.sum(),
+    "another parameter": lambda m, o, t: m[0].bias.sum(),
+    "step": lambda m, o, t: o.step(),
+    "state": lambda m, o, t: o.state_dict(),
+    "stats": lambda m, o, t: manager_of(o).stats,
+    "load": lambda m, o, t: o.load_state_dict({}),
+}
+
+
+@pytest.mark.parametrize("way", WAITS)
+def test_an_error_in_the_queue_is_raised_by_the_next_wait_and_has_written_nothing(way):
+    model, optimizer, manager, target = managed_mlp(lambda m: Fragile(m.parameters()))
+    with manager:
+        two_steps(model, optimizer, target)
+        backward(model, target)
+        model[2].weight.grad[0, 0] = float("nan")
+        before = model[2].weight.detach().clone()
+        summed = optimizer.state[model[2].weight]["sum"].clone()
+        others = model[0].weight.detach().clone()
+        optimizer.step()
+        assert "2.weight" in pending(manager)
+        optimizer.zero_grad()
+        manager._stm.updates.finish_all()
+        with pytest.raises(ValueError, match="half-way"):
+            WAITS[way](model, optimizer, target)
+        assert torch.equal(model[2].weight, before)
+        assert optimizer.state[model[2].weight].keys() == {"sum"}
+        assert torch.equal(optimizer.state[model[2].weight]["sum"], summed)
+        assert not torch.equal(model[0].weight, others)
+        two_steps(model, optimizer, target)  # it goes on
+    assert not any(p.isnan().any() for p in model.parameters())
+
+
+def test_an_error_that_nobody_waited_for_is_raised_by_close_which_gives_everything_back():
+    model, optimizer, manager, target = managed_mlp(lambda m: Fragile(m.parameters()))
+    two_steps(model, optimizer, target)
+    backward(model, target)
+    model[2].weight.grad[0, 0] = float("nan")
+    optimizer.step()
+    with pytest.raises(ValueError, match="half-way"):
+        manager.close()
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    assert type(optimizer.state) is not type(manager)
+    manager.close()
+
+
+def test_an_error_within_the_step_leaves_nothing_queued():
+    def loop(model, optimizer, target):
+        two_steps(model, optimizer, target)
+        backward(model, target)
+        kept = optimizer.state[model[0].weight]
+        kept["step"] = "nonsense"
+        with pytest.raises(Exception):  # noqa: B017, PT011 - whatever AdamW makes of it
+            optimizer.step()
+        kept["step"] = torch.tensor(2.0)
+        optimizer.zero_grad()
+        assert optimizer.param_groups[0]["params"]
+        two_steps(model, optimizer, target)
+        return [p.detach().clone() for p in list(model.parameters())[:1]]
+
+    model, optimizer, manager, target = managed_mlp()
+    with manager:
+        loop(model, optimizer, target)
+        assert not manager._host_step._captured

@@ -1,0 +1,256 @@
+"""Whole loops whose updates are done later compute what they would if each were done at once."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from loops import backward, batch, mlp, train, two_steps
+from torch import nn
+from twins import adamw, assert_same, assert_twins, device, plain, unmanaged
+
+import hetero
+
+pytestmark = pytest.mark.usefixtures("late_queue")
+
+
+def test_two_optimizers_on_one_model():
+    def make(model):
+        first = torch.optim.AdamW(list(model.parameters())[:4], lr=1e-2, foreach=False)
+        first.other = torch.optim.SGD(list(model.parameters())[4:], lr=1e-1, momentum=0.9, foreach=False)
+        return first
+
+    def loop(model, optimizer, target):
+        seen = []
+        for step in range(6):
+            loss = model(batch(target)).square().mean()
+            loss.backward()
+            optimizer.step()
+            if step % 2:
+                optimizer.other.step()
+                optimizer.other.zero_grad()
+            optimizer.zero_grad()
+            seen.append(loss)
+        return seen
+
+    assert_twins(mlp, loop, make_optimizer=make)
+
+
+def test_two_optimizers_on_the_same_parameters():
+    def make(model):
+        optimizer = adamw(model)
+        optimizer.other = torch.optim.SGD(model.parameters(), lr=1e-2, fused=True)
+        return optimizer
+
+    def loop(model, optimizer, target):
+        seen = []
+        for _ in range(5):
+            loss = model(batch(target)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.other.step()
+            optimizer.zero_grad()
+            seen.append(loss)
+        return seen
+
+    assert_twins(mlp, loop, make_optimizer=make)
+
+
+def test_frozen_then_unfrozen_layers_and_parameters_without_gradient():
+    class Partial(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = mlp(depth=3)
+            self.unused = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.body(x)
+
+    def loop(model, optimizer, target):
+        seen = []
+        for step in range(9):
+            if step % 3 == 0:
+                for p in model.body[2].parameters():
+                    p.requires_grad_(step == 3)
+            loss = model(batch(target)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss)
+        return seen
+
+    def make(model):
+        return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+
+    assert_twins(Partial, loop, make_optimizer=make)
+
+
+def test_a_graph_from_before_the_step_is_refused_after_it_as_ever():
+    def loop(model, optimizer, target):
+        two_steps(model, optimizer, target)
+        loss = model(batch(target)).square().mean()
+        backward(model, target)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        optimizer.zero_grad()
+        penalty = sum(p.square().sum() for p in model.parameters())
+        backward(model, target)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            penalty.backward()
+        return []
+
+    assert_twins(lambda: mlp(depth=2), loop, share=0.9)
+
+
+def test_step_hooks_run_once_on_the_users_thread_and_see_the_finished_step():
+    def loop(model, optimizer, target):
+        seen = []
+        me = threading.get_ident()
+
+        def before(optimizer, args, kwargs):
+            assert threading.get_ident() == me
+            assert len(optimizer.param_groups[0]["params"]) == len(list(model.parameters()))
+            for p in model.parameters():
+                p.grad.mul_(0.5)
+            seen.append([p.grad for p in model.parameters()])
+
+        def after(optimizer, args, kwargs):
+            assert threading.get_ident() == me
+            assert len(optimizer.param_groups[0]["params"]) == len(list(model.parameters()))
+            seen.append([p.detach().clone() for p in model.parameters()])
+
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(after)
+        two_steps(model, optimizer, target)
+        two_steps(model, optimizer, target)
+        assert len(seen) == 8
+        return seen
+
+    assert_twins(mlp, loop, share=0.9)
+
+
+def test_load_state_dict_between_steps():
+    def loop(model, optimizer, target):
+        two_steps(model, optimizer, target)
+        saved = copy.deepcopy(optimizer.state_dict())
+        weights = copy.deepcopy(model.state_dict())
+        two_steps(model, optimizer, target)
+        optimizer.load_state_dict(saved)
+        two_steps(model, optimizer, target)
+        model.load_state_dict(weights)
+        optimizer.state.clear()
+        two_steps(model, optimizer, target)
+        return [optimizer.state[p]["step"] for p in model.parameters()]
+
+    assert_twins(mlp, loop, share=0.9)
+
+
+ACTIONS = (
+    *("micro-batch", "micro-batch", "step", "step", "clip", "zero", "zero in place", "read", "read gradient"),
+    *(
+        "write",
+        "write data",
+        "eval",
+        "state",
+        "hold",
+        "let go",
+        "freeze",
+        "other step",
+        "lr",
+        "scale gradients",
+    ),
+)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(actions=st.lists(st.sampled_from(ACTIONS), min_size=4, max_size=24), share=st.sampled_from([0.5, 0.9]))
+def test_any_loop(actions, share):
+    def make(model):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+        optimizer.other = torch.optim.SGD(list(model.parameters())[:3], lr=1e-2, foreach=False)
+        return optimizer
+
+    def loop(model, optimizer, target):
+        seen = []
+        held = []
+        two_steps(model, optimizer, target)
+        parameters = list(model.parameters())
+        for number, action in enumerate(actions):
+            chosen = parameters[number % len(parameters)]
+            with torch.no_grad():
+                if action == "micro-batch":
+                    with torch.enable_grad():
+                        loss = model(batch(target)).square().mean()
+                        loss.backward()
+                    seen.append(loss)
+                elif action == "step":
+                    optimizer.step()
+                elif action == "clip":
+                    seen.append(torch.nn.utils.clip_grad_norm_(parameters, 1e-2))
+                elif action == "zero":
+                    optimizer.zero_grad()
+                elif action == "zero in place":
+                    optimizer.zero_grad(set_to_none=False)
+                elif action == "read":
+                    seen.append(chosen.detach().clone())
+                elif action == "read gradient":
+                    seen.append(None if chosen.grad is None else chosen.grad.clone())
+                elif action == "write":
+                    chosen.mul_(0.9)
+                elif action == "write data":
+                    chosen.data.add_(0.01)
+                elif action == "eval":
+                    seen.append(model(batch(target, 4)))
+                elif action == "state":
+                    seen.append(optimizer.state[chosen].get("step", torch.zeros(())).clone())
+                elif action == "hold":
+                    held.append((chosen.data, chosen.grad))
+                elif action == "let go":
+                    seen += [[d.clone(), None if g is None else g.clone()] for d, g in held]
+                    held.clear()
+                elif action == "freeze":
+                    chosen.requires_grad_(not chosen.requires_grad)
+                elif action == "other step":
+                    optimizer.other.step()
+                elif action == "lr":
+                    optimizer.param_groups[0]["lr"] *= 0.7
+                elif action == "scale gradients":
+                    for p in parameters:
+                        if p.grad is not None:
+                            p.grad.mul_(0.5)
+        return seen
+
+    assert_twins(lambda: mlp(depth=2), loop, share=share, make_optimizer=make)
+
+
+def test_the_same_without_deferral():
+    """The switch that benchmarks use."""
+    expected, _, _ = unmanaged(mlp, lambda m, o, t: train(m, o, t, 4))
+    target = device()
+    torch.manual_seed(0)
+    model = mlp()
+    optimizer = adamw(model)
+    with hetero.manage(model, optimizer, device=target, device_budget="4MiB") as manager:
+        manager._host_step.defers = False
+        torch.manual_seed(1)
+        assert_same(plain(train(model, optimizer, target, 4)), expected, "loss")
+        assert manager._host_step.queued == 0
+
+
+def test_a_state_held_across_close_is_not_stale_under_the_next_manager():
+    target = device()
+    torch.manual_seed(0)
+    model = mlp()
+    optimizer = adamw(model)
+    with hetero.manage(model, optimizer, device=target, device_budget="4MiB"):
+        two_steps(model, optimizer, target)
+        held = optimizer.state
+    with hetero.manage(model, optimizer, device=target, device_budget="4MiB"):
+        two_steps(model, optimizer, target)
+        two_steps(model, optimizer, target)
+        assert optimizer.state[model[0].weight]["step"] == 6
+    assert len(held) == len(list(model.parameters()))

@@ -1,0 +1,151 @@
+"""Which optimizers are stepped parameter by parameter, and so later: those that say that they can be."""
+
+import pytest
+import torch
+from lateness import host_step_of, managed_mlp
+from loops import batch, mlp, two_steps
+from twins import assert_same, assert_twins, at_home, plain
+
+pytestmark = pytest.mark.usefixtures("late_queue")
+
+
+class Lion(torch.optim.Optimizer):
+    steps_parameters_independently = True  # said of this class, not of those that inherit from it
+
+    def __init__(self, parameters, lr=1e-3, betas=(0.9, 0.99)):
+        super().__init__(parameters, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            b1, b2 = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                m = self.state[p].setdefault("m", torch.zeros_like(p))
+                p.add_(m.lerp(p.grad, 1 - b1).sign_(), alpha=-group["lr"])
+                m.lerp_(p.grad, 1 - b2)
+
+
+class ClipsByTheGlobalNorm(Lion):
+    @torch.no_grad()
+    def step(self, closure=None):
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        torch._foreach_mul_(gradients, torch.clamp(1e3 / norm, max=1.0))
+        super().step()
+
+
+class CountsInTheGroup(Lion):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+        super().step()
+
+
+class CountsOnItself(Lion):
+    count = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.count += 1
+        super().step()
+
+
+class Noisy(Lion):
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(torch.randn_like(p), alpha=1e-4)
+
+
+class SharesAverages(Lion):
+    """Like SOAP's or Muon's variants that keep one statistic for all."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        mean = torch.stack([self.state[p]["m"].mean() for g in self.param_groups for p in g["params"]]).mean()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(mean)
+
+
+@pytest.mark.parametrize(
+    ("kind", "alone"),
+    [
+        (Lion, True),
+        (ClipsByTheGlobalNorm, False),
+        (CountsInTheGroup, False),
+        (CountsOnItself, False),
+        (Noisy, False),
+        (SharesAverages, False),
+    ],
+)
+def test_only_a_class_that_says_so_is_stepped_parameter_by_parameter(kind, alone):
+    def make(model):
+        return kind(model.parameters())
+
+    queued = []
+
+    def loop(model, optimizer, target):
+        for _ in range(5):
+            two_steps(model, optimizer, target)
+        if "step" in optimizer.__dict__:
+            queued.append(host_step_of(optimizer).queued)
+        return [p.detach() for p in model.parameters()]
+
+    assert_twins(mlp, loop, make_optimizer=make)
+    assert (queued[-1] > 0) is alone
+
+
+def test_lbfgs_and_closures_are_stepped_whole():
+    def make(model):
+        return torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+
+    def loop(model, optimizer, target):
+        x = batch(target)
+        seen = []
+        for _ in range(3):
+
+            def closure():
+                optimizer.zero_grad()
+                loss = model(x).square().mean()
+                loss.backward()
+                return loss
+
+            seen.append(optimizer.step(closure))
+        return seen
+
+    expected = at_home(lambda: mlp(depth=2), loop, make)
+    model, optimizer, manager, target = managed_mlp(make)
+    with manager:
+        torch.manual_seed(1)
+        assert_same(plain(loop(model, optimizer, target)), expected, "loss")
+        assert manager._host_step.queued == 0
+
+
+def test_adamw_with_a_closure_between_deferred_steps():
+    def loop(model, optimizer, target):
+        seen = []
+        for step in range(6):
+            x = batch(target)
+
+            def closure(x=x):
+                optimizer.zero_grad()
+                loss = model(x).square().mean()
+                loss.backward()
+                return loss
+
+            if step % 2:
+                seen.append(optimizer.step(closure))
+            else:
+                seen.append(closure())
+                optimizer.step()
+        return seen
+
+    assert_twins(mlp, loop)
