@@ -66,8 +66,12 @@ class Segments:
                 segment.complete = complete
             if not complete:
                 self._void()
-            elif self._executor.is_guarded:
-                self._executor.leave_room()
+            else:
+                if segment is not None and segment.key.trains:
+                    # A period of its own: what the last operator saved may leave before it, as the plan says.
+                    self._executor.before_operator([], "after the model")
+                if self._executor.is_guarded:
+                    self._executor.leave_room()
             if not complete or (segment is not None and not segment.key.trains):
                 self._executor.release_cap()
 
