@@ -178,6 +178,8 @@ class Executor:
         limit = self._limit()
         self._evict(actions.evict)
         self._residency.trim(limit, keep=indices)
+        if self._plan is not None and self._residency.exceeds(limit):
+            self._activations.shed(self._residency.excess(limit))
         self._residency.wanted = frozenset(indices)
         try:
             fetched = self._residency.require(operands, limit=limit, operator=lambda: _label(name, operands))
