@@ -13,6 +13,7 @@ NAMES = (
     "overhead",
     "prefetch",
     "host_step",
+    "host_bandwidth",
     "bytes",
     "planning",
     "sweep",

@@ -103,6 +103,35 @@ def host_step(record: Record) -> str:
     )
 
 
+def host_bandwidth(record: Record) -> str:
+    rows = record["results"]
+    threads = max(row["threads"] for row in rows)
+    memory = next(row["memory"] for row in rows if row["threads"] == threads and "memory" in row)
+    rates = {key: row["best_bytes_per_second"] / 1e9 for key, row in memory.items()}
+
+    def rate(row: Record, way: str) -> str:
+        if way not in row["step"]:
+            return ""
+        return f"{row['step'][way]['best_bytes_per_second'] / 1e9:.1f}"
+
+    return (
+        f"**GB/s of the step on the host**, {threads} threads, the quickest run of each (a copy: "
+        f"{rates['copy']:.1f}, a triad: {rates['triad']:.1f})\n\n"
+        + _table(
+            ("", "tensors", "torch", "torch, fused=True", "hetero"),
+            [
+                (
+                    row["optimizer"],
+                    row["model"],
+                    *(rate(row, way) for way in ("torch", "torch, fused", "hetero")),
+                )
+                for row in rows
+                if row["threads"] == threads and "step" in row
+            ],
+        )
+    )
+
+
 def bytes_moved(record: Record) -> str:
     planned, measured = record["results"]["planned"], record["results"]["measured"]
     shares = record["parameters"]["shares"]
@@ -149,24 +178,31 @@ def sweep(record: Record) -> str:
     rows = [
         (
             f"{row['way']}, {row['share']:.0%}" if "share" in row else row["way"],
-            *(
-                (
-                    f"{row['seconds']:.2f} s",
-                    f"{row['optimizer_seconds']:.2f} s",
-                    format_bytes(row["peak_device_bytes"]),
-                    format_bytes(row["device_budget"]) if "device_budget" in row else "",
-                    format_bytes(row["bytes_moved"]) if "bytes_moved" in row else "",
-                )
-                if "error" not in row
-                else (row["error"], "", "", "", "")
-            ),
+            *(_sweep_cells(row) if "error" not in row else (row["error"], *[""] * 6)),
         )
         for row in record["results"]
     ]
     title = (
-        f"**A GPT of {record['parameters']['parameters'] / 1e9:.2f} billion parameters** (float32, AdamW)\n\n"
+        f"**A GPT of {record['parameters']['parameters'] / 1e9:.3g} billion parameters** (float32, AdamW)\n\n"
     )
-    return title + _table(("", "step", "of it the optimizer", "peak", "budget", "moved a step"), rows)
+    heads = ("", "step", "of it the optimizer", "device peak", "budget", "moved a step", "host", "losses")
+    return title + _table(heads, rows)
+
+
+def _sweep_cells(row: Record) -> tuple[str, ...]:
+    def size(key: str) -> str:
+        return format_bytes(int(row[key])) if key in row else ""
+
+    losses = ""
+    if "losses_equal_unmanaged" in row:
+        apart = row["largest_relative_loss_difference"]
+        losses = "equal" if row["losses_equal_unmanaged"] else f"within {apart:.1g}"
+    return (
+        f"{row['seconds']:.2f} s",
+        f"{row['optimizer_seconds']:.2f} s",
+        *(size(key) for key in ("peak_device_bytes", "device_budget", "bytes_moved", "host_bytes")),
+        losses,
+    )
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -189,9 +225,11 @@ TABLES: dict[str, Callable[[Record], str]] = {
     "overhead": overhead,
     "prefetch": prefetch,
     "host_step": host_step,
+    "host_bandwidth": host_bandwidth,
     "bytes": bytes_moved,
     "planning": planning,
     "sweep": sweep,
+    "sweep_cpu": sweep,
 }
 
 if __name__ == "__main__":

@@ -27,8 +27,9 @@ from hetero.devices.accelerator import ALLOCATION_GRANULARITY
 from hetero.devices.host import host_memory_total
 from hetero.errors import ConfigError
 from hetero.eviction import Policy, resolve_policy
-from hetero.report import MemoryStats, collect_stats, plot_stats
+from hetero.report import MemoryStats, Plan, collect_stats, describe_plan, plot_stats
 from hetero.stm import patches
+from hetero.stm.checkpoints import refuse_export
 from hetero.stm.compiled import CompiledCalls
 from hetero.stm.fetch import plain
 from hetero.stm.functions import HomeHook
@@ -181,6 +182,12 @@ class Manager:
             self._stm.finish_updates()
         return collect_stats(self._stm, self._accelerator, self.config)
 
+    @property
+    def plan(self) -> Plan | None:
+        """Where parameters live, and what moves when, in iterations like the last one; a snapshot. None before there is
+        a plan: the first iteration measures."""
+        return describe_plan(self._stm, [] if self._host_step is None else self._host_step.kernels)
+
     def trim(self, device_budget: Size | None = None) -> int:
         """Give device memory back that later iterations do not need, so that other jobs can share the device.
 
@@ -280,6 +287,9 @@ class Manager:
 
         @functools.wraps(inner)
         def call(*args: Any, **kwargs: Any) -> Any:
+            self._stm.check_process()
+            if torch.compiler.is_exporting():
+                raise refuse_export(type(model).__name__, self.device)
             # A checkpoint around the model recomputes it within backward: that is no new forward.
             if torch._C._current_graph_task_id() != -1:
                 with scope():
@@ -312,9 +322,10 @@ class Manager:
             for key, value in list(entries.items()):
                 if isinstance(value, torch.Tensor):
                     if name not in there:
-                        self._homes.take_tensor(f"{name}.{key}", value, torch.device("cpu"))
+                        self._homes.take_state(f"{name}.{key}", value)
                     states.append((f"{name}.{key}", value))
         self._stm.register_optimizer_state(states)
+        self._homes.forget_states({id(state) for _, state in states})
 
 
 def _make_plain(manager: stm.StatefulTensorMgr) -> None:
@@ -333,6 +344,8 @@ def _make_plain(manager: stm.StatefulTensorMgr) -> None:
 
 def _abandon(manager: stm.StatefulTensorMgr) -> None:
     """A manager was dropped with its model: nothing of it may stay, on the device or in torch."""
+    if manager.is_in_child:
+        return  # neither is there
     manager.close()
     _make_plain(manager)
     patches.remove(manager.segments)

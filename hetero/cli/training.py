@@ -19,10 +19,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hetero.cli.jobs import LossOf, checked_loss
+from hetero.cli.placing import steps_differ
 from hetero.devices import Accelerator
 from hetero.errors import DeviceError
 from hetero.manager import manage
 from hetero.report import MemoryStats
+from hetero.stm.kernels import as_if_managed
 
 __all__ = ["Job", "Outcome", "seed_everything", "train_managed", "train_unmanaged"]
 
@@ -82,13 +84,18 @@ def train_unmanaged(job: Job, device: torch.device, *, step_on_host: bool, on_st
 
     ``step_on_host``: parameters visit the host for the optimizer's step. A GPU rounds some optimizers'
     arithmetic differently from a CPU; so the step is where the managed one is, and all else can be compared
-    bit for bit. Raises `DeviceError` if the job does not fit.
+    bit for bit. A step with the host's arithmetic has the kernels that hetero chooses. Raises `DeviceError` if the
+    job does not fit.
     """
     accelerator = Accelerator(device)
     _start_peak(accelerator)
 
     def step() -> None:
-        with _parameters_on_host(job.optimizer) if step_on_host else nullcontext():
+        as_on_host = step_on_host or not steps_differ(device)
+        with (
+            _parameters_on_host(job.optimizer) if step_on_host else nullcontext(),
+            as_if_managed(job.optimizer) if as_on_host else nullcontext(),
+        ):
             job.optimizer.step()
 
     try:

@@ -14,6 +14,7 @@ neighbours, and version counters are not shared.
 
 import contextlib
 import mmap
+import os
 import warnings
 import weakref
 
@@ -123,7 +124,11 @@ def _register(accelerator: Accelerator, address: int, nbytes: int):  # type: ign
     else:
         return None
 
+    process = os.getpid()
+
     def undo() -> None:
+        if os.getpid() != process:
+            return  # a forked child has the memory, not the device
         accelerator.synchronize()  # a copy nobody waited for may still be reading this memory
         unregister(address)
 

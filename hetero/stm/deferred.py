@@ -2,7 +2,7 @@
 
 Owns the queue between `optimizer.step()` and the next use of each parameter. Invariant: updates run one after
 another, each is finished before anybody who waits for it goes on, and an error in one is raised by the next
-wait, whichever that is. It does not know what an update does (`hetero.stm.optimizers`), nor what it writes.
+wait, whichever that is. It does not know what an update does (`hetero.stm.updates`), nor what it writes.
 
 The thread never asks for a lock that a waiting thread may hold, nor touches the books of the manager.
 """
@@ -13,24 +13,45 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
-__all__ = ["Update", "UpdateQueue", "finish_everything"]
+__all__ = ["Kin", "Update", "UpdateQueue", "finish_everything"]
+
+Run = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kin:
+    """Small updates that follow one another and have equal ``key`` are run by one call of ``run_all``, up to
+    ``MOST_BYTES`` together, so that nobody waits long for the others of them."""
+
+    key: object
+    nbytes: int
+    run_all: Callable[[Sequence[Any]], None]
+
+    MOST_BYTES: ClassVar[int] = 1 << 20
 
 
 class Update:
     """One parameter's update. ``run`` is called once, on the queue's thread, and forgotten.
+
+    ``kin``: it may be run together with others.
 
     Attributes:
         done: it has run, or failed; whatever was asked for afterwards has been started as well.
         arrival: of the upload that was asked for, once it has been started.
     """
 
-    __slots__ = ("_run", "_upload", "_uploading", "arrival", "done")
+    __slots__ = ("_company", "_run", "_upload", "_uploading", "arrival", "done", "kin")
 
-    def __init__(self, run: Callable[[], None]) -> None:
-        self._run: Callable[[], None] | None = run
+    def __init__(self, run: Run, kin: Kin | None = None) -> None:
+        self._run: Run | None = run
+        self.kin = kin
+        # Those that are run with it, behind it.
+        self._company: list[Update] = []
         self._upload: Callable[[], torch.Event] | None = None
         self._uploading = False
         self.arrival: torch.Event | None = None
@@ -80,9 +101,8 @@ class UpdateQueue:
     def finish(self, update: Update) -> None:
         """Return once ``update`` is done. Raises nothing: see `raise_error`."""
         with self._changed:
-            if not update.done and update is not self._current:
-                self._waiting.remove(update)
-                self._waiting.appendleft(update)
+            if update in self._waiting:
+                self._waiting.extendleft(reversed(self._take(self._waiting.index(update))))
             self._changed.wait_for(lambda: update.done)
 
     def finish_all(self) -> None:
@@ -90,6 +110,14 @@ class UpdateQueue:
         with self._changed:
             if threading.get_ident() != self._ident:  # as when Python's collector drops a model on our thread
                 self._changed.wait_for(lambda: not self._waiting and self._current is None)
+
+    def hold(self) -> None:
+        """Keep the thread out until `release`: a child that is forked meanwhile finds the queue free."""
+        self._changed.acquire()
+
+    def release(self) -> None:
+        """End of `hold`."""
+        self._changed.release()
 
     def close(self) -> None:
         """End the thread; nothing may be queued any more."""
@@ -115,20 +143,53 @@ class UpdateQueue:
             with self._changed:
                 if not self._waiting:
                     return
-                update = self._current = self._waiting.popleft()
+                update, *update._company = self._take(0)
+                self._current = update
             self._run(update)
             with self._changed:
                 self._current = None
                 self._changed.notify_all()
 
+    def _take(self, place: int) -> list[Update]:
+        """Take the update at ``place`` out of the queue, and what is run together with it."""
+        taken = [self._waiting[place]]
+        del self._waiting[place]
+        kin = taken[0].kin
+        nbytes = 0 if kin is None else kin.nbytes
+        while kin is not None and place < len(self._waiting):
+            other = self._waiting[place].kin
+            if other is None or other.key != kin.key or nbytes + other.nbytes > Kin.MOST_BYTES:
+                break
+            nbytes += other.nbytes
+            taken.append(self._waiting[place])
+            del self._waiting[place]
+        return taken
+
     def _run(self, update: Update) -> None:
-        run, update._run = update._run, None
+        together = [update, *update._company]
+        update._company = []
+        runs = [one._run for one in together if one._run is not None]
+        for one in together:
+            one._run = None
         try:
-            assert run is not None
-            run()
+            if len(runs) == 1:
+                runs[0]()
+            else:
+                assert update.kin is not None
+                update.kin.run_all(runs)
         except BaseException as error:
             self._note_failure(error)
-        del run  # it holds the gradient
+        del runs  # they hold the gradients
+        with self._changed:
+            for one in together:
+                one.done = one._upload is None
+            self._changed.notify_all()
+        for one in together:
+            if not one.done:
+                self._finish_one(one)
+
+    def _finish_one(self, update: Update) -> None:
+        """Start what was asked for afterwards."""
         while True:
             with self._changed:
                 upload, update._upload = update._upload, None

@@ -18,8 +18,8 @@ from hetero.eviction import HomeCost
 from hetero.stm.fetch import plain
 from hetero.stm.homes import set_memory
 from hetero.stm.manager import StatefulTensorMgr
-from hetero.stm.optimizers import ParameterUpdate
 from hetero.stm.tensors import ManagedTensor
+from hetero.stm.updates import ParameterUpdate
 
 __all__ = ["DeviceHomes", "DeviceUpdate", "can_step_on_device"]
 
@@ -112,7 +112,10 @@ class DeviceHomes:
             if not self._stm.residency.make_room(room):
                 self.send_home(room)
             if tensor.stays and tensor.data is not None:
+                version = tensor.data._version
                 item.make(tensor.data, gradient).run()
+                if tensor.data._version == version:  # fused kernels write without moving it
+                    tensor.clean_version -= 1
                 tensor.identity = None  # older graphs reach the parameter by it
             else:  # it had to leave just now
                 del gradient
@@ -138,7 +141,7 @@ class DeviceHomes:
         """False: there is no room."""
         states = [state for state in self._states(tensor, groups) if state.device.type == "cpu"]
         if tensor.stays and not states:
-            return tensor.is_resident or self._stay(tensor)
+            return (tensor.is_resident and not tensor.is_stale) or self._stay(tensor)
         nbytes = sum(self._accelerator.allocated_size(state.nbytes) for state in states)
         missing = 0 if tensor.is_resident else tensor.device_nbytes
         if not self._stm.residency.make_room(nbytes + missing, keep=[tensor.index]) or not self._stay(tensor):

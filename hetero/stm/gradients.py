@@ -112,7 +112,7 @@ class Gradients:
 
     def wait(self, tensor: ManagedTensor) -> None:
         """Return once the gradient handed over last can be read on the host."""
-        kept = self._kept.get(tensor.index)
+        kept = self._kept.pop(tensor.index, None)
         if kept is not None:
             self._bring_home(tensor, kept)
         event = self._ready.pop(tensor.index, None)
@@ -248,7 +248,6 @@ class Gradients:
         self._meter.count_eviction(0, kept.gradient.nbytes)
         self._engine.host_after_download(event, host)
         self._engine.free_after_download(event)
-        del self._kept[tensor.index]
         self._entries[tensor.index].place(Tier.DEVICE, 0)
 
     # -- helpers --------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ are then, on the devices where they were at the beginning, in ordinary memory.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,7 @@ class _Moved:
     tensor: torch.Tensor
     device: torch.device
     name: str
+    is_state: bool = False
 
 
 def set_memory(tensor: torch.Tensor, data: torch.Tensor, name: str) -> None:
@@ -65,9 +66,19 @@ class Homes:
                 self._move(moved.name, moved.tensor, data)
 
     def take_tensor(self, name: str, tensor: torch.Tensor, device: torch.device) -> None:
-        """A buffer or optimizer state goes to ``device``."""
+        """A buffer goes to ``device``."""
         if tensor.device != device:
             self._move(name, tensor, tensor.detach().to(device))
+
+    def take_state(self, name: str, tensor: torch.Tensor) -> None:
+        """An optimizer state goes home."""
+        if tensor.device != _HOST:
+            self._move(name, tensor, tensor.detach().to(_HOST))
+            self._moved[-1].is_state = True
+
+    def forget_states(self, present: Collection[int]) -> None:
+        """Let go of the states whose ids are not ``present``: their optimizer has others now."""
+        self._moved = [m for m in self._moved if not m.is_state or id(m.tensor) in present]
 
     def kept_ids(self) -> frozenset[int]:
         """Ids of the tensors that are to go back to where they were; we hold each of them."""

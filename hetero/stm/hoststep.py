@@ -16,38 +16,31 @@ thread does not inherit, inside a forward or a backward.
 """
 
 import sys
-import time
 import types
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch.utils._device import DeviceContext
+from torch.utils.hooks import RemovableHandle
 
-from hetero.devices import Accelerator, CopyEngine
+from hetero.devices import Accelerator
 from hetero.eviction import HomeCost
-from hetero.stm.deferred import Update
 from hetero.stm.devicehomes import DeviceHomes, DeviceUpdate, can_step_on_device
 from hetero.stm.exposure import gradient_is_private, state_is_private
 from hetero.stm.fetch import plain
 from hetero.stm.intercept import in_scope, is_managed, managed_of
-from hetero.stm.manager import Arrivals, StatefulTensorMgr
-from hetero.stm.optimizers import ParameterUpdate, hyper_parameters, is_known, make_shell, steps_alone
+from hetero.stm.jobs import Captured, Surroundings, make_update, scale, wait
+from hetero.stm.kernels import GroupKernels, count_kernels, is_open, split, takes_fused
+from hetero.stm.manager import StatefulTensorMgr
+from hetero.stm.optimizers import hyper_parameters, make_shell, steps_alone
 from hetero.stm.tensors import ManagedTensor
+from hetero.stm.updates import ParameterUpdate, device_update
 from hetero.stm.watched import WatchedState
 
 __all__ = ["HostStep"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Captured:
-    tensor: ManagedTensor
-    update: ParameterUpdate
-    arrivals: Arrivals
-    gradient: torch.Tensor
 
 
 class HostStep:
@@ -73,12 +66,13 @@ class HostStep:
         self._kept_ids = kept_ids
         self._own_step: Any = None
         self._step_method: Any = None
+        self._load_hook: RemovableHandle | None = None
         self._attached = False
         # Parameters whose state exists, by index.
         self._stepped: set[int] = set()
         self._stepped_now: set[int] = set()
         self._without_entry: list[tuple[Any, ParameterUpdate]] = []
-        self._captured: list[_Captured] = []
+        self._captured: list[Captured] = []
         self._captured_here: list[DeviceUpdate] = []
         self._uses_device = uses_device
         self._device_homes = DeviceHomes(optimizer, manager, accelerator)
@@ -87,6 +81,7 @@ class HostStep:
         self._host_seconds = 0.0
         manager.cycles.home_costs = self._home_costs
         self._groups: list[dict[str, Any]] | None = None
+        self._written_unseen: list[torch.Tensor] = []
         self._plain: Any = None
         self._depth = 0
         # For benchmarks and tests: False steps everything at once.
@@ -117,6 +112,7 @@ class HostStep:
 
         # Schedulers wrap ``step.__func__``: only a bound method has one.
         self._step_method = optimizer.__dict__["step"] = types.MethodType(step, optimizer)
+        self._load_hook = optimizer.register_load_state_dict_post_hook(self._after_load)
         self._attached = True
 
     def detach(self) -> None:
@@ -125,6 +121,8 @@ class HostStep:
         if self._attached:
             self._commit()
         self._attached = False
+        if self._load_hook is not None:
+            self._load_hook.remove()
         # A scheduler made since then has wrapped our step: then it stays, and hands on.
         if optimizer.__dict__.get("step") is self._step_method is not None:
             if self._own_step is None:
@@ -135,18 +133,32 @@ class HostStep:
         if isinstance(state, WatchedState) and sys.getrefcount(state) == _STATE_REFERENCES:
             optimizer.state = state.plain()
 
+    def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
+        """``load_state_dict`` has put other states in the place of those that were known."""
+        self._without_entry.clear()
+        self._stepped.clear()
+        with plain():
+            self._device_homes.take({})  # the next steps bring back those that the plan wants there
+        self._note_states()
+
+    @property
+    def kernels(self) -> list[GroupKernels]:
+        """What steps each of the optimizer's groups now, as far as its parameters are ours and live at home."""
+        groups = self._optimizer.param_groups
+        with plain():
+            return [count_kernels(self._optimizer, group, self._is_at_home) for group in groups]
+
+    def _is_at_home(self, parameter: torch.Tensor) -> bool:
+        return self._is_ours(parameter) and not managed_of(parameter).stays
+
     # -- one step -------------------------------------------------------------------------------------
 
     def _step(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._stm.check_process()
         closure = args[0] if args else kwargs.get("closure")
         if closure is not None:
             # It runs the model: interception has to stay on. Steps of this kind are rare (LBFGS).
-            self._stm.settle_homes()
-            self._commit()
-            self._device_homes.take({})
-            result = inner(*args, **kwargs)
-            self._note_states()
-            return result
+            return self._step_with_closure(inner, closure, args, kwargs)
         self._stm.segments.begin_step()
         self._stm.stepping = self._optimizer
         self._commit()
@@ -174,6 +186,37 @@ class HostStep:
                 self._stepped |= self._stepped_now
         return result
 
+    def _step_with_closure(
+        self,
+        inner: Callable[..., Any],
+        closure: Callable[[], Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        optimizer = self._optimizer
+
+        def evaluate() -> Any:
+            loss = closure()
+            # Optimizers with a choice call it once, before they look at their groups.
+            if any(is_open(optimizer, group) for group in optimizer.param_groups):
+                self._stm.settle_homes()
+                self._stm.before_home_writes(self._managed(optimizer))
+                self._plain = plain()
+                self._plain.__enter__()
+                self._use_kernels()
+            return loss
+
+        self._stm.settle_homes()
+        self._commit()
+        self._device_homes.take({})
+        try:
+            result = inner(evaluate, *args[1:], **{k: v for k, v in kwargs.items() if k != "closure"})
+        finally:
+            self._leave()
+        self._move_versions()
+        self._note_states()
+        return result
+
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """The last pre-hook: capture what is queued, wait for what is not."""
         self._depth += 1
@@ -192,6 +235,7 @@ class HostStep:
         self._stm.before_home_writes(list(ours.values()))
         with plain():
             self._stepped_now |= {i for i, t in ours.items() if t.parameter.grad is not None}
+            self._use_kernels()
         self.queued += len(later)
         self.at_once += len(self._stepped_now)
         self._plain = plain()
@@ -203,11 +247,17 @@ class HostStep:
         if self._depth > 0:
             return
         self._leave()
+        self._move_versions()
         captured, self._captured = self._captured, []
         ranks = self._stm.by_first_use()
         captured.sort(key=lambda item: (ranks.get(item.tensor.index, len(ranks)), item.tensor.index))
-        surroundings = _Surroundings.of_this_thread()
-        self._stm.await_updates([(item.tensor, Update(self._job(item, surroundings))) for item in captured])
+        surroundings = Surroundings.of_this_thread()
+        self._stm.await_updates(
+            [
+                (item.tensor, make_update(self._stm.engine, item, surroundings, self._note_seconds))
+                for item in captured
+            ]
+        )
         here, self._captured_here = self._captured_here, []
         with plain():
             self._device_homes.run(here)
@@ -225,9 +275,8 @@ class HostStep:
         captured, self._captured = self._captured, []
         self._captured_here = []
         for item in captured:
-            _wait(self._stm.engine, item)
-            for factor in item.arrivals.factors:
-                factor.apply(self._stm.engine, item.gradient)
+            wait(self._stm.engine, item)
+            scale(self._stm.engine, item)
 
     # -- what is queued -------------------------------------------------------------------------------
 
@@ -308,11 +357,11 @@ class HostStep:
         arrivals = self._stm.begin_writes_later([t for index, t in later.items() if index not in here])
         # Each is used by one thread at a time: the queue's, and this one.
         shell, shell_here = make_shell(optimizer), make_shell(optimizer)
-        guarded = not is_known(optimizer)
         rest = []
         with plain():
             for group in optimizer.param_groups:
                 settings = hyper_parameters(group)
+                fused = {**settings, "fused": True} if is_open(optimizer, group) else None
                 kept = []
                 for parameter in group["params"]:
                     tensor = later.get(managed_of(parameter).index) if is_managed(parameter) else None
@@ -323,16 +372,19 @@ class HostStep:
                     assert gradient is not None
                     entry = dict.get(optimizer.state, parameter)
                     if tensor.index in here:
-                        make = partial(_device_update, shell_here, parameter, settings, entry)
+                        make = partial(device_update, shell_here, parameter, settings, fused, entry)
                         self._captured_here.append(DeviceUpdate(tensor, make))
                         continue
-                    update = ParameterUpdate(
-                        shell, parameter, tensor.home, gradient, settings, entry, guarded=guarded
-                    )
+                    if fused is not None and takes_fused(optimizer, parameter, gradient, entry):
+                        update = ParameterUpdate(
+                            shell, parameter, tensor.home, gradient, fused, entry, moves_version=True
+                        )
+                    else:
+                        update = ParameterUpdate(shell, parameter, tensor.home, gradient, settings, entry)
                     if entry is None:
                         self._without_entry.append((parameter, update))
                     self._captured.append(
-                        _Captured(
+                        Captured(
                             tensor=tensor, update=update, arrivals=arrivals[tensor.index], gradient=gradient
                         )
                     )
@@ -340,21 +392,33 @@ class HostStep:
                     rest.append({**group, "params": kept})
         self._groups, optimizer.param_groups = optimizer.param_groups, rest
 
-    def _job(self, item: _Captured, surroundings: "_Surroundings") -> Callable[[], None]:
-        engine = self._stm.engine
+    def _use_kernels(self) -> None:
+        """What the step is left to do, it does with the kernels that `hetero.stm.kernels` chooses."""
+        optimizer = self._optimizer
+        given = optimizer.param_groups
+        groups, self._written_unseen = split(optimizer, given, self._is_ours)
+        if self._written_unseen:
+            if self._groups is None:
+                self._groups = given
+            optimizer.param_groups = groups
 
-        def run() -> None:
-            surroundings.take_over()
-            _wait(engine, item)
-            begin = time.perf_counter()
-            for factor in item.arrivals.factors:
-                factor.apply(engine, item.gradient)
-            engine.before_host_write(item.tensor.home)
-            item.update.run()
-            self._host_seconds += time.perf_counter() - begin
-            self._host_bytes += item.tensor.home.nbytes
+    def _move_versions(self) -> None:
+        """As a for-loop would have."""
+        written, self._written_unseen = self._written_unseen, []
+        with plain():
+            torch.autograd.graph.increment_version(written)
 
-        return run
+    def _is_ours(self, parameter: torch.Tensor) -> bool:
+        return (
+            parameter.device.type == "cpu"
+            and is_managed(parameter)
+            and managed_of(parameter).owner is self._stm
+        )
+
+    def _note_seconds(self, nbytes: int, seconds: float) -> None:
+        """The queue's thread has updated ``nbytes`` of parameters."""
+        self._host_bytes += nbytes
+        self._host_seconds += seconds
 
     def _may_use_device(self) -> bool:
         # Which parameters are stepped there depends on measured speeds, and a real device rounds in its own way.
@@ -370,13 +434,18 @@ class HostStep:
             for tensor in self._stm.tensors
             if tensor.index in self._stepped and not tensor.used_at_home
         ]
-        if not self._may_use_device() or self._host_bytes < sum(t.home.nbytes for t in tensors):
+        if not self._may_use_device() or not self._is_timed(tensors):
             return {}
         return self._device_homes.costs(tensors, self._host_seconds / max(self._host_bytes, 1))
+
+    def _is_timed(self, tensors: list[ManagedTensor]) -> bool:
+        return self._host_bytes >= sum(tensor.home.nbytes for tensor in tensors)
 
     def _commit(self) -> None:
         """States that updates have made are the optimizer's. Nothing may be queued."""
         made, self._without_entry = self._without_entry, []
+        if made and not isinstance(self._optimizer.state, WatchedState):
+            return  # somebody has put another dict in its place since
         for parameter, update in made:
             if update.new_entry is not None:
                 with plain():
@@ -394,47 +463,3 @@ def _is_plain(gradient: torch.Tensor | None) -> bool:
 
 # The attribute, the local name, and the argument of getrefcount.
 _STATE_REFERENCES = 3
-
-
-def _device_update(
-    shell: torch.optim.Optimizer,
-    parameter: Any,
-    settings: dict[str, Any],
-    entry: dict[str, Any] | None,
-    value: torch.Tensor,
-    gradient: torch.Tensor,
-) -> ParameterUpdate:
-    return ParameterUpdate(shell, parameter, value, gradient, settings, entry, guarded=False)
-
-
-# -- the job -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Surroundings:
-    """What host kernels depend on besides their operands, and threads do not share: how a reduction is divided, and
-    whether denormal numbers are."""
-
-    threads: int
-    flushes: bool
-
-    @staticmethod
-    def of_this_thread() -> "_Surroundings":
-        return _Surroundings(torch.get_num_threads(), _DENORMAL * 0.5 == 0.0)
-
-    def take_over(self) -> None:
-        mine = _Surroundings.of_this_thread()
-        if mine.threads != self.threads:
-            torch.set_num_threads(self.threads)
-        if mine.flushes != self.flushes:
-            torch.set_flush_denormal(self.flushes)
-
-
-_DENORMAL = 1e-310
-
-
-def _wait(engine: CopyEngine, item: _Captured) -> None:
-    if item.arrivals.gradient is not None:
-        engine.host_after_download(item.arrivals.gradient, item.gradient)
-    for event in item.arrivals.uploads:
-        engine.host_after_upload(event, item.tensor.home)

@@ -203,14 +203,19 @@ def run_at_home(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 def _at_home(
     func: Callable[..., Any], operands: list[ManagedTensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    note_use_at_home(operands)
     for tensor in operands:
         tensor.owner.settle_home(tensor)
     name = getattr(func, "__name__", "")
     if name.endswith("_") or "out" in kwargs or name == "__setitem__":
         for tensor in operands:
+            tensor.owner.check_process()
             tensor.owner.before_home_write(tensor)
-    return func(*args, **kwargs)
+    result = func(*args, **kwargs)
+    if any(
+        value.requires_grad for value in _tensors((result,))
+    ):  # ``detach()``, in ``state_dict()``, does not
+        note_use_at_home(operands)
+    return result
 
 
 def note_use_at_home(operands: list[ManagedTensor]) -> None:

@@ -23,6 +23,7 @@ from hetero.stm.deferred import Update, UpdateQueue
 from hetero.stm.executor import Executor
 from hetero.stm.exposure import gradient_is_private
 from hetero.stm.fetch import make_identity, plain
+from hetero.stm.forks import in_child, watch
 from hetero.stm.gradients import Factor, Gradients
 from hetero.stm.residency import Residency
 from hetero.stm.saved import modified_in_place
@@ -67,6 +68,7 @@ class StatefulTensorMgr:
         self._fixed: list[StatefulTensor] = []
         self._optimizer_states: dict[int, StatefulTensor] = {}
         self._closed = False
+        self.is_in_child = False
         self._budget = config.device_budget
         # The optimizer of ours whose step runs.
         self.stepping: torch.optim.Optimizer | None = None
@@ -126,6 +128,7 @@ class StatefulTensorMgr:
             lock=self._lock,
             has_optimizer=has_optimizer,
         )
+        watch(self)
 
     # -- registry -------------------------------------------------------------------------------------
 
@@ -212,6 +215,8 @@ class StatefulTensorMgr:
 
     def begin_operator(self, operands: list[ManagedTensor], name: object) -> None:
         """The pre-op sampling moment; operands are resident and in COMPUTE afterwards."""
+        if self.is_in_child:
+            raise in_child()
         with self._lock:
             if torch._C._current_graph_task_id() != -1:
                 self.segments.enter_backward()
@@ -339,6 +344,7 @@ class StatefulTensorMgr:
     def rebind_home(self, tensor: ManagedTensor, data: torch.Tensor) -> None:
         """``p.data`` was set: that is home now."""
         with self._lock:
+            self.check_process()
             self.residency.before_host_write(tensor)
             self.residency.discard(tensor)
             tensor.parameter.data = data
@@ -397,6 +403,36 @@ class StatefulTensorMgr:
             if segment is not None and segment.key.phase is Phase.STEP:
                 self.executor.finish_segment()
                 self.cycles.finish()
+
+    # -- forks (`hetero.stm.forks`) --------------------------------------------------------------------
+
+    def check_process(self) -> None:
+        """Raises `ManageError` in a forked child, which can neither reach the device nor write homes."""
+        if self.is_in_child:
+            raise in_child()
+
+    def begin_fork(self) -> None:
+        """Finish what is under way and let nothing begin until `end_fork`. An update's error waits."""
+        self._lock.acquire()
+        try:
+            if not self._closed and not self.is_in_child:
+                self.updates.finish_all()
+                for tensor in self.tensors:
+                    if tensor.pending is not None and tensor.pending.done:
+                        self.residency.collect(tensor)
+                self.residency.write_back_all()
+                for tensor in self.tensors:
+                    if tensor.is_ahead:  # it lives on the device, where the child cannot look
+                        self.collector.count_eviction(0, self.residency.write_back(tensor))
+                self.gradients.wait_all(self.tensors)
+                self.residency.before_host_writes()
+        finally:
+            self.updates.hold()
+
+    def end_fork(self) -> None:
+        """In parent and child."""
+        self.updates.release()
+        self._lock.release()
 
     # -- the end --------------------------------------------------------------------------------------
 

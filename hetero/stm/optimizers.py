@@ -1,9 +1,7 @@
 """Stepping one parameter of an optimizer without the others.
 
-Owns two answers: whether an optimizer treats each parameter by itself, and how to update a single one, later, with
-the gradient, the hyper-parameters and the state of now. Invariant: what `ParameterUpdate` writes is what
-``optimizer.step()`` would have written to that parameter and its state at the moment of the capture; or, if it
-raises, nothing.
+Owns two answers: whether an optimizer treats each parameter by itself, and what else of it and of now its step needs
+when it is made later (`hetero.stm.updates`).
 
 [Note: one by one]
 Kernels of torch's own optimizers (for-loop, foreach and fused alike) read and write a parameter, its gradient and
@@ -18,11 +16,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
-from hetero.stm.fetch import plain
-
-__all__ = ["ParameterUpdate", "hyper_parameters", "is_known", "make_shell", "steps_alone"]
+__all__ = ["hyper_parameters", "is_known", "make_shell", "raw_step", "steps_alone"]
 
 Group = dict[str, Any]
 
@@ -69,93 +64,6 @@ def steps_alone(optimizer: torch.optim.Optimizer) -> bool:
 def is_known(optimizer: torch.optim.Optimizer) -> bool:
     """One of torch's own, which checks what it is given before it writes."""
     return type(optimizer) in _KNOWN
-
-
-class ParameterUpdate:
-    """What ``optimizer.step()`` does to one parameter, with everything but values and states captured.
-
-    ``home``: a plain alias of the parameter, which shares its version counter. ``group``: its group's snapshot, by
-    `hyper_parameters`. ``entry``: the optimizer's own dict for it, None if it has none.
-    """
-
-    __slots__ = (
-        "_entry",
-        "_gradient",
-        "_group",
-        "_guarded",
-        "_home",
-        "_shell",
-        "_twin_attributes",
-        "new_entry",
-    )
-
-    def __init__(
-        self,
-        shell: torch.optim.Optimizer,
-        parameter: nn.Parameter,
-        home: torch.Tensor,
-        gradient: torch.Tensor,
-        group: Group,
-        entry: dict[str, Any] | None,
-        *,
-        guarded: bool,
-    ) -> None:
-        self._shell = shell
-        self._home = home
-        self._gradient: torch.Tensor | None = gradient
-        self._group = group
-        self._entry = entry
-        self._guarded = guarded
-        self._twin_attributes = {k: v for k, v in parameter.__dict__.items() if k != "_hetero"}
-        self.new_entry: dict[str, Any] | None = None
-
-    def run(self) -> None:
-        """Once. Uses the shell: one at a time."""
-        step = raw_step(type(self._shell))
-        assert step is not None
-        with plain():
-            # A leaf of the same memory and version counter, whose gradient is ours alone.
-            twin: Any = torch.Tensor._make_subclass(nn.Parameter, self._home, True)
-            twin.__dict__.update(self._twin_attributes)
-            # Forgotten here: its memory is wanted for the next one, and we may be kept for `new_entry`.
-            twin.grad, self._gradient = self._gradient, None
-            shell = self._shell
-            shell.param_groups = [{**self._group, "params": [twin]}]
-            shell.state = defaultdict(dict)
-            if self._entry is not None:
-                shell.state[twin] = self._entry
-            undo = _Undo(self._home, self._entry) if self._guarded else None
-            try:
-                step(shell)
-            except BaseException:
-                if undo is not None:
-                    undo()
-                raise
-            finally:
-                if self._entry is None:
-                    self.new_entry = shell.state.get(twin)
-                shell.param_groups, shell.state = [], defaultdict(dict)
-
-
-class _Undo:
-    """Puts back a parameter and its state. Not for torch's own optimizers: they raise before they write, unless host
-    memory runs out in the middle."""
-
-    def __init__(self, home: torch.Tensor, entry: dict[str, Any] | None) -> None:
-        self._saved = [(home, home.clone())]
-        self._entry = entry
-        self._before = dict(entry or {})
-        for value in self._before.values():
-            if isinstance(value, torch.Tensor):
-                self._saved.append((value, value.clone()))
-
-    def __call__(self) -> None:
-        with torch.no_grad():
-            for tensor, value in self._saved:
-                tensor.copy_(value)
-        if self._entry is not None:
-            self._entry.clear()
-            self._entry.update(self._before)
 
 
 def make_shell(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -13,6 +13,7 @@ goes on to the original unless a managed parameter is involved.
 * Clipping by the global norm (`hetero.stm.clipping`).
 * ``torch.compiler``'s session: while one thread compiles, ``torch.compiler.is_compiling()`` answers True to all, and
   optimizers compute otherwise then. What is queued is done before.
+* ``Module.load_state_dict``, where it would put other tensors in the place of parameters (`hetero.stm.checkpoints`).
 * ``Optimizer.load_state_dict`` and ``add_param_group``: what a step has left to be done is done before.
 
 Beside them, torch's own hooks around every optimizer's step.
@@ -20,7 +21,7 @@ Beside them, torch's own hooks around every optimizer's step.
 
 import contextlib
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +32,7 @@ from torch.utils.hooks import RemovableHandle
 from hetero.errors import ManageError
 from hetero.stm import clipping, interrupts
 from hetero.stm.casts import begin_region
+from hetero.stm.checkpoints import check_loads_in_place
 from hetero.stm.deferred import finish_everything
 from hetero.stm.fetch import plain
 from hetero.stm.guard import formulas_kept
@@ -62,6 +64,7 @@ _compiler: Any = torch.compiler
 _compile_session: Any = getattr(_compiler, "_compile_session_context", None)  # not in every version
 _module_apply = _Module._apply
 _module_zero_grad = _Module.zero_grad
+_module_load_state_dict = _Module.load_state_dict
 _optimizer_zero_grad = _Optimizer.zero_grad
 _load_state_dict = _Optimizer.load_state_dict
 _add_param_group = _Optimizer.add_param_group
@@ -143,6 +146,10 @@ def _run(outputs: Any, args: Any, kwargs: Any) -> Any:
 
 def _settle_before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Before the step of any optimizer of the process: it may read parameters below interception."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if is_managed(parameter):
+                managed_of(parameter).owner.check_process()
     _settle(optimizer, optimizer.param_groups)
 
 
@@ -167,6 +174,15 @@ def _settled(method: Any) -> Any:
         return method(self, *args, **kwargs)
 
     return settled
+
+
+@functools.wraps(_module_load_state_dict)
+def _load_in_place(
+    self: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+) -> Any:
+    if assign or torch.__future__.get_swap_module_params_on_conversion():
+        check_loads_in_place(self, assign=assign)
+    return _module_load_state_dict(self, state_dict, strict, assign)
 
 
 @functools.wraps(_module_zero_grad)
@@ -241,6 +257,7 @@ def _refuse_conversion(self: nn.Module, fn: Any, recurse: bool = True) -> Any:
 _REPLACEMENTS: list[tuple[Any, str, Any]] = [
     (_Function, "apply", classmethod(_apply)),
     (_Module, "_apply", _refuse_conversion),
+    (_Module, "load_state_dict", _load_in_place),
     (_Module, "zero_grad", _zero_module_grad),
     (_autograd, "_engine_run_backward", _announced_backward),
     (torch, "clear_autocast_cache", _announced_clear),

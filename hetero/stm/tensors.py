@@ -100,6 +100,9 @@ class Owner(Protocol):
     def before_home_write(self, tensor: "ManagedTensor") -> None:
         """Its home is about to be written: it is settled, and no copy may still be reading it."""
 
+    def check_process(self) -> None:
+        """Raises in a forked child, which can neither reach the device nor write homes."""
+
     def hand_over(self, tensor: "ManagedTensor", gradient: torch.Tensor) -> torch.Tensor | None:
         """The gradient is complete on the device; what autograd takes for it at home, if anything."""
 

@@ -1,5 +1,6 @@
 """Where there is a CUDA device, all tests of this folder run on it and carry the marker ``cuda``."""
 
+import contextlib
 import time
 from collections.abc import Iterator
 
@@ -7,7 +8,10 @@ import pytest
 from accelerators import ON_CUDA, StepsAtHome
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from hetero.eviction import CapacityError, HomeStep
+from hetero.stm import cycles
 from hetero.stm.deferred import Update, UpdateQueue
+from hetero.stm.hoststep import HostStep
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -39,3 +43,21 @@ def late_queue(monkeypatch: pytest.MonkeyPatch) -> None:
         original(self, update)
 
     monkeypatch.setattr(UpdateQueue, "_run", late)
+
+
+@pytest.fixture
+def homes_on_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many parameters as can live on the device, from the third step on, whatever was measured."""
+
+    def most(order, costs, sizes, *, most_bytes, links, plan):  # type: ignore[no-untyped-def]
+        movable = [index for index in order if index in costs]
+        for count in range(len(movable), 0, -1):
+            nbytes = sum(costs[index].nbytes for index in movable[:count])
+            if nbytes <= most_bytes:
+                with contextlib.suppress(CapacityError):
+                    plan(tuple(movable[:count]))
+                    return HomeStep(homes=tuple(movable[:count]), nbytes=nbytes, seconds=0.0)
+        return HomeStep(homes=(), nbytes=0, seconds=0.0)
+
+    monkeypatch.setattr(cycles, "choose_device_homes", most)
+    monkeypatch.setattr(HostStep, "_is_timed", lambda self, tensors: True)

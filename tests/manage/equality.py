@@ -36,6 +36,15 @@ def peak_memory() -> int:
     return torch.accelerator.max_memory_allocated()
 
 
+def as_chosen(kind: type[torch.optim.Optimizer], keywords: dict[str, Any]) -> dict[str, Any]:
+    """Keywords of the unmanaged optimizer whose numbers a managed one of ``keywords`` has."""
+    left_open = keywords.get("fused") is None and keywords.get("foreach") is None
+    choices = (torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+    if left_open and kind in choices and not (keywords.get("differentiable") or keywords.get("capturable")):
+        return {**keywords, "fused": True}
+    return keywords
+
+
 def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor in nested containers (Hugging Face outputs are mappings), with its path."""
     if isinstance(value, torch.Tensor):

@@ -15,14 +15,16 @@ from hetero.stm.deferred import UpdateQueue
 from hetero.stm.hoststep import HostStep
 
 
-def managed_mlp(make_optimizer=adamw, *, depth=2, **keywords):
+def managed_mlp(make_optimizer=adamw, *, depth=2, device_homes=False, **keywords):
     target = device()
     gc.collect()
     clear_races()
     torch.manual_seed(0)
     model = mlp(depth=depth)
     optimizer = make_optimizer(model)
-    manager = hetero.manage(model, optimizer, device=target, device_budget="4MiB", **keywords)
+    manager = hetero.manage(
+        model, optimizer, device=target, device_budget="4MiB", device_homes=device_homes, **keywords
+    )
     return model, optimizer, manager, target
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from loops import backward, batch, mlp, train, two_steps
+from loops import ACTIONS, backward, batch, mixed_loop, mlp, train, two_optimizers, two_steps
 from torch import nn
 from twins import adamw, assert_same, assert_twins, device, plain, unmanaged
 
@@ -149,82 +149,10 @@ def test_load_state_dict_between_steps():
     assert_twins(mlp, loop, share=0.9)
 
 
-ACTIONS = (
-    *("micro-batch", "micro-batch", "step", "step", "clip", "zero", "zero in place", "read", "read gradient"),
-    *(
-        "write",
-        "write data",
-        "eval",
-        "state",
-        "hold",
-        "let go",
-        "freeze",
-        "other step",
-        "lr",
-        "scale gradients",
-    ),
-)
-
-
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(actions=st.lists(st.sampled_from(ACTIONS), min_size=4, max_size=24), share=st.sampled_from([0.5, 0.9]))
 def test_any_loop(actions, share):
-    def make(model):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
-        optimizer.other = torch.optim.SGD(list(model.parameters())[:3], lr=1e-2, foreach=False)
-        return optimizer
-
-    def loop(model, optimizer, target):
-        seen = []
-        held = []
-        two_steps(model, optimizer, target)
-        parameters = list(model.parameters())
-        for number, action in enumerate(actions):
-            chosen = parameters[number % len(parameters)]
-            with torch.no_grad():
-                if action == "micro-batch":
-                    with torch.enable_grad():
-                        loss = model(batch(target)).square().mean()
-                        loss.backward()
-                    seen.append(loss)
-                elif action == "step":
-                    optimizer.step()
-                elif action == "clip":
-                    seen.append(torch.nn.utils.clip_grad_norm_(parameters, 1e-2))
-                elif action == "zero":
-                    optimizer.zero_grad()
-                elif action == "zero in place":
-                    optimizer.zero_grad(set_to_none=False)
-                elif action == "read":
-                    seen.append(chosen.detach().clone())
-                elif action == "read gradient":
-                    seen.append(None if chosen.grad is None else chosen.grad.clone())
-                elif action == "write":
-                    chosen.mul_(0.9)
-                elif action == "write data":
-                    chosen.data.add_(0.01)
-                elif action == "eval":
-                    seen.append(model(batch(target, 4)))
-                elif action == "state":
-                    seen.append(optimizer.state[chosen].get("step", torch.zeros(())).clone())
-                elif action == "hold":
-                    held.append((chosen.data, chosen.grad))
-                elif action == "let go":
-                    seen += [[d.clone(), None if g is None else g.clone()] for d, g in held]
-                    held.clear()
-                elif action == "freeze":
-                    chosen.requires_grad_(not chosen.requires_grad)
-                elif action == "other step":
-                    optimizer.other.step()
-                elif action == "lr":
-                    optimizer.param_groups[0]["lr"] *= 0.7
-                elif action == "scale gradients":
-                    for p in parameters:
-                        if p.grad is not None:
-                            p.grad.mul_(0.5)
-        return seen
-
-    assert_twins(lambda: mlp(depth=2), loop, share=share, make_optimizer=make)
+    assert_twins(lambda: mlp(depth=2), mixed_loop(actions), share=share, make_optimizer=two_optimizers)
 
 
 def test_the_same_without_deferral():

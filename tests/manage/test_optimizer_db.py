@@ -1,7 +1,8 @@
 """PyTorch's own optimizer database: every optimizer, every configuration it lists for the CPU, bit for bit.
 
 The reference is the same loop unmanaged on the CPU: the virtual device computes what the CPU computes, and a managed
-optimizer steps there.
+optimizer steps there. Where neither ``fused`` nor ``foreach`` is given, hetero chooses the fused kernels: then it is
+the same loop with ``fused=True``.
 """
 
 import copy
@@ -9,7 +10,7 @@ import copy
 import pytest
 import torch
 from accelerators import races
-from equality import assert_identical, device, on_host, values_of
+from equality import as_chosen, assert_identical, device, on_host, values_of
 from torch import nn
 from torch_databases import optim_db
 
@@ -45,15 +46,22 @@ class Sparse(nn.Module):
 def configurations():
     for info in optim_db:
         for number, given in enumerate(info.optim_inputs_func(device="cpu")):
-            # On the CPU, "forloop" is what runs if nothing is said.
-            for implementation in info.supported_impls:
+            # The database's own list leaves out the for-loop, which every optimizer has.
+            for implementation in ("forloop", "foreach", "fused", "open"):
+                if implementation in ("foreach", "fused") and implementation not in info.supported_impls:
+                    continue
                 if implementation == "fused" and "cpu" not in info.supports_fused_on:
                     continue
                 keywords = {k: v for k, v in given.kwargs.items() if k not in ("foreach", "fused")}
-                if implementation != "forloop":
+                if implementation in ("foreach", "fused"):
                     keywords[implementation] = True
                     if keywords.get("differentiable"):
                         continue
+                elif as_chosen(info.optim_cls, keywords) != keywords:
+                    # "open" says nothing, and the choice is hetero's.
+                    keywords |= {"foreach": False} if implementation == "forloop" else {}
+                elif implementation == "open":
+                    continue
                 name = f"{info.optim_cls.__name__}-{number}-{implementation}"
                 yield pytest.param(info, keywords, id=name)
 
@@ -112,7 +120,7 @@ def states_of(optimizer):
 def both(info, keywords, *, after=None, steps=STEPS):
     """Run unmanaged on the host, and managed; the manager's step and both observations have been compared."""
     model = model_for(info)
-    optimizer = make(info, model, keywords)
+    optimizer = make(info, model, as_chosen(info.optim_cls, keywords))
     between = after(optimizer) if after else None
     expected = run(info, model, optimizer, torch.device("cpu"), between=between, steps=steps)
     wanted, states = dense_values_of(model), states_of(optimizer)

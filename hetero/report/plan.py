@@ -1,0 +1,155 @@
+"""`Plan`: what is going to happen in an iteration, as one frozen value.
+
+Owns the user's view of a `hetero.stm.cycles.CyclePlan`: names in the place of indices.
+"""
+
+import bisect
+import dataclasses
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from hetero.eviction import lower_bound
+from hetero.stm import StatefulTensorMgr
+from hetero.stm.cycles import CyclePlan
+from hetero.stm.kernels import GroupKernels
+from hetero.units import format_bytes, format_seconds
+
+__all__ = ["Plan", "PlannedMoment", "describe_plan"]
+
+_WIDTH = 160
+_ROWS = 40  # of a printed table; the rest is in `moments`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedMoment:
+    """One operator on managed parameters, and what moves before it.
+
+    Attributes:
+        phase: ``"forward"``, ``"backward"`` or ``"step"``.
+        uses: the parameters that it needs on the device.
+        evicts: copies that leave, for nothing.
+        fetches: copies that start on their way: its own, then those for later.
+        capacity_bytes: model data that the device may hold, what lives there not counted.
+    """
+
+    phase: str
+    uses: tuple[str, ...]
+    evicts: tuple[str, ...]
+    fetches: tuple[str, ...]
+    capacity_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The plan of the iteration that ran last. All sizes in bytes.
+
+    Attributes:
+        lives_on_device: parameters that live on the device with gradient and optimizer states, and are stepped there.
+        lives_at_home: parameters that visit the device, and are stepped on the host.
+        device_home_bytes: what the first of these take of the device.
+        fetched_bytes: copies to the device in an iteration; gradients of what lives at home come on top, going down.
+        lower_bound_bytes: what any schedule would have to fetch under this budget, with the same parameters on the
+            device (interval linear program, Berger et al. 2018).
+        host_kernels: of each of the optimizer's groups, how many of the parameters at home torch's fused kernels
+            step, how many whatever else the group says, and whether the choice was ours, ``fused`` and ``foreach``
+            being None.
+        predicted_seconds: simulated time of the iteration without the optimizer's step.
+        moments: what moves when.
+    """
+
+    lives_on_device: tuple[str, ...]
+    lives_at_home: tuple[str, ...]
+    device_home_bytes: int
+    fetched_bytes: int
+    lower_bound_bytes: int
+    host_kernels: tuple[GroupKernels, ...]
+    predicted_seconds: float
+    moments: tuple[PlannedMoment, ...]
+
+    def to_dict(self) -> dict[str, object]:
+        """The same as plain values, ready for JSON."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        console = Console(file=text, width=_WIDTH)
+        console.print(self._summary())
+        console.print(self._table())
+        return text.getvalue()
+
+    def _summary(self) -> Table:
+        table = Table(show_header=False, box=None)
+        count = len(self.lives_on_device) + len(self.lives_at_home)
+        table.add_row(
+            "live on the device",
+            f"{len(self.lives_on_device)} of {count} parameters, {format_bytes(self.device_home_bytes)} "
+            "with gradients and optimizer states",
+        )
+        for index, kernels in enumerate(self.host_kernels):
+            table.add_row(
+                f"stepped at home, group {index}",
+                f"{kernels.fused} by fused kernels{', chosen by hetero' if kernels.fused and kernels.chosen else ''}; "
+                f"{kernels.others} by others",
+            )
+        table.add_row("fetched per iteration", format_bytes(self.fetched_bytes))
+        table.add_row("lower bound", format_bytes(self.lower_bound_bytes))
+        table.add_row("predicted time", format_seconds(self.predicted_seconds))
+        return table
+
+    def _table(self) -> Table:
+        table = Table(title="What moves when", box=box.SIMPLE_HEAD)
+        table.add_column("#", justify="right")
+        for column in ("phase", "uses", "evicts", "fetches"):
+            table.add_column(column, overflow="fold")
+        table.add_column("capacity", justify="right")
+        moving = [(i, m) for i, m in enumerate(self.moments) if m.evicts or m.fetches]
+        for index, moment in moving[:_ROWS]:
+            table.add_row(
+                str(index),
+                moment.phase,
+                *(" ".join(names) for names in (moment.uses, moment.evicts, moment.fetches)),
+                format_bytes(moment.capacity_bytes),
+            )
+        if len(moving) > _ROWS:
+            table.caption = f"{len(moving) - _ROWS} more in plan.moments"
+        return table
+
+
+def describe_plan(stm: StatefulTensorMgr, kernels: Sequence[GroupKernels]) -> Plan | None:
+    """Of the iteration that ran last, or one like it; None before there is a plan."""
+    stm.settle()
+    plan = stm.cycles.last_plan
+    if plan is None:
+        return None
+    names = [tensor.name for tensor in stm.tensors]
+    there = frozenset(plan.device_homes)
+    return Plan(
+        lives_on_device=tuple(names[index] for index in plan.device_homes),
+        lives_at_home=tuple(name for index, name in enumerate(names) if index not in there),
+        device_home_bytes=plan.home_bytes,
+        fetched_bytes=plan.schedule.fetched_bytes,
+        lower_bound_bytes=lower_bound(plan.trace),
+        host_kernels=tuple(kernels),
+        predicted_seconds=plan.schedule.predicted_seconds,
+        moments=tuple(_moment(plan, position, names, there) for position in range(len(plan.operands))),
+    )
+
+
+def _moment(plan: CyclePlan, position: int, names: list[str], there: frozenset[int]) -> PlannedMoment:
+    actions = plan.schedule.actions[position]
+
+    def of(indices: tuple[int, ...]) -> tuple[str, ...]:
+        return tuple(names[index] for index in indices if index not in there)
+
+    return PlannedMoment(
+        phase=plan.keys[bisect.bisect_right(plan.bounds, position) - 1].phase.value,
+        uses=tuple(names[index] for index in plan.operands[position]),
+        evicts=of(actions.evict),
+        fetches=of(actions.fetch),
+        capacity_bytes=plan.trace.moments[position].capacity,
+    )

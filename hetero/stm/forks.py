@@ -1,0 +1,67 @@
+"""What a forked child may do with parameters that its parent manages: read them.
+
+Owns the moment of a fork. Invariant: no lock is held by a thread that the child does not have, and nothing that the
+child may read is still on its way: updates are done, gradients and written copies have arrived.
+
+The child has neither the parent's threads nor its device, and homes are memory that both share ([Note: slabs] in
+`hetero.devices.pinned`): a step in the child would write the parent's parameters. So it is refused, as is whatever
+else needs the device or writes homes. What the parent writes after the fork, the child sees.
+"""
+
+import os
+import weakref
+from typing import Protocol
+
+from hetero.errors import ManageError
+
+__all__ = ["Forkable", "in_child", "watch"]
+
+
+class Forkable(Protocol):
+    """A manager, as a fork sees it (`hetero.stm.manager.StatefulTensorMgr`)."""
+
+    is_in_child: bool
+
+    def begin_fork(self) -> None:
+        """Finish what is under way, take the locks and let nothing begin until `end_fork`."""
+
+    def end_fork(self) -> None:
+        """In parent and child: go on."""
+
+
+_managers: "weakref.WeakSet[Forkable]" = weakref.WeakSet()
+_forking: list[Forkable] = []
+
+
+def watch(manager: Forkable) -> None:
+    """From now on, prepare ``manager`` for forks of this process."""
+    _managers.add(manager)
+
+
+def in_child() -> ManageError:
+    """The error that says so."""
+    return ManageError(
+        f"process {os.getpid()} was forked from the one that called hetero.manage(): it can read parameters, gradients "
+        "and states, but neither run operators nor write, because it would write its parent's memory. Train in the "
+        "parent, or call manager.close() before the fork and hetero.manage() after it"
+    )
+
+
+def _before() -> None:
+    for manager in list(_managers):
+        _forking.append(manager)  # first: whatever it raises, which Python prints and drops, locks are held
+        manager.begin_fork()
+
+
+def _after_in_parent() -> None:
+    while _forking:
+        _forking.pop().end_fork()
+
+
+def _after_in_child() -> None:
+    for manager in _forking:
+        manager.is_in_child = True
+    _after_in_parent()
+
+
+os.register_at_fork(before=_before, after_in_parent=_after_in_parent, after_in_child=_after_in_child)

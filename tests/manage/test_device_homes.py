@@ -1,0 +1,306 @@
+"""Parameters that live on the device: same numbers, within the budget, nothing moves that need not."""
+
+import gc
+
+import pytest
+import torch
+from accelerators import clear_races, races
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from loops import ACTIONS, backward, batch, mixed_loop, mlp, train, two_optimizers
+from test_optimizer_db import both, configurations
+from torch import nn
+from twins import adamw, assert_same, assert_twins, device
+
+import hetero
+from hetero.stm import Kind, Tier
+from hetero.stm.devicehomes import can_step_on_device
+
+pytestmark = pytest.mark.usefixtures("homes_on_device", "late_queue")
+
+
+def living(manager):
+    return {tensor.name for tensor in manager._stm.tensors if tensor.stays}
+
+
+def managed_mlp(budget="4MiB", make_optimizer=adamw):
+    target = device()
+    gc.collect()
+    clear_races()
+    torch.manual_seed(0)
+    model = mlp()
+    optimizer = make_optimizer(model)
+    return model, optimizer, hetero.manage(model, optimizer, device=target, device_budget=budget), target
+
+
+def step(model, optimizer, target):
+    backward(model, target)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("share", [0.5, 0.8, 1.5])
+def test_a_training_loop(share):
+    manager = assert_twins(mlp, lambda m, o, t: train(m, o, t, 8), share=share)
+    assert share < 1 or manager._stm.cycles.device_homes
+
+
+def test_where_everything_fits_nothing_moves():
+    model, optimizer, manager, target = managed_mlp("64MiB")
+    with manager:
+        for _ in range(5):
+            step(model, optimizer, target)
+        assert living(manager) == {name for name, _ in model.named_parameters()}
+        before = manager.stats
+        for _ in range(3):
+            x = torch.ones(8, 64, device=target)
+            model(x).square().mean().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            optimizer.step()
+            optimizer.zero_grad()
+        after = manager.stats
+    assert after.total_fetched_bytes == before.total_fetched_bytes
+    # What the first clipping read, before norms were taken on the device.
+    gradients = sum(p.nbytes for p in model.parameters())
+    assert after.total_written_bytes - before.total_written_bytes == gradients
+
+
+def test_fewer_live_there_under_a_smaller_budget_and_the_peak_keeps_to_it():
+    counts = []
+    for budget in (900 << 10, 1300 << 10, 2 << 20):
+        model, optimizer, manager, target = managed_mlp(budget)
+        with manager:
+            torch.accelerator.reset_peak_memory_stats()
+            for _ in range(8):
+                step(model, optimizer, target)
+            assert torch.accelerator.max_memory_allocated() <= budget
+            counts.append(len(living(manager)))
+        assert races() == []
+    assert 0 < counts[0] < counts[1] < counts[2]
+
+
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_clipping_accumulation_and_reading(norm_type):
+    def loop(model, optimizer, target):
+        seen = []
+        for number in range(8):
+            for rows in (8, 5, 3):
+                backward(model, target, rows)
+            seen.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-2, norm_type))
+            if number == 5:
+                seen.append([p.grad.clone() for p in model.parameters()])
+            optimizer.step()
+            if number == 6:
+                seen.append([p.grad.clone() for p in model.parameters()])
+            optimizer.zero_grad(set_to_none=number % 3 > 0)
+        return seen
+
+    assert_twins(mlp, loop, share=1.2)
+
+
+def test_clipping_twice_and_gradients_shared_by_two_parameters():
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = (nn.Parameter(torch.ones(64)) for _ in range(2))
+            self.last = nn.Linear(64, 64)
+
+        def forward(self, x):
+            return self.last(x + (self.first + self.second))
+
+    def loop(model, optimizer, target):
+        seen = []
+        for _ in range(7):
+            backward(model, target)
+            for part in (list(model.parameters())[:1], list(model.parameters())):
+                seen.append(torch.nn.utils.clip_grad_norm_(part, 1e-2))
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    assert_twins(Sum, loop, budget=4 << 20)
+
+
+def test_values_states_and_gradients_are_seen_as_they_are():
+    def loop(model, optimizer, target):
+        seen = []
+        held = None
+        for number in range(12):
+            backward(model, target)
+            if number == 4:
+                seen.append([p.detach().clone() for p in model.parameters()])
+            elif number == 5:
+                seen.append([v.clone() for s in optimizer.state.values() for v in s.values()])
+            elif number == 6:
+                seen.append({k: v.clone() for k, v in model.state_dict().items()}["0.weight"])
+            elif number == 7:
+                with torch.no_grad():
+                    model[0].weight.mul_(0.5)
+                    model[2].bias.data.add_(1.0)
+            elif number == 8:
+                optimizer.state[model[0].weight]["exp_avg"].mul_(0.5)
+            elif number == 9:
+                model.eval()
+                with torch.no_grad():
+                    seen.append(model(batch(target, 4)))
+                model.train()
+            elif number == 10:
+                held = model[0].weight.data  # seen to change with the step
+            elif number == 11:
+                seen.append(held.clone())
+            optimizer.step()
+            optimizer.zero_grad()
+        seen.append(held.clone())
+        return seen
+
+    assert_twins(mlp, loop, share=1.2)
+
+
+@pytest.mark.parametrize(
+    ("info", "keywords"),
+    [case for case in configurations() if can_step_on_device(object.__new__(case.values[0].optim_cls))],
+)
+def test_every_optimizer_and_configuration(info, keywords):
+    both(info, keywords, steps=8)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    actions=st.lists(st.sampled_from(ACTIONS), min_size=6, max_size=24),
+    share=st.sampled_from([0.6, 1.0, 1.6]),
+)
+def test_any_loop(actions, share):
+    lead = ["micro-batch", "step", "zero"] * 3
+    assert_twins(
+        lambda: mlp(depth=2), mixed_loop([*lead, *actions]), share=share, make_optimizer=two_optimizers
+    )
+
+
+def test_an_unknown_shape_that_needs_the_memory_gets_it():
+    def loop(model, optimizer, target):
+        seen = []
+        for number in range(12):
+            rows = 600 if number in (6, 9) else 8
+            loss = model(batch(target, rows)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss)
+        return seen
+
+    assert_twins(mlp, loop, share=0.95)
+
+
+def test_grad_scaler_plain_and_with_a_fused_optimizer():
+    def loop(model, optimizer, target):
+        scaler = torch.amp.GradScaler(target.type, init_scale=256.0, growth_interval=2)
+        seen = []
+        for number in range(9):
+            loss = model(batch(target)).square().mean()
+            scaler.scale(loss * (float("inf") if number == 5 else 1.0)).backward()
+            if number % 2:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            seen.append([loss, scaler.get_scale()])
+        return seen
+
+    assert_twins(mlp, loop, share=1.2)
+    assert_twins(
+        mlp, loop, share=1.2, make_optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True)
+    )
+
+
+def test_checkpoints_go_on_with_the_same_numbers():
+    def loop(model, optimizer, target):
+        seen = train(model, optimizer, target, 6)
+        saved = [
+            {k: v.clone() for k, v in model.state_dict().items()},
+            torch.utils._pytree.tree_map(
+                lambda v: v.clone() if isinstance(v, torch.Tensor) else v, optimizer.state_dict()
+            ),
+        ]
+        train(model, optimizer, target, 2)
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        return [*seen, *train(model, optimizer, target, 4)]
+
+    assert_twins(mlp, loop, share=1.2)
+
+
+def test_close_brings_everything_home():
+    model, optimizer, manager, target = managed_mlp("64MiB")
+    before = torch.accelerator.memory_allocated()
+    twin = mlp()
+    twin.load_state_dict(model.state_dict())
+    plain = adamw(twin)
+    torch.manual_seed(1)
+    for _ in range(6):
+        step(model, optimizer, target)
+    assert manager._stm.ledger.nbytes(Tier.DEVICE, Kind.OPTIMIZER_STATE) > 0
+    manager.close()
+    assert torch.accelerator.memory_allocated() == before
+    assert all(v.device.type == "cpu" for s in optimizer.state.values() for v in s.values())
+    torch.manual_seed(1)
+    for _ in range(6):
+        step(twin, plain, torch.device("cpu"))
+    assert_same([*model.parameters()], [p.detach() for p in twin.parameters()], "parameters")
+    step(model, optimizer, torch.device("cpu"))
+
+
+def test_trim_sends_home_what_has_no_room():
+    model, optimizer, manager, target = managed_mlp("8MiB")
+    with manager:
+        for _ in range(6):
+            step(model, optimizer, target)
+        assert living(manager)
+        manager.trim(600 << 10)
+        step(model, optimizer, target)
+        torch.accelerator.reset_peak_memory_stats()
+        for _ in range(4):
+            step(model, optimizer, target)
+        assert torch.accelerator.max_memory_allocated() <= 600 << 10
+
+
+def test_a_graph_from_before_a_step_is_refused_as_autograd_does():
+    model, optimizer, manager, target = managed_mlp("64MiB")
+    with manager:
+        for _ in range(5):
+            step(model, optimizer, target)
+        loss = model(batch(target)).square().mean()
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_deterministic_algorithms_and_the_switch_keep_everything_at_home():
+    target = device()
+    model = mlp()
+    optimizer = adamw(model)
+    with hetero.manage(model, optimizer, device=target, device_budget="64MiB", device_homes=False) as manager:
+        for _ in range(6):
+            step(model, optimizer, target)
+        assert not living(manager)
+
+
+def test_the_plan_says_where_parameters_live_and_what_moves():
+    model, optimizer, manager, target = managed_mlp(1300 << 10)
+    with manager:
+        assert manager.plan is None
+        for _ in range(6):
+            step(model, optimizer, target)
+        plan = manager.plan
+        names = {name for name, _ in model.named_parameters()}
+        assert living(manager) == set(plan.lives_on_device)
+        assert set(plan.lives_on_device) | set(plan.lives_at_home) == names
+        assert set(plan.lives_at_home)
+        fetched = [name for moment in plan.moments for name in moment.fetches]
+        assert set(fetched) == set(plan.lives_at_home)
+        sizes = {tensor.name: tensor.device_nbytes for tensor in manager._stm.tensors}
+        assert sum(sizes[name] for name in fetched) == plan.fetched_bytes >= plan.lower_bound_bytes > 0
+        assert {moment.phase for moment in plan.moments} == {"forward", "backward", "step"}
+        assert "live on the device" in str(plan)
+        (kernels,) = plan.host_kernels  # foreach=False: nothing to choose
+        assert (kernels.fused, kernels.others, kernels.chosen) == (0, len(plan.lives_at_home), False)
