@@ -158,7 +158,7 @@ ops = st.builds(
 )
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     ops=st.lists(ops, min_size=2, max_size=9),
     stops=st.lists(st.sampled_from([-1, -1, -1, 1, 4]), min_size=1, max_size=4),
@@ -185,6 +185,7 @@ def test_whatever_leaves_whenever_the_numbers_and_errors_are_the_same(ops, stops
     try:
         got = train(model, target, stops)
         assert_same(got, expected, "seen")
+        gc.collect()  # an error and the frames that it passed hold each other, and the graph
         activations.settle()
         moved = manager.stats.activation_out_bytes
         event("moved" if moved else "stayed")
