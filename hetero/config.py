@@ -31,6 +31,7 @@ class Config:
     prefetch: bool
     pin_memory: bool
     precision: torch.dtype | None
+    activations: bool
     device_homes: bool
 
     @property
@@ -49,6 +50,7 @@ def resolve(
     prefetch: bool,
     pin_memory: bool | None,
     precision: torch.dtype | None,
+    activations: bool,
     device_homes: bool,
     device_total: int,
     device_free: Callable[[], int],
@@ -66,7 +68,12 @@ def resolve(
         raise ConfigError(
             f"warmup_steps={warmup_steps!r}: at least 1 iteration has to be measured; pass an int >= 1"
         )
-    for name, flag in (("prefetch", prefetch), ("pin_memory", pin_memory), ("device_homes", device_homes)):
+    for name, flag in (
+        ("prefetch", prefetch),
+        ("pin_memory", pin_memory),
+        ("activations", activations),
+        ("device_homes", device_homes),
+    ):
         if not isinstance(flag, bool) and not (name == "pin_memory" and flag is None):
             raise ConfigError(f"{name}={flag!r}: expected True or False")
     if not any(precision is known for known in (None, torch.bfloat16, torch.float16)):
@@ -96,5 +103,6 @@ def resolve(
         prefetch=prefetch,
         pin_memory=True if pin_memory is None else pin_memory,
         precision=precision,
+        activations=activations,
         device_homes=device_homes,
     )

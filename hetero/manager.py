@@ -55,6 +55,7 @@ def manage(
     prefetch: bool = True,
     pin_memory: bool | None = None,
     precision: torch.dtype | None = None,
+    activations: bool = True,
     device_homes: bool = True,
 ) -> "Manager":
     """Train ``model`` on a device that it does not fit on. In place; the training loop does not change.
@@ -76,6 +77,8 @@ def manage(
         policy: who leaves when room is needed: ``"opt"`` (farthest next use), ``"cost-opt"``, ``"lru"``,
             ``"fifo"`` or an object of `hetero.eviction.Policy`.
         prefetch: start copies before they are needed, beside compute.
+        activations: tensors saved for backward may leave the device as well, where that costs least or nothing
+            else fits.
         pin_memory: page-lock homes, so that copies run beside compute. Default: where the system allows it.
         precision: ``torch.bfloat16`` or ``torch.float16`` computes in it, with the numbers of FSDP2 (see below), and
             moves half the bytes of float32 parameters. Default None: in the parameters' own type.
@@ -114,6 +117,7 @@ def manage(
         prefetch=prefetch,
         pin_memory=pin_memory,
         precision=precision,
+        activations=activations,
         device_homes=device_homes,
         device_total=accelerator.total_bytes(),
         device_free=lambda: device_memory_free(accelerator),
@@ -308,10 +312,11 @@ class Manager:
                     if precision is not None:
                         args, kwargs = cast_inputs(precision, args, kwargs)
                     return inner(*args, **kwargs)
+            saved = self._stm.activations if self.config.activations else None
             self._stm.segments.begin_forward(_signature(model, args, kwargs))
             complete = False
             try:
-                with scope(), self._stm.executor.guarded(), saved_tensors_as_handles():
+                with scope(), self._stm.executor.guarded(), saved_tensors_as_handles(saved):
                     if precision is not None:
                         args, kwargs = cast_inputs(precision, args, kwargs)
                     result = inner(*args, **kwargs)

@@ -56,6 +56,11 @@ def _replay(trace: Trace, schedule: Schedule, resident: set[int], dirty: set[int
             if tensor in dirty:
                 dirty.remove(tensor)
                 written_back += trace.sizes[tensor]
+        for tensor in moment.produces:
+            if tensor in resident:
+                raise PlanError(f"moment {index} produces tensor {tensor}, which is already resident")
+            resident.add(tensor)
+            invalidated.discard(tensor)
         for tensor in actions.fetch:
             if not 0 <= tensor < len(trace.sizes):
                 raise PlanError(f"moment {index} fetches tensor {tensor}, which the trace does not know")

@@ -93,11 +93,13 @@ def read_intervals(trace: Trace) -> Intervals:
     lost = _keys([moment.invalidates for moment in trace.moments], periods)
     first_lost, last_lost = _invalidations(lost, tensor, use, horizon, periods, cyclic=trace.cyclic)
     intact = first_lost < 0
-    reused = (next_use >= 0) & intact
+    reused = (next_use >= 0) & intact  # what is produced again was invalidated before
     end = np.where(intact, horizon, first_lost)
     written = np.isin(used, _keys([moment.dirties for moment in trace.moments], periods))
     group, groups = _write_groups(tensor, written, intact, cyclic=trace.cyclic)
-    first_fetches = () if trace.cyclic else _first_fetches(tensor, use, lost, periods)
+    produced = _keys([moment.produces for moment in trace.moments], periods)
+    next_use = _without_production(next_use, tensor, periods, produced)
+    first_fetches = () if trace.cyclic else _first_fetches(tensor, use, lost, produced, periods)
     compulsory = int(nbytes[(next_use >= 0) & ~intact].sum()) + sum(
         int(sizes[x]) for x, _, _ in first_fetches
     )
@@ -197,10 +199,22 @@ def _write_groups(tensor: Ints, written: Bools, intact: Bools, *, cyclic: bool) 
     return group, groups
 
 
-def _first_fetches(tensor: Ints, use: Ints, lost: Ints, periods: int) -> tuple[tuple[int, int, int], ...]:
+def _without_production(next_use: Ints, tensor: Ints, periods: int, produced: Ints) -> Ints:
+    """A tensor that comes into being at its next use is fetched by nobody: there is no such use."""
+    if not len(produced):
+        return next_use
+    fresh = np.isin(tensor * periods + next_use % periods, produced) & (next_use >= 0)
+    return np.where(fresh, -1, next_use)
+
+
+def _first_fetches(
+    tensor: Ints, use: Ints, lost: Ints, produced: Ints, periods: int
+) -> tuple[tuple[int, int, int], ...]:
     found = []
     first = _changes(tensor)
     for x, u in zip(tensor[first].tolist(), use[first].tolist(), strict=True):
+        if x * periods + u in produced:
+            continue
         position = int(np.searchsorted(lost, x * periods + u, side="right")) - 1
         stale = position >= 0 and lost[position] >= x * periods
         found.append((x, u, int(lost[position]) - x * periods if stale else 0))

@@ -63,6 +63,7 @@ class Moment:
     ``capacity``: bytes of model data the device may hold in this period.
     ``dirties``: operands whose device copy the operator writes; evicting them later costs a write back.
     ``invalidates``: tensors whose device copies become worthless here, before the operator.
+    ``produces``: operands that come into being here, on the device, and need no fetch: they have no copy before.
     """
 
     operands: tuple[int, ...]
@@ -70,6 +71,7 @@ class Moment:
     capacity: int
     dirties: tuple[int, ...] = ()
     invalidates: tuple[int, ...] = ()
+    produces: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +100,9 @@ class Trace:
             if moment.dirties and not set(moment.dirties) <= set(moment.operands):
                 stray = sorted(set(moment.dirties) - set(moment.operands))
                 raise PlanError(f"moment {index} dirties tensors {stray}, which are not among its operands")
+            if moment.produces and not set(moment.produces) <= set(moment.operands):
+                stray = sorted(set(moment.produces) - set(moment.operands))
+                raise PlanError(f"moment {index} produces tensors {stray}, which are not among its operands")
             if not (0.0 <= moment.seconds < math.inf):
                 raise PlanError(
                     f"moment {index} takes {moment.seconds} s: a time must be finite, not negative"

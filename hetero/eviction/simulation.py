@@ -83,6 +83,9 @@ class _Run:
                 self._invalidate(moment.invalidates)
             if actions.evict:
                 up += self._evict(actions.evict)
+            if moment.produces:
+                self.present.update(moment.produces)
+                self.resident += sum(map(self.trace.sizes.__getitem__, moment.produces))
             if actions.fetch:
                 self.resident += sum(map(self.trace.sizes.__getitem__, actions.fetch))
             if self.leaving:

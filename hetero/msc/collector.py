@@ -29,6 +29,10 @@ class ModelBytes(Protocol):
     @property
     def host_bytes(self) -> int: ...
 
+    @property
+    def activation_bytes(self) -> tuple[int, int]:
+        """Of the two above, saved tensors: on the device and on the host."""
+
 
 @dataclass(slots=True)
 class Segment:
@@ -49,6 +53,7 @@ class MemStatsCollector:
         self.peaks = PeakKeeper(accelerator)
         self._segment: Segment | None = None
         self._period = Period(operands=())
+        self._relieving = False
         self._model_base = 0  # model data on the device since the period began, or was relieved
         self.total = Period(operands=())  # sums over the manager's life
         self.largest_growth = 0
@@ -80,16 +85,22 @@ class MemStatsCollector:
         if segment.sampled:
             self.peaks.end()
 
-    def moment(self, name: object, operands: tuple[int, ...], held: tuple[int, ...] = ()) -> None:
+    def moment(
+        self,
+        name: object,
+        operands: tuple[int, ...],
+        held: tuple[int, ...] = (),
+        held_saved: tuple[tuple[int, int], ...] = (),
+    ) -> None:
         """A sampling moment: before the operator, before any layout change.
 
-        ``held``: tensors that cannot leave during this period although the operator does not name them.
+        ``held``, ``held_saved``: what cannot leave during this period although the operator does not name it.
         """
         segment = self._segment
         if segment is None or not segment.sampled:
             return
         self._close_period()
-        self._period = Period(operands=operands, held=held, name=name)
+        self._period = Period(operands=operands, held=held, name=name, held_saved=held_saved)
         segment.periods.append(self._period)
 
     def operands_ready(self) -> None:
@@ -99,6 +110,8 @@ class MemStatsCollector:
             period = self._period
             period.model_bytes = self._model_base = self._model_bytes.device_bytes
             period.host_model_bytes = self._model_bytes.host_bytes
+            period.activation_bytes, on_host = self._model_bytes.activation_bytes
+            period.host_model_bytes -= on_host
             period.begin = self._event()
             period.used_bytes = self._accelerator.used_bytes()
 
@@ -109,10 +122,16 @@ class MemStatsCollector:
         ``for_operator``: one that ran out of memory, and is tried again.
         """
         period = self._period
+        self._relieving = for_operator
         if self.is_sampling and period.begin is not None:
             period.relieved = period.relieved or for_operator
             self._read_peak(period)
-        yield
+        try:
+            yield
+        finally:
+            self._relieving = False
+        if self.is_sampling and period.begin is not None:
+            self.peaks.next_period()  # what was there before is no peak of what follows
         self._model_base = self._model_bytes.device_bytes
 
     def count_fetch(self, nbytes: int) -> None:
@@ -126,6 +145,36 @@ class MemStatsCollector:
         self._period.written_bytes += written_back
         self.total.evicted_bytes += nbytes
         self.total.written_bytes += written_back
+
+    def count_activation_out(self, nbytes: int) -> None:
+        """A saved tensor left the device."""
+        self._period.activation_out_bytes += nbytes
+        self.total.activation_out_bytes += nbytes
+
+    def count_activation_in(self, nbytes: int) -> None:
+        """It comes back."""
+        self._period.activation_in_bytes += nbytes
+        self.total.activation_in_bytes += nbytes
+
+    def note_shed(self, key: tuple[int, int]) -> None:
+        """A record left to make room."""
+        if self._relieving and self.is_sampling and any(saved == key for saved, _ in self._period.saved):
+            self._period.lost_own = True
+
+    def note_saved(self, key: tuple[int, int], nbytes: int) -> None:
+        """Forward saved a record (`hetero.stm.activations`)."""
+        if self.is_sampling:
+            self._period.saved.append((key, nbytes))
+
+    def note_used(self, key: tuple[int, int]) -> None:
+        """Backward reads it."""
+        if self.is_sampling:
+            self._period.used.append(key)
+
+    def note_dropped(self, key: tuple[int, int]) -> None:
+        """No graph needs it any more."""
+        if self.is_sampling:
+            self._period.dropped.append(key)
 
     def count_stall(self, seconds: float) -> None:
         """Compute waited for a copy."""
@@ -185,7 +234,10 @@ def period_stats(segments: list[Segment]) -> list[PeriodStats]:
                     index=len(rows),
                     operator=period.label,
                     phase=segment.key.phase.value,
-                    device_model_bytes=period.model_bytes,
+                    device_model_bytes=period.model_bytes - period.activation_bytes,
+                    device_activation_bytes=period.activation_bytes,
+                    activation_out_bytes=period.activation_out_bytes,
+                    activation_in_bytes=period.activation_in_bytes,
                     device_non_model_bytes=period.non_model_bytes,
                     device_peak_bytes=period.peak_bytes,
                     host_model_bytes=period.host_model_bytes,

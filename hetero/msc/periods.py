@@ -6,7 +6,7 @@ Owns the two records of it: `Period`, filled while it runs, and `PeriodStats`, t
 import dataclasses
 import enum
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -40,7 +40,10 @@ class Period:
 
     ``used_bytes``: on the device when the operator began, ``peak_bytes``: at most until the period's end;
     ``non_model_bytes``: at most of what is no model data. ``relieved``: it ran out of memory until copies were
-    evicted in its middle.
+    evicted in its middle; ``lost_own``: among them what it had saved itself.
+
+    Saved tensors go by (which forward, which record of it): ``saved`` with their bytes, ``used`` by backward and
+    ``dropped`` within the period, ``held_saved`` by somebody else when it began.
     """
 
     operands: tuple[int, ...]
@@ -57,11 +60,19 @@ class Period:
     peak_bytes: int = -1
     non_model_bytes: int = -1
     relieved: bool = False
+    lost_own: bool = False
     host_model_bytes: int = -1
     host_bytes: int = -1
     seconds: float = 0.0
     begin: torch.Event | None = None
     end: torch.Event | None = None
+    activation_bytes: int = -1
+    activation_out_bytes: int = 0
+    activation_in_bytes: int = 0
+    saved: list[tuple[tuple[int, int], int]] = field(default_factory=list)
+    used: list[tuple[int, int]] = field(default_factory=list)
+    dropped: list[tuple[int, int]] = field(default_factory=list)
+    held_saved: tuple[tuple[int, int], ...] = ()
 
     @property
     def label(self) -> str:
@@ -90,13 +101,15 @@ class PeriodStats:
         operator: the operator and its parameters, as ``linear(layer.weight)``.
         phase: ``"forward"``, ``"backward"`` or ``"step"``.
         device_model_bytes: parameters, gradients, states and buffers on the device.
-        device_non_model_bytes: peak of everything else on the device: activations and temporaries.
+        device_activation_bytes: tensors saved for backward that may leave, on the device.
+        device_non_model_bytes: peak of everything else on the device: what operators allocate.
         device_peak_bytes: peak of all device memory in use.
         host_model_bytes: model data on the host.
         host_non_model_bytes: what else the process holds in host memory.
         fetched_bytes: host to device.
         evicted_bytes: device copies dropped, which costs nothing, or written back.
         written_bytes: device to host: gradients and written copies.
+        activation_out_bytes, activation_in_bytes: saved tensors, device to host and back.
         stall_seconds: time compute waited for copies.
         seconds: the operator's own time.
     """
@@ -109,6 +122,9 @@ class PeriodStats:
     device_peak_bytes: int
     host_model_bytes: int
     host_non_model_bytes: int
+    device_activation_bytes: int
+    activation_out_bytes: int
+    activation_in_bytes: int
     fetched_bytes: int
     evicted_bytes: int
     written_bytes: int

@@ -33,7 +33,9 @@ def plot_stats(stats: MemoryStats, path: str | Path) -> None:
             )
             begin = index + 1
     axes.stairs(model, edges, fill=True, color="#3b6fb6", label="model data")
-    axes.stairs(peak, edges, baseline=model, fill=True, color="#e2a04a", label="non-model data (peak)")
+    saved = [m + p.device_activation_bytes / _MIB for m, p in zip(model, stats.periods, strict=True)]
+    axes.stairs(saved, edges, baseline=model, fill=True, color="#6aa56a", label="activations")
+    axes.stairs(peak, edges, baseline=saved, fill=True, color="#e2a04a", label="non-model data (peak)")
     axes.axhline(
         stats.device_budget / _MIB,
         color="#b03030",
@@ -41,5 +43,5 @@ def plot_stats(stats: MemoryStats, path: str | Path) -> None:
         label=f"budget {format_bytes(stats.device_budget)}",
     )
     axes.set(xlim=(0, len(stats.periods)), ylim=(0, None), xlabel="period", ylabel="MiB on the device")
-    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+    figure.legend(loc="outside lower center", ncols=4, frameon=False)
     figure.savefig(path, dpi=150)

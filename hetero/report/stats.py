@@ -39,6 +39,9 @@ class MemoryStats:
             linear program, Berger et al. 2018), gradients included; 0 before there is a plan.
         predicted_seconds: simulated time of a planned iteration; 0.0 before there is a plan.
         total_fetched_bytes, total_written_bytes: host to device and device to host since `hetero.manage`.
+        activation_out_bytes, activation_in_bytes: saved tensors that left the device, and that came back, since
+            `hetero.manage`.
+        activations_kept: saved tensors on the device that were not worth moving, or not safe to, since then.
         stall_seconds: time compute waited for copies since `hetero.manage`, as the host saw it.
         unplanned_fetches: fetches that no plan foresaw, since `hetero.manage`; warm-up is not counted.
         by_kind: bytes per tier and kind.
@@ -55,6 +58,9 @@ class MemoryStats:
     predicted_seconds: float
     total_fetched_bytes: int
     total_written_bytes: int
+    activation_out_bytes: int
+    activation_in_bytes: int
+    activations_kept: int
     stall_seconds: float
     unplanned_fetches: int
     by_kind: dict[str, dict[str, int]]
@@ -82,6 +88,10 @@ class MemoryStats:
             (
                 "lower bound",
                 format_bytes(self.lower_bound_bytes) if self.lower_bound_bytes else "no plan yet",
+            ),
+            (
+                "activations moved",
+                f"{format_bytes(self.activation_out_bytes)} out, {format_bytes(self.activation_in_bytes)} in",
             ),
             ("unplanned fetches", str(self.unplanned_fetches)),
             ("stalled", format_seconds(self.stall_seconds)),
@@ -129,17 +139,26 @@ def collect_stats(stm: StatefulTensorMgr, accelerator: Accelerator, config: Conf
     plan = stm.cycles.last_plan
     bound = 0 if plan is None else lower_bound(plan.trace) + sum(period.written_bytes for period in moved)
     copies = ledger.nbytes(Tier.DEVICE, Kind.PARAMETER) + ledger.nbytes(Tier.DEVICE, Kind.GRADIENT)
+    saved, saved_on_host = ledger.activation_bytes
     return MemoryStats(
         device_budget=config.device_budget,
         peak_device_bytes=stm.collector.peaks.highest,
-        model_data_bytes=ledger.host_bytes + ledger.device_bytes - copies - stm.twin_bytes,
-        device_model_bytes=ledger.device_bytes,
-        host_model_bytes=ledger.host_bytes,
+        model_data_bytes=ledger.host_bytes
+        + ledger.device_bytes
+        - copies
+        - saved
+        - saved_on_host
+        - stm.twin_bytes,
+        device_model_bytes=ledger.device_bytes - saved,
+        host_model_bytes=ledger.host_bytes - saved_on_host,
         bytes_moved=sum(_moved(period) for period in moved),
         lower_bound_bytes=bound,
         predicted_seconds=0.0 if plan is None else plan.schedule.predicted_seconds,
         total_fetched_bytes=total.fetched_bytes,
         total_written_bytes=total.written_bytes,
+        activation_out_bytes=total.activation_out_bytes,
+        activation_in_bytes=total.activation_in_bytes,
+        activations_kept=stm.activations.kept,
         stall_seconds=total.stall_seconds,
         unplanned_fetches=total.unplanned_fetches,
         by_kind={
@@ -151,4 +170,6 @@ def collect_stats(stm: StatefulTensorMgr, accelerator: Accelerator, config: Conf
 
 
 def _moved(period: Period) -> int:
-    return period.fetched_bytes + period.written_bytes
+    return (
+        period.fetched_bytes + period.written_bytes + period.activation_out_bytes + period.activation_in_bytes
+    )

@@ -22,7 +22,8 @@ from hetero.eviction import (
     choose_device_homes,
     plan,
 )
-from hetero.msc import Phase, Segment, SegmentKey
+from hetero.msc import Period, Phase, Segment, SegmentKey
+from hetero.stm.lives import Lives, read_lives
 from hetero.stm.tensors import ManagedTensor
 
 __all__ = ["CyclePlan", "Cycles", "Place"]
@@ -35,7 +36,9 @@ class CyclePlan:
     ``operands[i]``, ``limits[i]``, ``non_model[i]``: of moment i; a limit is for all model data, gradients on their
     way included; non-model bytes are those in use when the operator begins. ``margin``: kept free of everything.
     ``first_uses``: rank of each tensor by when it is used first. ``device_homes``: tensors that live on the device and
-    take ``home_bytes`` there; the trace, which is about the others, does not know them.
+    take ``home_bytes`` there; the trace, which is about the others, does not know them. ``activations``: per segment,
+    the trace's numbers of what it saves, in order (`hetero.stm.lives`). ``guarded``: segments in which something has to
+    leave in the middle of a period, as it did when it was measured.
     """
 
     keys: tuple[SegmentKey, ...]
@@ -52,6 +55,8 @@ class CyclePlan:
     first_uses: dict[int, int]
     device_homes: tuple[int, ...]
     home_bytes: int
+    activations: tuple[tuple[int, ...], ...]
+    guarded: tuple[bool, ...]
 
     def find(self, operands: tuple[int, ...], begin: int, end: int) -> int | None:
         """The first moment in ``[begin, end)`` with these operands."""
@@ -73,7 +78,8 @@ class Place:
     """Where a segment lies in a plan, and whether to measure it.
 
     ``missing``: what the plan expects to be resident and may not be, because something else ran before.
-    ``guarded``: it may need more memory than is left beside what is resident (`hetero.stm.guard`).
+    ``guarded``: it may need more memory than is left beside what is resident (`hetero.stm.guard`). ``number``: of
+    segments before it in its iteration.
     """
 
     plan: CyclePlan | None
@@ -82,11 +88,13 @@ class Place:
     sample: bool
     guarded: bool
     missing: tuple[int, ...] = ()
+    number: int
 
 
 # Segments without a step in between (a closure that runs the model, forwards whose graphs are dropped): give up
 # waiting for the iteration's end.
 _LONGEST_CYCLE = 1024
+_MOST_SAMPLES = 8  # of one key in one iteration
 
 
 @dataclass(slots=True)
@@ -111,6 +119,7 @@ class Cycles:
         prefetch: bool,
         fixed_bytes: Callable[[], int],
         headroom: Callable[[int], int],
+        activation_bytes: Callable[[], int],
         ends_with_backward: bool,
     ) -> None:
         self._tensors = tensors
@@ -122,6 +131,7 @@ class Cycles:
         self._prefetch = prefetch
         self._fixed_bytes = fixed_bytes
         self._headroom = headroom
+        self._activation_bytes = activation_bytes
         self._ends_with_backward = ends_with_backward
         self._samples: dict[SegmentKey, list[Segment]] = defaultdict(list)
         self._plans: dict[tuple[SegmentKey, ...], CyclePlan] = {}
@@ -156,24 +166,25 @@ class Cycles:
             self.abandon()
         history.keys.append(key)
         plan = self._matching(tuple(history.keys))
-        sampled = len(self._samples.get(key, ())) >= self._warmup_steps
+        sampled = len(self._samples.get(key, ())) >= self._samples_wanted(key)
         if plan is None:
-            return Place(plan=None, sample=not sampled, guarded=True)
+            return Place(plan=None, sample=not sampled, guarded=True, number=len(history.keys) - 1)
         place = len(history.keys) - 1
         return Place(
             plan=plan,
             begin=plan.bounds[place],
             end=plan.bounds[place + 1],
             sample=not sampled or plan.keys not in self._verified,
-            missing=plan.schedule.start if place == 0 else (),
-            guarded=history.has_left_plan or self._needed_relief(key),
+            missing=tuple(x for x in plan.schedule.start if x < len(self._tensors)) if place == 0 else (),
+            number=place,
+            guarded=history.has_left_plan or plan.guarded[place],
         )
 
     def will_be_guarded(self, key: SegmentKey) -> bool:
         """`Place.guarded` of a training segment that is about to begin with ``key``."""
         history = self._training
         plan = self._matching((*history.keys, key))
-        return plan is None or history.has_left_plan or self._needed_relief(key)
+        return plan is None or history.has_left_plan or plan.guarded[len(history.keys)]
 
     def leave_plan(self) -> None:
         """Operators come that the plan does not know: a branch with the same shapes, a layer unfrozen."""
@@ -185,10 +196,14 @@ class Cycles:
             self.abandon()
             return
         self._current.segments.append(segment)
-        if segment.sampled and len(self._samples[segment.key]) < self._warmup_steps:
+        if segment.sampled and len(self._samples[segment.key]) < self._samples_wanted(segment.key):
             for period in segment.periods:
                 period.settle()
             self._samples[segment.key].append(segment)
+
+    def _samples_wanted(self, key: SegmentKey) -> int:
+        """One for each time it has come in this iteration: what the caller does after a forward may differ."""
+        return self._warmup_steps * min(max(1, self._current.keys.count(key)), _MOST_SAMPLES)
 
     def abandon(self) -> None:
         """The current cycle was left by an exception: forget how far it went."""
@@ -203,10 +218,15 @@ class Cycles:
     def unplanned_limit(self, segment: Segment | None) -> int:
         """Model data allowed on the device in a segment that no plan covers."""
         budget = self._budget - self._margin
-        room = min(self._warmup_bytes, self._headroom(budget))
+        room = min(self._warmup_bytes + self._activation_bytes(), self._headroom(budget))
+        measured = self.measured_limit(segment)
+        return room if measured is None else max(room, measured)
+
+    def measured_limit(self, segment: Segment | None) -> int | None:
+        """Model data allowed in a segment that was measured before; None if it was not."""
         samples = () if segment is None else self._samples.get(segment.key, ())
         peaks = [period.non_model_bytes for s in samples for period in s.periods if period.is_sampled]
-        return max(room, budget - max(peaks)) if peaks else room
+        return self._budget - self._margin - max(peaks) if peaks else None
 
     def needs(self) -> tuple[int, int] | None:
         """Bytes of the device, by all plans: the fewest that any could work with, and what they work with now.
@@ -223,9 +243,6 @@ class Cycles:
         self._margin = self._budget - budget
         self._replan({keys: self._margin for keys in self._plans})
         self._homes_chosen.clear()
-
-    def _needed_relief(self, key: SegmentKey) -> bool:
-        return any(period.relieved for sample in self._samples.get(key, ()) for period in sample.periods)
 
     # -- cycles ---------------------------------------------------------------------------------------
 
@@ -368,10 +385,12 @@ class Cycles:
 
     def _make_plan(self, keys: tuple[SegmentKey, ...], margin: int, homes: tuple[int, ...]) -> CyclePlan:
         at_home = frozenset(range(len(self._tensors))).difference(homes)
-        sizes = tuple(t.device_nbytes if t.index in at_home else 0 for t in self._tensors)
+        lives = read_lives([self._samples[key][-1] for key in keys], len(self._tensors))
+        sizes = (*(t.device_nbytes if t.index in at_home else 0 for t in self._tensors), *lives.sizes)
         home_bytes, step_bytes = self._home_bytes(homes)
         reserve = min(
-            self._gradient_reserve(keys, at_home), self._spare_in_backward(keys, margin + home_bytes)
+            self._gradient_reserve(keys, at_home),
+            self._spare_in_backward(keys, margin + home_bytes, sizes, lives),
         )
         fixed = self._fixed_bytes() + home_bytes
         moments: list[Moment] = []
@@ -379,26 +398,36 @@ class Cycles:
         limits: list[int] = []
         non_model: list[int] = []
         bounds = [0]
+        guarded: list[bool] = []
         for key in keys:
             samples = self._samples[key]
+            guarded.append(False)
             for index, period in enumerate(samples[-1].periods):
-                mandatory = tuple(t for t in dict.fromkeys(period.operands + period.held) if t in at_home)
-                limit = self._budget - _non_model_peak(samples, index) - margin
+                now = len(moments)
+                mandatory = tuple(t for t in _mandatory(period, lives, now) if t not in homes)
+                limit = self._budget - _non_model_peak(samples, index) - lives.unseen[now] - margin
                 capacity = limit - fixed
                 if key.phase is Phase.BACKWARD:
                     capacity -= reserve
                 elif key.phase is Phase.STEP:
                     capacity -= step_bytes
-                if (
-                    not homes
-                ):  # the operands did fit when they were measured, with gradients handed over at once
-                    capacity = max(capacity, sum(sizes[tensor] for tensor in mandatory))
+                least = sum(sizes[tensor] for tensor in mandatory)
+                guarded[-1] |= any(
+                    p.relieved and (p.lost_own or capacity < least) for p in _same(samples, index)
+                )
+                if not homes:  # these did fit when they were measured, with gradients handed over at once
+                    capacity = max(capacity, least)
                 moments.append(
                     Moment(
                         operands=mandatory,
                         seconds=period.seconds,
                         capacity=capacity,
-                        invalidates=tuple(t for t in dict.fromkeys(period.invalidates) if t in at_home),
+                        dirties=lives.produced[now],
+                        produces=lives.produced[now],
+                        invalidates=(
+                            *(t for t in dict.fromkeys(period.invalidates) if t in at_home),
+                            *lives.ended[now],
+                        ),
                     )
                 )
                 operands.append(period.operands)
@@ -422,13 +451,18 @@ class Cycles:
             first_uses=_first_uses(operands),
             device_homes=homes,
             home_bytes=home_bytes,
+            activations=lives.indices,
+            guarded=tuple(guarded),
         )
 
     def _least(self, plan: CyclePlan) -> int:
         """What the plan's moments need with no copy but the operands'."""
+        parameters = len(self._tensors)
         return max(
-            self._beside(plan, position) + sum(self._tensors[index].device_nbytes for index in operands)
-            for position, operands in enumerate(plan.operands)
+            self._beside(plan, position)
+            + sum(self._tensors[index].device_nbytes for index in operands)
+            + sum(plan.trace.sizes[index] for index in moment.operands if index >= parameters)
+            for position, (operands, moment) in enumerate(zip(plan.operands, plan.trace.moments, strict=True))
         )
 
     def _planned(self, plan: CyclePlan) -> int:
@@ -472,23 +506,36 @@ class Cycles:
             default=0,
         )
 
-    def _spare_in_backward(self, keys: tuple[SegmentKey, ...], margin: int) -> int:
+    def _spare_in_backward(
+        self, keys: tuple[SegmentKey, ...], margin: int, sizes: tuple[int, ...], lives: Lives
+    ) -> int:
         """What every operator of the backwards leaves: with less, gradients on their way would pass the budget."""
-        needs = [
-            _non_model_peak(samples, index)
-            + sum(self._tensors[tensor].device_nbytes for tensor in {*period.operands, *period.held})
-            for key in keys
-            if key.phase is Phase.BACKWARD
-            for samples in (self._samples[key],)
-            for index, period in enumerate(samples[-1].periods)
-        ]
+        needs: list[int] = []
+        now = 0
+        for key in keys:
+            samples = self._samples[key]
+            for index, period in enumerate(samples[-1].periods):
+                if key.phase is Phase.BACKWARD:
+                    mandatory = _mandatory(period, lives, now)
+                    beside = _non_model_peak(samples, index) + lives.unseen[now]
+                    needs.append(beside + sum(sizes[tensor] for tensor in mandatory))
+                now += 1
         return max(0, self._budget - margin - self._fixed_bytes() - max(needs, default=0))
+
+
+def _mandatory(period: Period, lives: Lives, moment: int) -> tuple[int, ...]:
+    """What must be on the device in this period, each once."""
+    return (*dict.fromkeys(period.operands + period.held), *sorted(lives.present[moment]))
 
 
 def _non_model_peak(samples: Sequence[Segment], index: int) -> int:
     """Highest non-model peak of period ``index`` over the samples that have it."""
-    periods = [segment.periods[index] for segment in samples if index < len(segment.periods)]
-    return max(period.non_model_bytes for period in periods)
+    return max(period.non_model_bytes for period in _same(samples, index))
+
+
+def _same(samples: Sequence[Segment], index: int) -> list[Period]:
+    """Period ``index`` of each sample that has it."""
+    return [segment.periods[index] for segment in samples if index < len(segment.periods)]
 
 
 def _positions(operands: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], list[int]]:

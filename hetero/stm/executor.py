@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from hetero.eviction import Actions
 from hetero.msc import MemStatsCollector, Phase, Segment, SegmentKey
+from hetero.stm.activations import Activations
 from hetero.stm.cycles import CyclePlan, Cycles
 from hetero.stm.gradients import Gradients
 from hetero.stm.guard import arm, guarded
@@ -29,6 +30,7 @@ class Executor:
         tensors: Sequence[ManagedTensor],
         residency: Residency,
         gradients: Gradients,
+        activations: Activations,
         collector: MemStatsCollector,
         cycles: Cycles,
         *,
@@ -38,6 +40,7 @@ class Executor:
         self._tensors = tensors
         self._residency = residency
         self._gradients = gradients
+        self._activations = activations
         self._collector = collector
         self._cycles = cycles
         self._relieve = relieve
@@ -78,6 +81,8 @@ class Executor:
         place = self._cycles.begin_segment(key)
         self._plan, self._position, self._stop = place.plan, place.begin, place.end
         self._has_left_plan = False
+        if place.number == 0 and (key.trains or key.phase is not Phase.FORWARD):
+            self._activations.begin_iteration()
         self._set_guarded(place.guarded)
         if key.phase is not Phase.STEP:  # which uses no copies
             self._residency.follow_stream()
@@ -85,6 +90,11 @@ class Executor:
         # A plan that is followed for the first time, or again after something else ran, finds other copies
         # resident than it left behind.
         self._to_prefetch = list(place.missing) if self._plan is not None else []
+        self._activations.reclaim(0)
+        if place.plan is None:
+            self._activations.follow((), ())
+        else:
+            self._activations.follow(place.plan.activations[place.number], place.plan.trace.sizes)
         self._segment = self._collector.begin_segment(key, sample=place.sample)
         self._drift = self._measure_drift(self._position)
         # Before anything is known, a gradient is handed over at once: what is measured is then the operator's
@@ -104,12 +114,15 @@ class Executor:
         """The pre-op sampling moment: measure, then change the layout as planned, then make operands resident."""
         indices = tuple([tensor.index for tensor in operands])
         collector = self._collector
+        self._activations.settle()
         if collector.is_sampling:
             self._gradients.reclaim(0)
             held = tuple(
-                t.index for t in self._residency.resident.values() if t.is_held() and t not in operands
+                t.index
+                for t in self._residency.resident.values()
+                if (t.users or t.is_held()) and t not in operands
             )
-            collector.moment(_label(name, operands), indices, held)
+            collector.moment(_label(name, operands), indices, held, self._activations.held())
         else:
             collector.moment(name, indices)
         self._change_layout(operands, indices, name)
@@ -121,6 +134,23 @@ class Executor:
             self._collector.count_stale(tensor.index)
         self._residency.drop_stale(tensors)
         self._change_layout([], (), "stepped")
+
+    def make_room(self, nbytes: int) -> None:
+        """For a saved tensor that comes back at an instant that no plan foresaw."""
+        self._residency.make_room_for(nbytes, limit=self._limit(), name="a saved tensor")
+
+    def leave_room(self) -> None:
+        """Before what the caller does between forward and backward, unguarded: what was measured of it fits, and where
+        nothing was, all that can leave does."""
+        follows = self._plan is not None and not self._has_left_plan
+        limit = self._limit() if follows else self._cycles.measured_limit(self._segment)
+        if follows and limit is not None and not self._residency.exceeds(limit):
+            return
+        with self._collector.evicting(for_operator=False):
+            self._residency.evict_idle()
+            excess = self._activations.device_bytes if limit is None else self._residency.excess(limit)
+            if excess > 0:
+                self._activations.shed(excess)
 
     def release_cap(self) -> None:
         """Nothing runs until the next segment: others may have the memory. A model may also be dropped here."""
@@ -135,10 +165,21 @@ class Executor:
         actions = self._advance(indices)
         self._forget_overtaken(actions)
         if actions.evict or actions.fetch:
-            self._drift = max(self._drift, self._measure_drift(self._position - 1))
+            drift = self._measure_drift(self._position - 1)
+            if drift > self._drift:
+                # The model keeps more than it did, and may do so again within any period.
+                self._drift = drift
+                if (
+                    not self._is_guarded
+                    and self._segment is not None
+                    and self._segment.key.phase is not Phase.STEP
+                ):
+                    self._guard_from_here()
         limit = self._limit()
         self._evict(actions.evict)
         self._residency.trim(limit, keep=indices)
+        if self._plan is not None and self._residency.exceeds(limit):
+            self._activations.shed(self._residency.excess(limit))
         self._residency.wanted = frozenset(indices)
         try:
             fetched = self._residency.require(operands, limit=limit, operator=lambda: _label(name, operands))
@@ -230,20 +271,36 @@ class Executor:
     def _evict(self, planned: tuple[int, ...]) -> None:
         if not planned and not self._to_evict:
             return
-        self._to_evict = [
-            index for index in (*self._to_evict, *planned) if not self._residency.evict(self._tensors[index])
-            and self._tensors[index].is_resident and not self._tensors[index].stays
-        ]  # fmt: skip
+        self._to_evict = [index for index in (*self._to_evict, *planned) if not self._leave(index)]
 
     def _prefetch(self, planned: tuple[int, ...], limit: int) -> None:
         if not planned and not self._to_prefetch:
             return
-        waiting = [index for index in (*self._to_prefetch, *planned) if not self._tensors[index].is_resident]
+        waiting = [index for index in (*self._to_prefetch, *planned) if not self._is_resident(index)]
         self._to_prefetch = []
         for place, index in enumerate(waiting):
-            if not self._residency.prefetch(self._tensors[index], limit=limit):
+            if not self._bring(index, limit):
                 self._to_prefetch = waiting[place:]  # in order: a later one must not overtake
                 break
+
+    # Numbers from the parameters' on are the plan's saved tensors.
+
+    def _leave(self, index: int) -> bool:
+        """It leaves, or is not there; False if it cannot yet."""
+        if index >= len(self._tensors):
+            return self._activations.evict(index)
+        tensor = self._tensors[index]
+        return self._residency.evict(tensor) or not tensor.is_resident or tensor.stays
+
+    def _is_resident(self, index: int) -> bool:
+        if index >= len(self._tensors):
+            return self._activations.is_resident(index)
+        return self._tensors[index].is_resident
+
+    def _bring(self, index: int, limit: int) -> bool:
+        if index >= len(self._tensors):
+            return self._activations.prefetch(index, limit=limit)
+        return self._residency.prefetch(self._tensors[index], limit=limit)
 
     def _next_use(self, tensor: ManagedTensor) -> float:
         if self._plan is None:

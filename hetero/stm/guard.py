@@ -127,7 +127,8 @@ def _step_aside(gradients: Any) -> None:
     modes = _pop_all()
     for mode in modes:
         if isinstance(mode, _Guard):
-            mode.relieve()
+            while mode.relieve():
+                pass
     _push_all([mode for mode in modes if not isinstance(mode, _Guard)])
 
 

@@ -17,6 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from torch.autograd import grad_mode
+
 __all__ = ["install", "remove"]
 
 _HERE = Path(__file__).parents[1]
@@ -25,7 +27,8 @@ _OURS = (
     *(str(_HERE / room) + "/" for room in ("devices", "eviction", "msc", "stm")),
     str(_HERE / "manager.py"),
 )
-_ON_BEHALF = tuple(module.__file__ for module in (contextlib, threading) if module.__file__)
+# torch's: ``no_grad`` is Python, and an interrupt in its ``__enter__`` would leave gradients off for good.
+_ON_BEHALF = tuple(module.__file__ for module in (contextlib, threading, grad_mode) if module.__file__)
 _AGAIN_SECONDS = 1e-3
 # A thing of ours that hangs can be interrupted after all.
 _LONGEST_SECONDS = 10.0

@@ -17,6 +17,7 @@ from hetero.devices import Accelerator, CopyEngine, HostArena, LinkSpeeds
 from hetero.errors import BudgetError
 from hetero.eviction import Links, Policy
 from hetero.msc import MemStatsCollector, Phase
+from hetero.stm.activations import Activations
 from hetero.stm.cycles import Cycles
 from hetero.stm.deferred import Update, UpdateQueue
 from hetero.stm.executor import Executor
@@ -33,6 +34,8 @@ from hetero.stm.tensors import ManagedTensor
 from hetero.units import format_bytes
 
 __all__ = ["Arrivals", "StatefulTensorMgr"]
+
+_PORTIONS = 8  # in which saved tensors leave when memory is short
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +84,18 @@ class StatefulTensorMgr:
             accelerator, engine, self.ledger, self.collector, policy, config.device_budget, self.updates
         )
         self.gradients = Gradients(engine, arena, self.ledger, self.collector)
-        self.residency.reclaim = self.gradients.reclaim
+        self.activations = Activations(
+            accelerator,
+            engine,
+            arena,
+            self.ledger,
+            self.collector,
+            lock=self._lock,
+            device_budget=config.device_budget,
+            host_budget=config.host_budget,
+        )
+        self.residency.reclaim = self._reclaim
+        self.residency.shed = self.activations.shed
         self.cycles = Cycles(
             self.tensors,
             budget=config.device_budget,
@@ -94,22 +108,26 @@ class StatefulTensorMgr:
             prefetch=config.prefetch,
             fixed_bytes=lambda: sum(tensor.nbytes(Tier.DEVICE) for tensor in self._fixed),
             headroom=self.collector.headroom,
+            activation_bytes=lambda: self.activations.device_bytes,
             ends_with_backward=not has_optimizer,
         )
         self.executor = Executor(
             self.tensors,
             self.residency,
             self.gradients,
+            self.activations,
             self.collector,
             self.cycles,
             relieve=self.relieve,
             cap=lambda on: accelerator.cap(config.device_budget if on else None),
         )
-
+        self.activations.moment = self._activation_moment
+        self.activations.make_room = self.executor.make_room
         self.segments = Segments(
             self.tensors,
             self.residency,
             self.gradients,
+            self.activations,
             self.collector,
             self.executor,
             lock=self._lock,
@@ -355,11 +373,25 @@ class StatefulTensorMgr:
         with self._lock:
             with self.collector.evicting(for_operator=True):
                 freed = self.residency.evict_idle()
+                if freed == 0:  # and never more than it takes: these have to come back
+                    freed = self.activations.shed(max(1, self.activations.device_bytes // _PORTIONS))
                 if freed == 0:
                     freed = self.residency.send_home(self._budget)
                     self.residency.evict_idle()
             self._accelerator.release_cached()
             return freed
+
+    def _reclaim(self, nbytes: int) -> None:
+        """Device memory of what is on its way down."""
+        before = self.ledger.device_bytes
+        self.gradients.reclaim(nbytes)
+        self.activations.reclaim(nbytes - (before - self.ledger.device_bytes))
+
+    def _activation_moment(self, name: str) -> None:
+        """A large tensor was saved, or is about to be read by backward: a sampling moment."""
+        if torch._C._current_graph_task_id() != -1:
+            self.segments.enter_backward()
+        self.executor.before_operator([], name)
 
     def trim(self, device_budget: int | None) -> int:
         """Leave the device's other bytes to others (`Manager.trim`); returns what the process has given back."""
@@ -383,6 +415,7 @@ class StatefulTensorMgr:
     def settle(self) -> None:
         """Close the books of the iteration if its last segment is over, so that they can be read."""
         with self._lock:
+            self.activations.settle()
             segment = self.executor.segment
             if segment is not None and segment.key.phase is Phase.STEP:
                 self.executor.finish_segment()
@@ -437,6 +470,7 @@ class StatefulTensorMgr:
             for tensor in self.tensors:
                 self.residency.discard(tensor)
                 tensor.identity = None
+            self.activations.close()
             self.executor.release_cap()
             self._closed = True
             self.updates.close()

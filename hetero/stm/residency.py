@@ -77,6 +77,8 @@ class Residency:
         self._starting: torch.Tensor | None = None  # the destination of a copy that is being started
         # Gradients on their way down still occupy the device; `hetero.stm.gradients` sets this.
         self.reclaim: Callable[[int], None] = lambda nbytes: None
+        # Saved tensors may leave where copies are not enough; `hetero.stm.activations` sets this.
+        self.shed: Callable[[int], int] = lambda nbytes: 0
         # Sends home what lives on the device, at least so many bytes if there are; returns how many.
         # `hetero.stm.devicehomes` sets this.
         self.send_home: Callable[[int], int] = lambda nbytes: 0
@@ -96,7 +98,11 @@ class Residency:
 
     def exceeds(self, limit: int) -> bool:
         """More model data is on the device than ``limit`` bytes."""
-        return self._ledger.device_bytes > limit
+        return self.excess(limit) > 0
+
+    def excess(self, limit: int) -> int:
+        """How much model data there is on the device beyond ``limit`` bytes."""
+        return self._ledger.device_bytes - limit
 
     def require(self, operands: Sequence[ManagedTensor], *, limit: int, operator: Callable[[], str]) -> int:
         """Make every operand resident and safe to read by compute. Returns how many had to be fetched now.
@@ -145,6 +151,10 @@ class Residency:
         if excess > 0:
             self.reclaim(excess)
             self._evict_for(self._ledger.device_bytes - limit, set(keep))
+
+    def make_room_for(self, nbytes: int, *, limit: int, name: str) -> None:
+        """Let ``nbytes`` fit that are no parameter's. Raises `BudgetError` if they cannot."""
+        self._make_room(nbytes, limit, set(), lambda: name)
 
     def evict(self, tensor: ManagedTensor) -> bool:
         """Drop the device copy, written back first if it was written. False if it is in use or held, or lives there."""
@@ -422,6 +432,8 @@ class Residency:
             self.reclaim(short)
             self._evict_for(self._shortage(wanted), keep)
             short = self._shortage(wanted)
+            if short > 0 and self.shed(short):
+                short = self._shortage(wanted)
         if short > 0:
             self.send_home(short)
             self._evict_for(self._shortage(wanted), keep)

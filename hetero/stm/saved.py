@@ -1,8 +1,9 @@
 """Tensors that autograd saves for backward.
 
 Owns the saved-tensor hooks. Invariant: what backward reads has the bytes that forward saved. A device copy of a
-parameter is saved as a handle, so that it may leave between forward and backward; everything else is saved as
-it is. Hooks switch autograd's own version check off, so it is made here, with the same answer.
+parameter is saved as a handle, so that it may leave between forward and backward; other tensors on the device are
+saved as records that may leave as well (`hetero.stm.activations`), or, where that is not safe, as they are. Hooks
+switch autograd's own version check off, so it is made here, with the same answer.
 
 [Note: casts]
 Under autocast an operator saves the low-precision cast of a weight, a tensor of its own. Kept as it is, the casts
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 
+from hetero.stm.activations import Activations, Saved
 from hetero.stm.fetch import Fetch, plain
 from hetero.stm.residency import RESIDENT
 from hetero.stm.tensors import ManagedTensor
@@ -57,40 +59,57 @@ class _Outer:
 
 
 @contextlib.contextmanager
-def saved_tensors_as_handles() -> Iterator[None]:
-    """Within it, parameters are saved as handles ([Note: outer hooks])."""
+def saved_tensors_as_handles(activations: Activations | None = None) -> Iterator[None]:
+    """Within it, parameters are saved as handles, and other tensors, if ``activations`` are to move, as records
+    ([Note: outer hooks])."""
     outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    pack = _pack if outer is None else _packer(*outer)
+    pack = _packer(activations) if outer is None else _outer_packer(*outer)
     with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
         yield
 
 
-def _packer(
+def _outer_packer(
     outer_pack: Callable[[torch.Tensor], Any], outer_unpack: Callable[[Any], Any]
 ) -> Callable[..., Any]:
     def pack(saved: torch.Tensor) -> Any:
-        handle = _handle(saved)
+        handle = _handle(saved, _storage_key(saved))
         return handle if handle is not None else _Outer(outer_pack(saved), outer_unpack)
 
     return pack
 
 
-def _pack(saved: torch.Tensor) -> Any:
-    handle = _handle(saved)
-    if handle is not None:
-        return handle
-    # Without its node: an operator's own output would otherwise hold the node that holds what we return, and a graph
-    # that is dropped without a backward would stay for good. Autograd attaches the node again; the version is shared.
-    return _Kept(saved if saved.grad_fn is None else saved.detach(), saved._version)
+def _packer(activations: Activations | None) -> Callable[..., Any]:
+    def pack(saved: torch.Tensor) -> Any:
+        storage_key = _storage_key(saved)
+        handle = _handle(saved, storage_key)
+        if handle is not None:
+            return handle
+        if activations is not None and storage_key:
+            record = activations.save(saved, storage_key)
+            if record is not None:
+                return record
+        # Without its node: an operator's own output would otherwise hold the node that holds what we return, and a
+        # graph that is dropped without a backward would stay for good. Autograd attaches the node again; the version
+        # is shared.
+        return _Kept(saved if saved.grad_fn is None else saved.detach(), saved._version)
+
+    return pack
 
 
-def _handle(saved: torch.Tensor) -> _Handle | None:
+def _storage_key(saved: torch.Tensor) -> int:
+    """Which memory it lies in; 0 if there is no such thing."""
     if saved.layout is not torch.strided:
-        return None
+        return 0
     try:
-        tensor = RESIDENT.get(saved.untyped_storage()._cdata)
+        return int(saved.untyped_storage()._cdata)
     except NotImplementedError:  # a tensor without storage (functorch)
+        return 0
+
+
+def _handle(saved: torch.Tensor, storage_key: int) -> _Handle | None:
+    if not storage_key:
         return None
+    tensor = RESIDENT.get(storage_key)
     if tensor is None:
         tensor = _cast_of(saved)
     elif tensor.data is None or saved.dtype != tensor.data.dtype:
@@ -136,6 +155,12 @@ def _unpack(packed: Any) -> Any:
             if copy.dtype is not packed.dtype:
                 copy = copy.to(packed.dtype)
             return copy.as_strided(packed.size, packed.stride, packed.offset)
+    if type(packed) is Saved:
+        with plain():
+            tensor, version = packed.record.owner.load(packed)
+        if version != packed.version:
+            raise modified_in_place(tensor, version, packed.version)
+        return tensor
     if type(packed) is _Outer:
         return packed.unpack(packed.packed)
     if packed.tensor._version != packed.version:

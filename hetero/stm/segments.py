@@ -12,6 +12,7 @@ import torch
 
 from hetero.errors import ManageError
 from hetero.msc import MemStatsCollector, Phase, SegmentKey
+from hetero.stm.activations import Activations
 from hetero.stm.executor import Executor
 from hetero.stm.gradients import Gradients
 from hetero.stm.residency import Residency
@@ -28,6 +29,7 @@ class Segments:
         tensors: Sequence[ManagedTensor],
         residency: Residency,
         gradients: Gradients,
+        activations: Activations,
         collector: MemStatsCollector,
         executor: Executor,
         *,
@@ -37,6 +39,7 @@ class Segments:
         self._tensors = tensors
         self._residency = residency
         self._gradients = gradients
+        self._activations = activations
         self._collector = collector
         self._executor = executor
         self._lock = lock
@@ -49,6 +52,8 @@ class Segments:
         with self._lock:
             trains = torch.is_grad_enabled()
             key = SegmentKey(Phase.FORWARD, trains, (signature, len(self._pending_forwards) if trains else 0))
+            if trains:
+                self._activations.begin_forward(len(self._pending_forwards))
             self._executor.begin_segment(key)
             if trains:
                 self._pending_forwards.append(key)
@@ -68,10 +73,12 @@ class Segments:
                 segment.complete = complete
             if not complete:
                 self._void()
-            elif self._executor.is_guarded:
-                # What the caller does next, the loss for instance, runs unguarded: leave all the room there is.
-                with self._collector.evicting(for_operator=False):
-                    self._residency.evict_idle()
+            else:
+                if segment is not None and segment.key.trains:
+                    # A period of its own: what the last operator saved may leave before it, as the plan says.
+                    self._executor.before_operator([], "after the model")
+                if self._executor.is_guarded:
+                    self._executor.leave_room()
             if not complete or (segment is not None and not segment.key.trains):
                 self._executor.release_cap()
             if refused is not None:
@@ -160,6 +167,7 @@ class Segments:
         for tensor in self._tensors:
             tensor.abandon_compute()
         self._residency.await_copies()
+        self._activations.await_copies()
 
     def _guarded_backward(self) -> contextlib.AbstractContextManager[None]:
         segment = self._executor.segment

@@ -38,6 +38,7 @@ class Kind(enum.IntEnum):
     GRADIENT = 1
     OPTIMIZER_STATE = 2
     BUFFER = 3
+    ACTIVATION = 4  # what forward saved for backward
 
 
 # The one transition table. COMPUTE -> FREE is missing on purpose: whoever frees what an operator reads has a bug.
@@ -75,6 +76,11 @@ class Ledger:
     def host_bytes(self) -> int:
         """Model data on the host."""
         return self._tiers[Tier.HOST]
+
+    @property
+    def activation_bytes(self) -> tuple[int, int]:
+        """Saved tensors on the device and on the host: part of model data."""
+        return self.nbytes(Tier.DEVICE, Kind.ACTIVATION), self.nbytes(Tier.HOST, Kind.ACTIVATION)
 
     def add(self, tier: Tier, kind: Kind, state: State, nbytes: int) -> None:
         """Count ``nbytes`` more (or, negative, fewer). For `StatefulTensor` only."""

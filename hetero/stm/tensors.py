@@ -28,7 +28,7 @@ from hetero.stm.exposure import memory_is_private
 from hetero.stm.precision import LowTwin
 from hetero.stm.state import Kind, Ledger, StatefulTensor
 
-__all__ = ["Cast", "ManagedTensor", "Owner", "refused_write"]
+__all__ = ["WRAPPER_USES", "Cast", "ManagedTensor", "Owner", "refused_write"]
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ def _reference_baselines() -> tuple[int, int]:
 
 # Measured, because they differ between versions of Python and torch: what sys.getrefcount answers for a tensor that
 # only an attribute holds, and how many uses of a storage come on top of the tensors' (its Python wrapper).
-_ONLY_OURS, _WRAPPER_USES = _reference_baselines()
+_ONLY_OURS, WRAPPER_USES = _reference_baselines()
 
 
 class Owner(Protocol):
@@ -304,7 +304,7 @@ class ManagedTensor(StatefulTensor):
 
     def is_held(self) -> bool:
         """Somebody besides us holds the copy: evicting it would free nothing."""
-        ours = _WRAPPER_USES + (1 if self.identity is None else 2)
+        ours = WRAPPER_USES + (1 if self.identity is None else 2)
         return torch._C._storage_Use_Count(self.storage_key) > ours or not self._identity_is_ours()
 
     def _identity_is_ours(self) -> bool:

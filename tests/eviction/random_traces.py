@@ -1,5 +1,6 @@
 """Random traces for the property tests, schedules by hand, and an exhaustive search for the fewest bytes."""
 
+from dataclasses import replace
 from itertools import chain, combinations
 
 from hypothesis import strategies as st
@@ -33,6 +34,31 @@ def traces(draw, *, tensors=7, moments=14, sizes=SIZES, clean=False, cyclic=None
         )
     repeats = draw(st.booleans()) if cyclic is None else cyclic
     return Trace(sizes=nbytes, moments=tuple(steps), cyclic=repeats)
+
+
+@st.composite
+def traces_with_products(draw, *, products=4, **keywords):
+    """As `traces`, beside tensors that come into being, are used a few times, and are gone."""
+    trace = draw(traces(**keywords))
+    count = len(trace.moments)
+    sizes, moments = list(trace.sizes), list(trace.moments)
+    for _ in range(draw(st.integers(1, products))):
+        index, nbytes = len(sizes), draw(SIZES)
+        birth = draw(st.integers(0, count - 1))
+        uses = sorted({birth, *draw(st.lists(st.integers(birth, count - 1), max_size=3))})
+        sizes.append(nbytes)
+        for t in uses:
+            moments[t] = replace(
+                moments[t], operands=(*moments[t].operands, index), capacity=moments[t].capacity + nbytes
+            )
+        moments[birth] = replace(
+            moments[birth],
+            produces=(*moments[birth].produces, index),
+            dirties=(*moments[birth].dirties, index),
+        )
+        gone = (uses[-1] + 1) % count
+        moments[gone] = replace(moments[gone], invalidates=(*moments[gone].invalidates, index))
+    return replace(trace, sizes=tuple(sizes), moments=tuple(moments))
 
 
 def schedule_of(*actions, start=(), fetched=0, written_back=0):
@@ -70,7 +96,7 @@ def _costs(trace, start):
             present, unsaved = resident - lost, dirty - lost
             for leaving in _subsets(present - operands):
                 stays = present - set(leaving)
-                missing = operands - stays
+                missing = operands - stays - set(moment.produces)
                 holds = stays | operands
                 if sum(trace.sizes[x] for x in holds) > moment.capacity:
                     continue

@@ -1,0 +1,603 @@
+"""Saved tensors leave the device and come back: the same numbers under the same cap, and nothing is left behind."""
+
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerators import clear_races, races
+from test_semantics_autograd import mlp, train
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
+from twins import adamw, assert_same, assert_twins, device, managed, plain, unmanaged
+
+import hetero
+from hetero.errors import BudgetError, ConfigError
+from hetero.stm import Kind, Tier
+
+WIDTH = 64
+ROWS = 512  # activations take far more than weights
+
+
+class Block(nn.Module):
+    def __init__(self, width=WIDTH):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def deep(depth=6, width=WIDTH):
+    return nn.Sequential(*[Block(width) for _ in range(depth)])
+
+
+def steps(model, optimizer, target, count=4, rows=ROWS):
+    seen = []
+    for _ in range(count):
+        loss = model(torch.randn(rows, WIDTH).to(target)).square().mean()
+        loss.backward()
+        seen.append([loss.detach(), *[p.grad for p in model.parameters()]])
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+@pytest.mark.parametrize("policy", ["opt", "cost-opt", "lru"])
+@pytest.mark.parametrize("share", [0.6, 0.3, 0.15])
+def test_training_under_a_share_of_the_peak_is_exact(share, policy):
+    manager = assert_twins(deep, steps, share=share, policy=policy)
+    stats = manager.stats
+    # Less may come back than left: what is needed before it has gone stays.
+    assert stats.activation_out_bytes >= stats.activation_in_bytes > 0
+    assert stats.by_kind["host"]["activation"] == stats.by_kind["device"]["activation"] == 0
+
+
+@pytest.mark.parametrize("keywords", [{"prefetch": False}, {"warmup_steps": 2}, {"pin_memory": False}])
+def test_other_settings_are_as_exact(keywords):
+    assert_twins(deep, steps, share=0.25, **keywords)
+
+
+def test_a_budget_that_only_both_together_can_meet():
+    def build():
+        return deep(depth=12)
+
+    seen, state, peak = unmanaged(build, steps)
+    weights = sum(p.nbytes for p in build().parameters())
+    budget = 1200 << 10
+    # Parameters, gradients and states that stay, as where only activations move, take more than that; so do activations
+    # that stay.
+    assert 4 * weights > budget
+    with pytest.raises((BudgetError, torch.OutOfMemoryError)):
+        managed(build, steps, budget, activations=False)
+    gc.collect()
+    got, got_state, manager = managed(build, steps, budget)
+    assert_same(got, seen, "observed")
+    assert_same(got_state, state, "state")
+    assert manager.stats.activation_out_bytes > 0
+    assert peak > 8 * budget
+
+
+def test_a_plan_moves_no_more_than_it_must_and_foresees_all_of_it():
+    def loop(model, optimizer, target):
+        return steps(model, optimizer, target, 5)
+
+    seen, state, peak = unmanaged(deep, loop)
+    got, got_state, manager = managed(deep, loop, int(0.5 * peak), link={"bandwidth": "4GiB/s"})
+    assert_same(got, seen, "observed")
+    assert_same(got_state, state, "state")
+    plan = manager._stm.cycles.last_plan
+    assert plan is not None
+    first = len(manager._stm.tensors)
+    leaving = [x for actions in plan.schedule.actions for x in actions.evict if x >= first]
+    nbytes = sum(plan.trace.sizes[x] for x in leaving)
+    planned = manager._stm.cycles.last
+    moved = sum(period.activation_out_bytes for segment in planned for period in segment.periods)
+    assert 0 < moved <= nbytes < sum(plan.trace.sizes[first:])
+    assert manager._stm.cycles.last_plan.guarded == (False,) * len(plan.keys)
+
+
+def test_everything_stays_where_there_is_room():
+    def loop(model, optimizer, target):
+        return steps(model, optimizer, target, 3)
+
+    seen, _, peak = unmanaged(deep, loop)
+    got, _, manager = managed(deep, loop, 2 * peak)
+    assert_same(got, seen, "observed")
+    last = manager._stm.cycles.last
+    assert sum(period.activation_out_bytes for segment in last for period in segment.periods) == 0
+
+
+def manage_for(model, budget="16MiB", optimizer=None, **keywords):
+    return hetero.manage(model, optimizer, device=device(), device_budget=budget, **keywords)
+
+
+def shed_all(manager):
+    """All saved tensors that can leave do; returns how many bytes."""
+    with manager._stm._lock:
+        return manager._stm.activations.shed(1 << 60)
+
+
+def gradients_of(model):
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def unmanaged_gradients(build, run):
+    target = device()
+    torch.manual_seed(0)
+    model = build().to(target)
+    torch.manual_seed(1)
+    return plain(run(model, target, lambda: None))
+
+
+def same_with_everything_shed(build, run, **keywords):
+    """``run(model, target, shed)`` -> observations; ``shed`` makes all saved tensors leave."""
+    expected = unmanaged_gradients(build, run)
+    gc.collect()
+    clear_races()
+    torch.manual_seed(0)
+    model = build()
+    moved = []
+    before = torch.accelerator.memory_allocated()
+    with manage_for(model, **keywords) as manager:
+        torch.manual_seed(1)
+        got = plain(run(model, device(), lambda: moved.append(shed_all(manager))))
+        manager._stm.activations.settle()
+        ledger = manager._stm.ledger
+        assert ledger.nbytes(Tier.DEVICE, Kind.ACTIVATION) == ledger.nbytes(Tier.HOST, Kind.ACTIVATION) == 0
+    assert_same(got, expected, "observed")
+    assert races() == []
+    del model
+    gc.collect()
+    assert torch.accelerator.memory_allocated() == before
+    return sum(moved)
+
+
+def test_retain_graph_and_a_second_backward():
+    def run(model, target, shed):
+        loss = model(torch.randn(ROWS, WIDTH).to(target)).square().mean()
+        shed()
+        loss.backward(retain_graph=True)
+        shed()  # what was read once leaves again, without a copy
+        first = gradients_of(model)
+        loss.backward()
+        return [loss, first, gradients_of(model)]
+
+    assert same_with_everything_shed(deep, run) > 0
+
+
+def test_double_backward():
+    def run(model, target, shed):
+        x = torch.randn(ROWS, WIDTH).to(target).requires_grad_()
+        out = model(x).sum()
+        shed()
+        (gx,) = torch.autograd.grad(out, x, create_graph=True)
+        shed()
+        loss = (gx.norm() - 1).square()
+        loss.backward()
+        return [loss, gradients_of(model)]
+
+    assert same_with_everything_shed(lambda: mlp(depth=2), run) > 0
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, *, reentrant):
+        super().__init__()
+        self.blocks = deep(4)
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        x = self.blocks[0](x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return F.gelu(x)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_of_both_kinds(reentrant):
+    def run(model, target, shed):
+        loss = model(torch.randn(ROWS, WIDTH).to(target)).square().mean()
+        shed()
+        loss.backward()
+        return [loss, gradients_of(model)]
+
+    def build():
+        return Checkpointed(reentrant=reentrant)
+
+    assert same_with_everything_shed(build, run) > 0
+    assert_twins(build, steps, share=0.5)
+
+
+class SavingOnHost(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = deep(4)
+
+    def forward(self, x):
+        x = self.blocks[0](x)
+        with save_on_cpu():
+            x = self.blocks[1](x)
+        return self.blocks[2:](x)
+
+
+def test_save_on_cpu_within_the_model_keeps_its_own():
+    def run(model, target, shed):
+        loss = model(torch.randn(ROWS, WIDTH).to(target)).square().mean()
+        shed()
+        loss.backward()
+        return [loss, gradients_of(model)]
+
+    assert same_with_everything_shed(SavingOnHost, run) > 0
+    assert_twins(SavingOnHost, steps, share=0.5)
+
+
+def test_save_on_cpu_around_the_model_takes_all_but_parameters():
+    def run(model, target, shed):
+        with save_on_cpu():
+            out = model(torch.randn(ROWS, WIDTH).to(target))
+        loss = out.square().mean()
+        shed()
+        loss.backward()
+        return [loss, gradients_of(model)]
+
+    assert same_with_everything_shed(deep, run) == 0
+
+
+class Fused(torch.autograd.Function):
+    """Saves an input, an output and an intermediate, and keeps one of them in ``ctx`` itself."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        inner = x @ weight
+        out = inner.tanh()
+        ctx.save_for_backward(x, weight, inner, out)
+        ctx.inner_too = inner
+        return out
+
+    @staticmethod
+    def backward(ctx, g):
+        x, weight, inner, out = ctx.saved_tensors
+        assert torch.equal(inner, ctx.inner_too)
+        g = g * (1 - out * out)
+        return g @ weight.t(), x.t() @ g
+
+
+class WithFunction(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterList([torch.randn(WIDTH, WIDTH) / 8 for _ in range(4)])
+
+    def forward(self, x):
+        for weight in self.weights:
+            x = Fused.apply(x, weight)
+        return x
+
+
+def test_custom_functions():
+    def run(model, target, shed):
+        loss = model(torch.randn(ROWS, WIDTH).to(target)).square().mean()
+        shed()
+        loss.backward()
+        return [loss, gradients_of(model)]
+
+    assert same_with_everything_shed(WithFunction, run) > 0
+    assert_twins(WithFunction, steps, share=0.7)
+
+
+class Views(nn.Module):
+    """Saves parts, transposes and other types of one storage, each several times."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        scores = (q @ k.t() / 8).softmax(-1)
+        mixed = (scores @ v) * q.sigmoid() + v[::2].repeat(2, 1)
+        spread = torch.view_as_complex(mixed.reshape(len(x), -1, 2)).abs()
+        return self.out(mixed) * spread.sum(1, keepdim=True) * (mixed > 0)
+
+
+def test_views_of_one_storage_move_once_and_come_back_as_they_were():
+    def run(model, target, shed):
+        loss = model(torch.randn(128, WIDTH).to(target)).square().mean()
+        shed()
+        loss.backward()
+        return [loss, gradients_of(model)]
+
+    assert same_with_everything_shed(Views, run) > 0
+    model = Views()
+    with manage_for(model) as manager:
+        x = torch.randn(128, WIDTH).to(device())
+        loss = model(x).square().mean()
+        qkv = 128 * 3 * WIDTH * 4
+        manager._stm.activations.settle()
+        records = [account.device_nbytes for account in manager._stm.activations._live.values()]
+        assert records.count(qkv) == 1
+        shed_all(manager)
+        assert manager._stm.activations.device_bytes == x.nbytes  # which is held here
+        freed = manager.stats.activation_out_bytes
+        assert freed == sum(records) - x.nbytes
+        loss.backward()
+        assert manager.stats.activation_in_bytes == freed
+
+
+class Editing(nn.Module):
+    """Edits, in place, what it has saved: ``illegal``, or only what nobody needs."""
+
+    def __init__(self, *, illegal):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.illegal = illegal
+
+    def forward(self, x):
+        y = self.first(x)
+        z = y.exp() if self.illegal else F.relu(y)  # both save their output; relu_ then leaves it as it is
+        z = z.mul_(2) if self.illegal else z.relu_()
+        return self.last(z)
+
+
+@pytest.mark.parametrize("sheds", [False, True])
+def test_an_illegal_edit_is_the_error_it_always_is(sheds):
+    def run(model, target, shed):
+        loss = model(torch.ones(ROWS, WIDTH).to(target)).square().mean()
+        if sheds:
+            shed()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
+            loss.backward()
+        return str(caught.value).split(";")[0].replace("[virtualFloatType", "[FloatTensor")
+
+    def said(text):
+        return text[text.index("is at version") :]
+
+    target = device()
+    expected = run(Editing(illegal=True).to(target), target, None) if not sheds else None
+    model = Editing(illegal=True)
+    with manage_for(model) as manager:
+        got = run(model, target, lambda: shed_all(manager))
+    if expected is not None:
+        assert said(got) == said(expected)
+    assert races() == []
+
+
+def test_an_edit_of_a_saved_tensor_that_has_left_and_come_back_is_seen():
+    target = device()
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    with manage_for(model) as manager:
+        out = model(torch.randn(ROWS, WIDTH).to(target))
+        node = out.grad_fn
+        loss = out.square().mean()
+        del out
+        shed_all(manager)
+        assert manager._stm.activations.device_bytes > 0  # the loss, made outside, holds the output as well
+        del loss
+        shed_all(manager)
+        assert manager._stm.activations.device_bytes == 0
+        node._saved_result.detach().mul_(2)
+        with pytest.raises(RuntimeError, match="is at version 1; expected version 0"):
+            _ = node._saved_result
+
+
+def test_what_the_user_holds_stays_and_has_its_values():
+    target = device()
+    model = deep(2)
+    with manage_for(model) as manager:
+        x = torch.randn(ROWS, WIDTH).to(target)
+        seen = []
+        model[1].norm.register_forward_hook(lambda module, args, out: seen.append(out))
+        loss = model(x).square().mean()
+        address, values = seen[0].data_ptr(), seen[0].detach().clone()
+        shed_all(manager)
+        assert seen[0].data_ptr() == address
+        assert torch.equal(seen[0], values)
+        manager._stm.activations.settle()
+        held = manager._stm.activations.held()
+        assert len(held) >= 1
+        loss.backward()
+
+
+def test_a_dropped_graph_frees_device_and_host():
+    target = device()
+    model = deep()
+    with manage_for(model) as manager:
+        activations = manager._stm.activations
+        ledger = manager._stm.ledger
+        loss = model(torch.randn(ROWS, WIDTH).to(target)).square().mean()
+        shed_all(manager)
+        loss.backward()
+        slots = activations._slots.nbytes
+        assert slots > 0
+        del loss
+        manager._stm.relieve()
+        base = torch.accelerator.memory_allocated()
+        for sheds in (False, True, True):
+            loss = model(torch.randn(ROWS, WIDTH).to(target)).square().mean()
+            if sheds:
+                shed_all(manager)
+            del loss
+            while manager._stm.relieve():
+                pass
+            activations.settle()
+            assert ledger.nbytes(Tier.DEVICE, Kind.ACTIVATION) == 0
+            assert ledger.nbytes(Tier.HOST, Kind.ACTIVATION) == 0
+            assert torch.accelerator.memory_allocated() == base
+        assert activations._slots.nbytes == slots  # the same blocks, again and again
+        assert activations._live == {}
+        assert activations._by_storage == {}
+        assert activations._flights == {}
+
+
+def test_a_graph_dropped_while_a_copy_is_on_its_way_is_freed_after_it():
+    target = device(bandwidth="64MiB/s", latency="1ms")
+    clear_races()
+    model = deep(2)
+    with manage_for(model) as manager:
+        activations = manager._stm.activations
+        for brings in (False, True):
+            before = manager._stm.ledger.nbytes(Tier.DEVICE, Kind.ACTIVATION)
+            out = model(torch.randn(ROWS, WIDTH).to(target))
+            with manager._stm._lock:
+                records = [reference() for reference in activations._live]
+                assert sum(activations._leave(record, at_once=False) for record in records) > 0
+                if brings:
+                    activations.reclaim(1 << 60)
+                    for record in records:
+                        if record.aliases is None:
+                            activations._start_back(record)
+            del out, records
+            record = None
+            activations.settle()
+            assert activations._flights
+            activations.reclaim(1 << 60)
+            assert manager._stm.ledger.nbytes(Tier.DEVICE, Kind.ACTIVATION) == before
+            assert not activations._flights
+            torch.ones(1 << 20, device=target)  # writes where they were
+    assert races() == []
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_after_an_exception_nothing_is_left_and_training_goes_on(where):
+    class Fails(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = deep()
+            self.fails = False
+
+        def forward(self, x):
+            for index, block in enumerate(self.blocks):
+                x = block(x)
+                if self.fails and index == 3:
+                    if where == "forward":
+                        raise KeyboardInterrupt
+                    x = Failing.apply(x)
+            return x
+
+    def loop(model, optimizer, target):
+        seen = steps(model, optimizer, target, 2)
+        model.fails = True
+        with pytest.raises(KeyboardInterrupt):
+            steps(model, optimizer, target, 1)
+        model.fails = False
+        optimizer.zero_grad()
+        return seen + steps(model, optimizer, target, 3)
+
+    manager = assert_twins(Fails, loop, share=0.4)
+    assert manager._stm.ledger.device_bytes == 0
+
+
+def test_a_graph_that_outlives_its_manager_can_be_read():
+    target = device()
+    torch.manual_seed(0)
+    model = deep(2)
+    torch.manual_seed(0)
+    twin = deep(2).to(target)
+    x = torch.randn(ROWS, WIDTH).to(target)
+    expected = torch.autograd.grad(twin(x).square().mean(), list(twin.parameters()))
+    manager = manage_for(model)
+    loss = model(x).square().mean()
+    shed_all(manager)
+    assert manager.stats.activation_out_bytes > 0
+    manager.close()
+    assert manager._stm.ledger.device_bytes == 0
+    got = torch.autograd.grad(loss, list(model.parameters()))
+    assert_same(plain(got), plain(expected), "gradients")
+    del loss
+    assert races() == []
+
+
+def test_where_host_memory_is_short_saved_tensors_stay():
+    model = deep(4)
+    homes = sum(p.nbytes for p in model.parameters())
+    budget = 2 * homes + (256 << 10)
+    with manage_for(model, host_budget=budget) as manager:
+        loss = model(torch.randn(ROWS, WIDTH).to(device())).square().mean()
+        shed_all(manager)
+        assert 0 < manager._stm.ledger.nbytes(Tier.HOST, Kind.ACTIVATION) <= budget - homes
+        assert manager._stm.activations.device_bytes > 1 << 20
+        loss.backward()
+
+
+def test_a_kept_graph_from_before_is_no_obstacle():
+    def loop(model, optimizer, target):
+        kept, seen = [], []
+        for _ in range(5):
+            loss = model(torch.randn(ROWS, WIDTH).to(target)).square().mean()
+            loss.backward(retain_graph=True)
+            kept = [*kept[-1:], loss]
+            seen.append([p.grad for p in model.parameters()])
+            optimizer.step()
+            optimizer.zero_grad()
+        kept.clear()
+        return seen
+
+    assert_twins(lambda: deep(3), loop, share=0.3)
+
+
+def test_several_forwards_before_a_backward_and_several_pairs_before_a_step():
+    def loop(model, optimizer, target):
+        seen = []
+        for _ in range(4):
+            losses = [model(torch.randn(ROWS // 2, WIDTH).to(target)).square().mean() for _ in range(2)]
+            sum(losses).backward()
+            loss = model(torch.randn(ROWS // 2, WIDTH).to(target)).square().mean()
+            loss.backward()
+            seen.append([loss.detach(), *[p.grad for p in model.parameters()]])
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    assert_twins(deep, loop, share=0.3)
+
+
+def test_other_shapes_now_and_then_are_planned_beside():
+    def loop(model, optimizer, target):
+        seen = []
+        for step in range(8):
+            seen += steps(model, optimizer, target, 1, rows=ROWS if step % 2 else ROWS // 2)
+            with torch.no_grad():
+                seen.append(model(torch.ones(ROWS, WIDTH).to(target)).clone())
+        return seen
+
+    assert_twins(deep, loop, share=0.3)
+
+
+def test_nothing_moves_where_it_is_switched_off():
+    manager = assert_twins(mlp, train, activations=False)
+    assert manager.stats.activation_out_bytes == 0
+    with pytest.raises(ConfigError, match="activations=1: expected True or False"):
+        manage_for(deep(1), activations=1)
+
+
+def test_statistics_show_saved_tensors_as_a_class_of_their_own(tmp_path):
+    target = device()
+    model = deep()
+    optimizer = adamw(model)
+    with manage_for(model, budget="1MiB", optimizer=optimizer) as manager:
+        steps(model, optimizer, target, 3)
+        stats = manager.stats
+        assert stats.by_kind["device"]["activation"] == 0
+        moved_out = sum(period.activation_out_bytes for period in stats.periods)
+        assert moved_out >= sum(period.activation_in_bytes for period in stats.periods) > 0
+        assert max(period.device_activation_bytes for period in stats.periods) > 0
+        for period in stats.periods:
+            total = period.device_model_bytes + period.device_activation_bytes + period.device_non_model_bytes
+            assert period.device_peak_bytes <= total <= stats.device_budget + moved_out
+        assert "activations moved" in str(stats)
+        manager.plot(str(tmp_path / "plot.svg"))
+        assert (tmp_path / "plot.svg").stat().st_size > 0
