@@ -64,7 +64,7 @@ def saved_tensors_as_handles(activations: Activations | None = None) -> Iterator
     ([Note: outer hooks])."""
     outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
     pack = _packer(activations) if outer is None else _outer_packer(*outer)
-    with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+    with torch.autograd.graph.saved_tensors_hooks(pack, _never_compiled(_unpack)):
         yield
 
 
@@ -75,7 +75,7 @@ def _outer_packer(
         handle = _handle(saved, _storage_key(saved))
         return handle if handle is not None else _Outer(outer_pack(saved), outer_unpack)
 
-    return pack
+    return _never_compiled(pack)
 
 
 def _packer(activations: Activations | None) -> Callable[..., Any]:
@@ -93,7 +93,15 @@ def _packer(activations: Activations | None) -> Callable[..., Any]:
         # is shared.
         return _Kept(saved if saved.grad_fn is None else saved.detach(), saved._version)
 
-    return pack
+    return _never_compiled(pack)
+
+
+def _never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiled module that falls back to eager would have Dynamo compile our hooks, which read versions."""
+    frames: Any = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    return function
 
 
 def _storage_key(saved: torch.Tensor) -> int:
