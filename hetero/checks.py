@@ -14,6 +14,7 @@ from hetero.config import Config
 from hetero.devices import Accelerator
 from hetero.errors import BudgetError, ManageError
 from hetero.stm.intercept import is_managed
+from hetero.stm.precision import computes_in
 from hetero.units import format_bytes
 
 __all__ = ["check_budgets", "check_manageable", "named_buffers", "named_parameters"]
@@ -94,8 +95,9 @@ def check_budgets(
     accelerator: Accelerator,
 ) -> None:
     buffers = sum(accelerator.allocated_size(b.numel() * b.element_size()) for _, b in named_buffers(model))
-    name, largest = max(parameters, key=lambda item: item[1].numel() * item[1].element_size())
-    needed = buffers + accelerator.allocated_size(largest.numel() * largest.element_size())
+    copies = {name: p.numel() * computes_in(p.dtype, config.precision).itemsize for name, p in parameters}
+    name, largest = max(parameters, key=lambda item: copies[item[0]])
+    needed = buffers + accelerator.allocated_size(copies[name])
     if needed > config.device_budget:
         raise BudgetError(
             f"{name} {tuple(largest.shape)} and the buffers ({format_bytes(buffers)}) need {needed} bytes on "
@@ -105,10 +107,14 @@ def check_budgets(
     homes = sum(p.numel() * p.element_size() for _, p in parameters)
     trained = sum(p.numel() * p.element_size() for _, p in parameters if p.requires_grad)
     states = _states_per_parameter(optimizer)
-    total = homes if optimizer is None else homes + trained * (1 + states)
+    twins = sum(
+        copies[name] for name, p in parameters if computes_in(p.dtype, config.precision) is not p.dtype
+    )
+    total = homes + twins + (0 if optimizer is None else trained * (1 + states))
     if total > config.host_budget:
         raise BudgetError(
             f"model data at home need {total} bytes of host memory ({format_bytes(homes)} of parameters"
+            + (f", {format_bytes(twins)} for them in {config.precision}" if twins else "")
             + (f", as much again for gradients and {states} times for optimizer states" if optimizer else "")
             + f"), host_budget is {config.host_budget} bytes: raise it to {format_bytes(total)} or more, or use an "
             "optimizer with fewer states"

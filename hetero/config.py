@@ -6,6 +6,8 @@ Owns the keywords of `hetero.manage` and their defaults. Keywords win over every
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from hetero.errors import ConfigError
 from hetero.units import format_bytes, parse_budget
 
@@ -29,6 +31,7 @@ class Config:
     prefetch: bool
     pin_memory: bool
     activations: bool
+    precision: torch.dtype | None
     device_homes: bool
 
     @property
@@ -47,6 +50,7 @@ def resolve(
     prefetch: bool,
     pin_memory: bool | None,
     activations: bool,
+    precision: torch.dtype | None,
     device_homes: bool,
     device_total: int,
     device_free: Callable[[], int],
@@ -72,6 +76,11 @@ def resolve(
     ):
         if not isinstance(flag, bool) and not (name == "pin_memory" and flag is None):
             raise ConfigError(f"{name}={flag!r}: expected True or False")
+    if not any(precision is known for known in (None, torch.bfloat16, torch.float16)):
+        raise ConfigError(
+            f"precision={precision!r}: device copies of 2 bytes a number are torch.bfloat16 or torch.float16; pass one "
+            "of them, or None to compute in the parameters' own type"
+        )
     device_bytes = (
         device_free()
         if device_budget is None
@@ -94,5 +103,6 @@ def resolve(
         prefetch=prefetch,
         pin_memory=True if pin_memory is None else pin_memory,
         activations=activations,
+        precision=precision,
         device_homes=device_homes,
     )

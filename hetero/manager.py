@@ -35,6 +35,7 @@ from hetero.stm.fetch import plain
 from hetero.stm.functions import HomeHook
 from hetero.stm.hoststep import HostStep
 from hetero.stm.intercept import ManagedParameter, scope
+from hetero.stm.precision import cast_inputs
 from hetero.stm.saved import saved_tensors_as_handles
 from hetero.units import format_bytes, parse_budget
 
@@ -54,6 +55,7 @@ def manage(
     prefetch: bool = True,
     pin_memory: bool | None = None,
     activations: bool = True,
+    precision: torch.dtype | None = None,
     device_homes: bool = True,
 ) -> "Manager":
     """Train ``model`` on a device that it does not fit on. In place; the training loop does not change.
@@ -78,10 +80,21 @@ def manage(
         activations: tensors saved for backward may leave the device as well, where that costs least or nothing
             else fits.
         pin_memory: page-lock homes, so that copies run beside compute. Default: where the system allows it.
+        precision: ``torch.bfloat16`` or ``torch.float16`` computes in it, with the numbers of FSDP2 (see below), and
+            moves half the bytes of float32 parameters. Default None: in the parameters' own type.
         device_homes: where there is room, let parameters live on the device, with gradient and optimizer states, and
             step them there, as many as make the iteration shortest (`Manager.plan`). A device's kernels may round
             otherwise than the host's, and how many there are depends on measured speeds: False, or
-            ``torch.use_deterministic_algorithms(True)``, steps everything at home.
+            ``torch.use_deterministic_algorithms(True)``, steps everything at home, as does ``precision``.
+
+    With ``precision``, a floating-point parameter keeps its type at home, for the optimizer, for clipping, in
+    checkpoints and wherever it is used outside the model's forward; within forward and backward it, its gradient and
+    what is computed from it are of ``precision``. So are the floating-point tensors among the arguments of the model's
+    call; integer and complex parameters, buffers, the arguments of submodules and the model's output are not cast. The
+    contributions of one backward to a gradient are added in ``precision``, those of several (micro-batches) in the
+    parameter's own type. This is ``fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=precision,
+    reduce_dtype=torch.float32))``, bit for bit. Writing to a parameter within the model's forward raises `ManageError`.
+    It takes two more bytes of host memory a parameter. For float16 use ``torch.amp.GradScaler`` as usual.
 
     Returns:
         A `Manager`; also a context manager that closes itself.
@@ -104,6 +117,7 @@ def manage(
         prefetch=prefetch,
         pin_memory=pin_memory,
         activations=activations,
+        precision=precision,
         device_homes=device_homes,
         device_total=accelerator.total_bytes(),
         device_free=lambda: device_memory_free(accelerator),
@@ -248,6 +262,7 @@ class Manager:
         patches.install(self._stm.segments)
         self._patched = True
         parameters = named_parameters(model)
+        self._stm.expect_twins(parameter for _, parameter in parameters)
         self._homes.take_parameters(parameters)
         for name, parameter in parameters:
             tensor = self._stm.register_parameter(name, parameter)
@@ -284,6 +299,7 @@ class Manager:
         model = self._model
         self._own_call = model.__dict__.get("_compiled_call_impl")
         inner = self._own_call or model._call_impl
+        precision = self.config.precision
 
         @functools.wraps(inner)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -292,13 +308,17 @@ class Manager:
                 raise refuse_export(type(model).__name__, self.device)
             # A checkpoint around the model recomputes it within backward: that is no new forward.
             if torch._C._current_graph_task_id() != -1:
-                with scope():
+                with scope(), saved_tensors_as_handles():
+                    if precision is not None:
+                        args, kwargs = cast_inputs(precision, args, kwargs)
                     return inner(*args, **kwargs)
             saved = self._stm.activations if self.config.activations else None
             self._stm.segments.begin_forward(_signature(model, args, kwargs))
             complete = False
             try:
                 with scope(), self._stm.executor.guarded(), saved_tensors_as_handles(saved):
+                    if precision is not None:
+                        args, kwargs = cast_inputs(precision, args, kwargs)
                     result = inner(*args, **kwargs)
                 complete = True
             finally:

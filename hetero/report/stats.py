@@ -32,7 +32,7 @@ class MemoryStats:
         device_budget: the cap.
         peak_device_bytes: highest device memory in use since `hetero.manage`, of whatever kind.
         model_data_bytes: parameters, gradients, optimizer states and buffers, wherever they are. Each counted
-            once: a device copy of a parameter is not model data twice.
+            once: a device copy of a parameter is not model data twice, nor is its low-precision twin at home.
         device_model_bytes, host_model_bytes: model data by where it is now, copies included.
         bytes_moved: over both directions in the last complete iteration.
         lower_bound_bytes: what any schedule would have had to move in such an iteration under this budget (interval
@@ -143,7 +143,9 @@ def collect_stats(stm: StatefulTensorMgr, accelerator: Accelerator, config: Conf
     return MemoryStats(
         device_budget=config.device_budget,
         peak_device_bytes=stm.collector.peaks.highest,
-        model_data_bytes=ledger.host_bytes + ledger.device_bytes - copies - saved - saved_on_host,
+        model_data_bytes=(
+            ledger.host_bytes + ledger.device_bytes - copies - stm.twin_bytes - saved - saved_on_host
+        ),
         device_model_bytes=ledger.device_bytes - saved,
         host_model_bytes=ledger.host_bytes - saved_on_host,
         bytes_moved=sum(_moved(period) for period in moved),

@@ -19,6 +19,7 @@ from torch import nn
 from hetero.stm.fetch import plain
 from hetero.stm.guard import unguarded
 from hetero.stm.intercept import in_scope, is_managed, managed_of, substituted
+from hetero.stm.outside import full_copies, keeps_its_type
 from hetero.stm.tensors import ManagedTensor
 
 __all__ = ["CompiledCalls"]
@@ -96,7 +97,9 @@ def _substituting(
             if tensor not in operands:
                 operands.append(tensor)
         # Modes would make the compiler run everything eagerly, which is not the same arithmetic.
-        with plain(), substituted(operands, label) as copies, unguarded():
+        outside = not in_scope() and keeps_its_type(operands)
+        given = full_copies(operands) if outside else substituted(operands, label)
+        with plain(), given as copies, unguarded():
             try:
                 for module, key, parameter in places:
                     module._parameters[key] = copies[id(parameter)]  # type: ignore[assignment]

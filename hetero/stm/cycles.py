@@ -147,6 +147,7 @@ class Cycles:
         self.device_homes: tuple[int, ...] = ()
         self._most_home_bytes = budget
         self._has_lost_homes = False
+        self._has_refused_homes = False
         # What each parameter would cost there, by index; empty: none can, or nothing has been measured.
         self.home_costs: Callable[[], dict[int, HomeCost]] = dict
         self._homes_chosen: set[tuple[SegmentKey, ...]] = set()
@@ -274,9 +275,12 @@ class Cycles:
             self.last_plan = self._plans[keys]
         else:
             self._replan_if_outgrown(keys, segments)
-        if self._has_lost_homes:
-            self._has_lost_homes = False
-            self._keep_homes_within(self._most_home_bytes // 2)
+        if self._has_lost_homes or self._has_refused_homes:
+            if self._has_lost_homes:
+                plan = self._plans.get(keys)
+                self._most_home_bytes = (0 if plan is None else plan.home_bytes) // 2
+            self._has_lost_homes = self._has_refused_homes = False
+            self._keep_homes()
         elif keys in self._verified and keys not in self._homes_chosen:
             self._choose_homes(keys)
 
@@ -310,6 +314,10 @@ class Cycles:
         """Memory ran short, and parameters that lived on the device had to leave: fewer from now on."""
         self._has_lost_homes = True
 
+    def refuse_device_homes(self) -> None:
+        """Some of them cannot be stepped there, as it has turned out: `home_costs` does not name them any more."""
+        self._has_refused_homes = True
+
     def _choose_homes(self, keys: tuple[SegmentKey, ...]) -> None:
         plan = self._plans.get(keys)
         costs = self.home_costs()
@@ -333,14 +341,13 @@ class Cycles:
         others = len(self._homes_chosen) > 1
         self._set_homes(tuple(index for index in best.homes if not others or index in self.device_homes))
 
-    def _keep_homes_within(self, nbytes: int) -> None:
-        self._most_home_bytes = nbytes
+    def _keep_homes(self) -> None:
+        """Those that still can live on the device, as many as may."""
         costs, kept, taken = self.home_costs(), [], 0
         for index in self.device_homes:
-            taken += costs[index].nbytes if index in costs else nbytes + 1
-            if taken > nbytes:
-                break
-            kept.append(index)
+            if index in costs and taken + costs[index].nbytes <= self._most_home_bytes:
+                taken += costs[index].nbytes
+                kept.append(index)
         self._set_homes(tuple(kept))
 
     def _set_homes(self, homes: tuple[int, ...]) -> None:
@@ -485,9 +492,10 @@ class Cycles:
         if not homes:
             return 0, 0
         costs = self.home_costs()
-        if any(index not in costs for index in homes):  # states gone, the optimizer changed
+        known = [costs[index] for index in homes if index in costs]
+        if len(known) < len(homes):  # states gone, the optimizer changed
             raise CapacityError(moment=0, needed=self._budget + 1, capacity=self._budget)
-        return sum(costs[index].nbytes for index in homes), max(costs[index].step_nbytes for index in homes)
+        return sum(cost.nbytes for cost in known), max(cost.step_nbytes for cost in known)
 
     def _gradient_reserve(self, keys: tuple[SegmentKey, ...], at_home: frozenset[int]) -> int:
         """Room for two gradients on their way down, so that one is copied while the next is made."""

@@ -6,6 +6,7 @@ nothing is elsewhere: home follows when somebody looks at it, ``p.grad`` likewis
 at home.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -59,26 +60,60 @@ class DeviceUpdate:
     make: Callable[[torch.Tensor, torch.Tensor], ParameterUpdate]
 
 
+# Steps in a row at which a parameter cannot be stepped on the device as planned, until it is planned at home.
+_PATIENCE = 3
+
+
 class DeviceHomes:
-    """Those of one optimizer."""
+    """Those of one optimizer. ``allowed``: by the user; ``stepped``: indices of parameters whose states exist."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, stm: StatefulTensorMgr, accelerator: Accelerator
+        self,
+        optimizer: torch.optim.Optimizer,
+        stm: StatefulTensorMgr,
+        accelerator: Accelerator,
+        *,
+        allowed: bool,
+        stepped: Callable[[], set[int]],
     ) -> None:
         self._optimizer = optimizer
         self._stm = stm
         self._accelerator = accelerator
+        self._allowed = allowed
+        self._stepped = stepped
         self._here: dict[int, ManagedTensor] = {}
+        self._refused: Counter[int] = Counter()
+        # Of the updates on the host: bytes of parameters, and the time they took.
+        self._host_bytes = 0
+        self._host_seconds = 0.0
         self.have_moved = False
         stm.residency.send_home = self.send_home
+        stm.cycles.home_costs = self.costs
 
     @property
     def names(self) -> frozenset[str]:
         """Of the parameters that live on the device."""
         return frozenset(tensor.name for tensor in self._here.values())
 
-    def costs(self, tensors: Iterable[ManagedTensor], seconds_per_byte: float) -> dict[int, HomeCost]:
-        """What it would take to have each of ``tensors``, which have been stepped, live on the device."""
+    def note_seconds(self, nbytes: int, seconds: float) -> None:
+        """The queue's thread has updated ``nbytes`` of parameters."""
+        self._host_bytes += nbytes
+        self._host_seconds += seconds
+
+    def costs(self) -> dict[int, HomeCost]:
+        """What each parameter would cost on the device; none before one round of updates has been timed."""
+        stepped = self._stepped()
+        tensors = [
+            tensor
+            for tensor in self._stm.tensors
+            if tensor.index in stepped
+            and not tensor.used_at_home
+            and tensor.low is None
+            and self._refused[tensor.index] < _PATIENCE
+        ]
+        if not self._can_step() or not self._is_timed(tensors):
+            return {}
+        seconds_per_byte = self._host_seconds / max(self._host_bytes, 1)
         costs = {}
         groups = self._groups()
         for tensor in tensors:
@@ -95,12 +130,18 @@ class DeviceHomes:
     def take(self, candidates: Mapping[int, ManagedTensor]) -> dict[int, ManagedTensor]:
         """Move those of ``candidates`` to the device that the plan wants there, and all others home. Returns which
         live there now."""
+        if not self._can_step():
+            candidates = {}
         wanted, groups = self._stm.device_homes(), self._groups()
         for index in [index for index in self._here if index not in wanted or index not in candidates]:
             self._send(self._here[index], groups)
         for index in sorted(wanted & candidates.keys()):
             if not self._bring(candidates[index], groups):
                 break
+        for index in wanted:
+            self._refused[index] = 0 if index in self._here else self._refused[index] + 1
+        if any(count == _PATIENCE for count in self._refused.values()):
+            self._stm.cycles.refuse_device_homes()
         return dict(self._here)
 
     def run(self, updates: Iterable[DeviceUpdate]) -> None:
@@ -136,6 +177,16 @@ class DeviceHomes:
         return before - self._accelerator.used_bytes()
 
     # -- helpers --------------------------------------------------------------------------------------
+
+    def _can_step(self) -> bool:
+        if getattr(self._optimizer, "grad_scale", None) is not None:
+            return False  # a fused kernel will unscale ``p.grad`` in place
+        # Which parameters are stepped there depends on measured speeds, and a real device rounds in its own way.
+        reproducible = torch.are_deterministic_algorithms_enabled() and self._stm.device.type != "virtual"
+        return self._allowed and not reproducible and can_step_on_device(self._optimizer)
+
+    def _is_timed(self, tensors: list[ManagedTensor]) -> bool:
+        return self._host_bytes >= sum(tensor.home.nbytes for tensor in tensors)
 
     def _bring(self, tensor: ManagedTensor, groups: dict[int, _Group]) -> bool:
         """False: there is no room."""

@@ -56,6 +56,12 @@ def _device(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     return device.type == _DEVICE_FLAGS[func]
 
 
+def _type(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The parameter's type and what follows from it: home's, or the copy's for those who ask while it computes."""
+    low = managed_of(args[0]).low
+    return func(*args, **kwargs) if low is None or not _computes() else func(low.tensor, *args[1:], **kwargs)
+
+
 def _get_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if args[0].grad is not None:  # that there is none can be told without waiting
         tensor = managed_of(args[0])
@@ -159,14 +165,11 @@ _ASK: list[Any] = [
     *_getters(
         *(
             "shape",
-            "dtype",
             "layout",
             "ndim",
             "requires_grad",
             "is_leaf",
             "grad_fn",
-            "itemsize",
-            "nbytes",
         ),
         *(
             "is_sparse",
@@ -190,7 +193,7 @@ _ASK: list[Any] = [
         *("is_mps", "is_ipu", "is_maia", "name"),
     ),
     *_setters("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks"),
-    *(_T.size, _T.dim, _T.numel, _T.nelement, _T.ndimension, _T.stride, _T.storage_offset, _T.element_size),
+    *(_T.size, _T.dim, _T.numel, _T.nelement, _T.ndimension, _T.stride, _T.storage_offset),
     *(
         _T.is_contiguous,
         _T.is_floating_point,
@@ -223,6 +226,7 @@ _ASK: list[Any] = [
 HANDLERS.update(
     {
         **dict.fromkeys(_ASK, _ask),
+        **dict.fromkeys([*_getters("dtype", "itemsize", "nbytes"), _T.element_size], _type),
         **dict.fromkeys([_T.copy_, _T.cpu], _home_outside),
         **dict.fromkeys([_T.to, _T.type], _convert),
         **dict.fromkeys([_T.device.__get__, _T.get_device, *_DEVICE_FLAGS], _device),

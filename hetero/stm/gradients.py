@@ -26,6 +26,7 @@ import torch
 from hetero.devices import CopyEngine, HostArena
 from hetero.stm.exposure import gradient_is_private
 from hetero.stm.norms import GradientNorms
+from hetero.stm.precision import Upcast, expands, landing_place
 from hetero.stm.residency import TransferMeter
 from hetero.stm.state import Kind, Ledger, StatefulTensor, Tier
 from hetero.stm.tensors import ManagedTensor
@@ -77,6 +78,7 @@ class Gradients:
         self._ready: dict[int, torch.Event] = {}
         self._entries: dict[int, StatefulTensor] = {}
         self._factors: dict[int, list[Factor]] = {}
+        self._upcasts: dict[int, Upcast] = {}  # of gradients that come down in low precision
         # [Note: kept gradients]. False where nothing else tells apart what autograd returns from ``p.grad``.
         self._kept: dict[int, _Kept] = {}
         self.keeps = False
@@ -93,15 +95,22 @@ class Gradients:
         self.norms.forget(tensor.index)
         if torch.is_grad_enabled() or gradient.layout is not torch.strided:
             # Double backward differentiates through the move; sparse gradients have no flat memory to copy.
-            return gradient.to(home.device)
+            self.wait(tensor)  # autograd adds to what may be on its way
+            return gradient.to(home.device).to(home.dtype)
         gradient = self._as_home(gradient, home)
         if self._is_kept(tensor):
             return self._keep(tensor, gradient)
+        if gradient.dtype is not home.dtype and not expands(gradient, home.dtype):
+            self.wait(tensor)
+            return gradient.to(home.device).to(home.dtype)
         host = self._host_tensor(tensor, gradient)
-        event = self._engine.download(gradient, host)
+        place = host if gradient.dtype is home.dtype else landing_place(host, gradient.dtype)
+        event = self._engine.download(gradient, place)
         self._meter.count_eviction(0, gradient.nbytes)
         self._track(tensor, gradient, event)
-        if self._is_read_at_once(tensor):
+        if place is not host:
+            self._upcast_later(tensor, gradient, host, event)
+        elif self._is_read_at_once(tensor):
             self.wait(tensor)
             self._engine.host_after_download(event, host)
         else:
@@ -118,13 +127,17 @@ class Gradients:
         event = self._ready.pop(tensor.index, None)
         if event is not None:
             self._engine.host_after_download(event, tensor.parameter.grad)
+        if self._upcasts and (upcast := self._upcasts.pop(tensor.index, None)) is not None:
+            upcast.apply(self._engine)
         for factor in self._factors.pop(tensor.index, ()):
             assert tensor.parameter.grad is not None
             factor.apply(self._engine, tensor.parameter.grad)
 
-    def take_arrival(self, tensor: ManagedTensor) -> tuple[torch.Event | None, tuple[Factor, ...]]:
-        """What `wait` would wait for, and multiply by. The caller does, before the gradient is read."""
-        return self._ready.pop(tensor.index, None), tuple(self._factors.pop(tensor.index, ()))
+    def take_arrival(self, tensor: ManagedTensor) -> tuple[torch.Event | None, tuple[Factor | Upcast, ...]]:
+        """What `wait` would wait for, cast and multiply by. The caller does, before the gradient is read."""
+        factors: tuple[Factor | Upcast, ...] = tuple(self._factors.pop(tensor.index, ()))
+        upcast = self._upcasts.pop(tensor.index, None)
+        return self._ready.pop(tensor.index, None), factors if upcast is None else (upcast, *factors)
 
     def on_device(self, tensor: ManagedTensor) -> torch.Tensor:
         """Its gradient on the device, scaled: the kept one, or a copy. The caller does not write to it."""
@@ -162,7 +175,7 @@ class Gradients:
 
     def wait_all(self, tensors: Sequence[ManagedTensor]) -> None:
         """As `wait`, for every gradient that is on its way."""
-        for index in {*self._ready, *self._factors, *self._kept}:
+        for index in {*self._ready, *self._upcasts, *self._factors, *self._kept}:
             self.wait(tensors[index])
 
     def reclaim(self, nbytes: int) -> None:
@@ -264,7 +277,7 @@ class Gradients:
         entry = self._entries.get(tensor.index)
         if entry is None:
             entry = StatefulTensor(self._ledger, Kind.GRADIENT, f"{tensor.name}.grad")
-            entry.place(Tier.HOST, gradient.nbytes)
+            entry.place(Tier.HOST, gradient.numel() * tensor.home.element_size())
             self._entries[tensor.index] = entry
         return entry
 
@@ -272,20 +285,33 @@ class Gradients:
         """Same values in the memory layout that autograd wants ``p.grad`` to have."""
         if gradient.stride() == home.stride() and not gradient.is_conj() and not gradient.is_neg():
             return gradient
-        return torch.empty_like(home, device=gradient.device).copy_(gradient)
+        return torch.empty_like(home, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
+
+    def _upcast_later(
+        self, tensor: ManagedTensor, gradient: torch.Tensor, host: torch.Tensor, event: torch.Event
+    ) -> None:
+        """``gradient`` comes down into the end of ``host``'s memory, and is cast when it is waited for."""
+        upcast = Upcast(event, host.untyped_storage(), gradient.dtype, host.dtype, gradient.numel())
+        if self._is_read_at_once(tensor):
+            self.wait(tensor)
+            upcast.apply(self._engine)
+        else:
+            self.norms.take(tensor.index, gradient, host.dtype)
+            self._upcasts[tensor.index] = upcast
 
     def _host_tensor(self, tensor: ManagedTensor, gradient: torch.Tensor) -> torch.Tensor:
-        size, stride = tuple(gradient.size()), tuple(gradient.stride())
+        """Memory for ``gradient`` at home, in home's type."""
+        size, stride, dtype = tuple(gradient.size()), tuple(gradient.stride()), tensor.home.dtype
         slot = tensor.gradient_slot
         if slot is None and gradient.numel():
-            fresh = self._arena.empty_strided(size, stride, gradient.dtype)
+            fresh = self._arena.empty_strided(size, stride, dtype)
             tensor.gradient_slot = slot = fresh.untyped_storage()
             del fresh
         # The slot is ours alone unless an older gradient still lives in it: one of several micro-batches, or one
         # that the user kept.
         if slot is None or torch._C._storage_Use_Count(slot._cdata) > 1:
-            return torch.empty_strided(size, stride, dtype=gradient.dtype)
-        return torch.empty(0, dtype=gradient.dtype).set_(slot, 0, size, stride)
+            return torch.empty_strided(size, stride, dtype=dtype)
+        return torch.empty(0, dtype=dtype).set_(slot, 0, size, stride)
 
     def _is_read_at_once(self, tensor: ManagedTensor) -> bool:
         return tensor.parameter.grad is not None or self._is_seen(tensor)

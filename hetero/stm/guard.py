@@ -10,7 +10,7 @@ It costs a few microseconds an operator: iterations that follow their plan run w
 [Note: formulas]
 ATen chooses the backward formula of a few operators by whether any dispatch mode is active, and another formula
 gives other bits. For those nodes the guard steps aside, after making all the room there is. Which they are was
-found by running PyTorch's operator database with and without a mode.
+found by running PyTorch's operator database, and losses of mixed types, with and without a mode.
 """
 
 import contextlib
@@ -31,7 +31,17 @@ from hetero.stm.fetch import plain
 
 __all__ = ["arm", "formulas_kept", "guarded", "unguarded"]
 
-_CHOSEN_BY_MODE = frozenset({"ProdBackward0", "ProdBackward1", "CumprodBackward0", "MaskedFillBackward1"})
+_CHOSEN_BY_MODE = frozenset(
+    {
+        "ProdBackward0",
+        "ProdBackward1",
+        "CumprodBackward0",
+        "MaskedFillBackward1",
+        # Only where types are mixed: in place, or not.
+        "BinaryCrossEntropyBackward0",
+        "BinaryCrossEntropyWithLogitsBackward0",
+    }
+)
 
 
 class _Guard(TorchDispatchMode):

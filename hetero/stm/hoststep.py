@@ -27,8 +27,7 @@ from torch.utils._device import DeviceContext
 from torch.utils.hooks import RemovableHandle
 
 from hetero.devices import Accelerator
-from hetero.eviction import HomeCost
-from hetero.stm.devicehomes import DeviceHomes, DeviceUpdate, can_step_on_device
+from hetero.stm.devicehomes import DeviceHomes, DeviceUpdate
 from hetero.stm.exposure import gradient_is_private, state_is_private
 from hetero.stm.fetch import plain
 from hetero.stm.intercept import in_scope, is_managed, managed_of
@@ -74,12 +73,9 @@ class HostStep:
         self._without_entry: list[tuple[Any, ParameterUpdate]] = []
         self._captured: list[Captured] = []
         self._captured_here: list[DeviceUpdate] = []
-        self._uses_device = uses_device
-        self._device_homes = DeviceHomes(optimizer, manager, accelerator)
-        # Of the updates on the host: bytes of parameters, and the time they took.
-        self._host_bytes = 0
-        self._host_seconds = 0.0
-        manager.cycles.home_costs = self._home_costs
+        self._device_homes = DeviceHomes(
+            optimizer, manager, accelerator, allowed=uses_device, stepped=lambda: self._stepped
+        )
         self._groups: list[dict[str, Any]] | None = None
         self._written_unseen: list[torch.Tensor] = []
         self._plain: Any = None
@@ -228,7 +224,7 @@ class HostStep:
         if self._may_defer(optimizer, args, kwargs):
             later = self._choose(optimizer)
         with plain():
-            here = self._device_homes.take(later if self._may_use_device() else {})
+            here = self._device_homes.take(later)
         ours = {t.index: t for t in self._managed(optimizer) if t.index not in later}
         if later:
             self._capture(optimizer, later, here)
@@ -254,7 +250,10 @@ class HostStep:
         surroundings = Surroundings.of_this_thread()
         self._stm.await_updates(
             [
-                (item.tensor, make_update(self._stm.engine, item, surroundings, self._note_seconds))
+                (
+                    item.tensor,
+                    make_update(self._stm.engine, item, surroundings, self._device_homes.note_seconds),
+                )
                 for item in captured
             ]
         )
@@ -414,32 +413,6 @@ class HostStep:
             and is_managed(parameter)
             and managed_of(parameter).owner is self._stm
         )
-
-    def _note_seconds(self, nbytes: int, seconds: float) -> None:
-        """The queue's thread has updated ``nbytes`` of parameters."""
-        self._host_bytes += nbytes
-        self._host_seconds += seconds
-
-    def _may_use_device(self) -> bool:
-        # Which parameters are stepped there depends on measured speeds, and a real device rounds in its own way.
-        if getattr(self._optimizer, "grad_scale", None) is not None:
-            return False  # a fused kernel will unscale ``p.grad`` in place
-        reproducible = torch.are_deterministic_algorithms_enabled() and self._stm.device.type != "virtual"
-        return self._uses_device and not reproducible and can_step_on_device(self._optimizer)
-
-    def _home_costs(self) -> dict[int, HomeCost]:
-        """What each parameter would cost on the device; none before one round of updates has been timed."""
-        tensors = [
-            tensor
-            for tensor in self._stm.tensors
-            if tensor.index in self._stepped and not tensor.used_at_home
-        ]
-        if not self._may_use_device() or not self._is_timed(tensors):
-            return {}
-        return self._device_homes.costs(tensors, self._host_seconds / max(self._host_bytes, 1))
-
-    def _is_timed(self, tensors: list[ManagedTensor]) -> bool:
-        return self._host_bytes >= sum(tensor.home.nbytes for tensor in tensors)
 
     def _commit(self) -> None:
         """States that updates have made are the optimizer's. Nothing may be queued."""

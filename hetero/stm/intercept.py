@@ -24,6 +24,7 @@ from torch import nn
 
 from hetero.stm.casts import drop_bytes, kept_casts
 from hetero.stm.fetch import Fetch, plain
+from hetero.stm.outside import full_copies, keeps_its_type
 from hetero.stm.tensors import ManagedTensor, Owner
 
 __all__ = [
@@ -116,8 +117,13 @@ def run_operator(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     collect(args, operands)
     if kwargs:
         collect(kwargs.values(), operands)
-    if not _scope.depth and not _belongs_on_device(operands[0].owner.device, args, kwargs):
-        return _at_home(func, operands, args, kwargs)
+    if not _scope.depth:
+        if not _belongs_on_device(operands[0].owner.device, args, kwargs):
+            return _at_home(func, operands, args, kwargs)
+        if keeps_its_type(operands):
+            with full_copies(operands) as copies:
+                kwargs = {key: replace_one(value, copies) for key, value in kwargs.items()}
+                return _restore(func(*_replace(args, copies), **kwargs), operands, copies)
     return _on_device(func, operands, args, kwargs)
 
 
@@ -295,6 +301,8 @@ def _restore(result: Any, operands: list[ManagedTensor], copies: dict[int, torch
 
 def _refuse_write_to_leaf(operands: list[ManagedTensor]) -> None:
     for tensor in operands:
+        if tensor.low is not None and tensor.is_dirty:
+            tensor.owner.write_back(tensor)  # which raises
         identity = tensor.identity
         if identity is not None and tensor.is_dirty and not isinstance(identity.grad_fn, Fetch._backward_cls):
             tensor.owner.rebind_home(tensor, tensor.home)

@@ -100,6 +100,8 @@ def _run_jobs(jobs: Sequence["_Job"]) -> None:
         scale(job.engine, job.item)
         job.engine.before_host_write(job.item.tensor.home)
     run_together([job.item.update for job in jobs])
+    for job in jobs:
+        job.item.tensor.refresh_low()
     jobs[0].note(sum(job.item.tensor.home.nbytes for job in jobs), time.perf_counter() - begin)
 
 

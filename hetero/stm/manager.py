@@ -6,7 +6,7 @@ Thread-safe: autograd runs backward on threads of its own, so one lock guards ev
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,7 @@ from hetero.stm.exposure import gradient_is_private
 from hetero.stm.fetch import make_identity, plain
 from hetero.stm.forks import in_child, watch
 from hetero.stm.gradients import Factor, Gradients
+from hetero.stm.precision import LowTwin, Upcast, computes_in
 from hetero.stm.residency import Residency
 from hetero.stm.saved import modified_in_place
 from hetero.stm.segments import Segments
@@ -42,7 +43,7 @@ class Arrivals:
     """What has to happen before a parameter's update may run: its gradient down and scaled, copies of its home up."""
 
     gradient: torch.Event | None
-    factors: tuple[Factor, ...]
+    factors: tuple[Factor | Upcast, ...]
     uploads: tuple[torch.Event, ...]
 
 
@@ -70,6 +71,10 @@ class StatefulTensorMgr:
         self._closed = False
         self.is_in_child = False
         self._budget = config.device_budget
+        self._precision = config.precision
+        self._arena = arena
+        # At home, of low-precision twins: copies, like those on the device.
+        self.twin_bytes = 0
         # The optimizer of ours whose step runs.
         self.stepping: torch.optim.Optimizer | None = None
         engine = CopyEngine(accelerator)
@@ -134,15 +139,27 @@ class StatefulTensorMgr:
 
     def register_parameter(self, name: str, parameter: nn.Parameter) -> ManagedTensor:
         """``parameter`` is at home and becomes managed. Its class is changed by the caller."""
+        dtype = computes_in(parameter.dtype, self._precision)
+        device_nbytes = self._accelerator.allocated_size(parameter.numel() * dtype.itemsize)
+        tensor = ManagedTensor(self.ledger, name, len(self.tensors), parameter, self, device_nbytes)
         nbytes = parameter.numel() * parameter.element_size()
-        tensor = ManagedTensor(
-            self.ledger, name, len(self.tensors), parameter, self, self._accelerator.allocated_size(nbytes)
-        )
+        if dtype is not parameter.dtype:
+            twin = self._arena.empty_strided(tuple(parameter.size()), tuple(parameter.stride()), dtype)
+            tensor.low = LowTwin(twin, self.engine)
+            self.twin_bytes += twin.nbytes
+            nbytes += twin.nbytes
         tensor.place(Tier.HOST, nbytes)
         if nbytes == 0:  # no bytes to place, but a tensor all the same
             tensor.transition(State.HOLD)
         self.tensors.append(tensor)
         return tensor
+
+    def expect_twins(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Low-precision twins of ``parameters`` will be needed: one piece of host memory for all."""
+        for parameter in parameters:
+            dtype = computes_in(parameter.dtype, self._precision)
+            if dtype is not parameter.dtype:
+                self._arena.expect(self._arena.slab_bytes(parameter.numel() * dtype.itemsize))
 
     def register_buffer(self, name: str, buffer: torch.Tensor) -> None:
         """``buffer`` is on the device and stays there."""
@@ -262,7 +279,7 @@ class StatefulTensorMgr:
         """A parameter's gradient is complete on the device; what autograd should take for it at home, if anything."""
         with self._lock:
             if self._closed:
-                return gradient.to(tensor.parameter.device)
+                return gradient.to(tensor.parameter.device).to(tensor.parameter.dtype)
             self.segments.enter_backward()
             self.residency.finish_update(tensor)  # autograd may add to the gradient that the queue reads
             return self.gradients.hand_over(tensor, gradient)

@@ -31,17 +31,17 @@ class GradientNorms:
             with torch.inference_mode(False), torch.no_grad():
                 self._values = torch.empty(count, dtype=dtype, device=self._device)
 
-    def take(self, index: int, gradient: torch.Tensor) -> None:
-        """``gradient``, on the device, becomes ``p.grad`` as it is."""
+    def take(self, index: int, gradient: torch.Tensor, cast: torch.dtype | None = None) -> None:
+        """``gradient``, on the device, becomes ``p.grad``: as it is, or cast to another type."""
         values, order = self._values, self._wanted
-        if values is None or order is None or gradient.dtype != values.dtype:
+        if values is None or order is None or (cast or gradient.dtype) != values.dtype:
             return
         with torch.no_grad():
             # The kernel that torch would use for a list of such gradients.
             if _has_foreach_support([gradient], gradient.device):
-                (norm,) = torch._foreach_norm([gradient], order)
+                (norm,) = torch._foreach_norm([gradient], order, dtype=cast)
             else:
-                norm = torch.linalg.vector_norm(gradient, order)
+                norm = torch.linalg.vector_norm(gradient, order, dtype=cast)
             values[index].copy_(norm)
         self._known.add(index)
 

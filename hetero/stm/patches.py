@@ -46,6 +46,7 @@ from hetero.stm.intercept import (
     substituted,
     write_back,
 )
+from hetero.stm.outside import full_copies, keeps_its_type
 from hetero.stm.tensors import ManagedTensor
 
 __all__ = ["install", "remove"]
@@ -229,6 +230,9 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         for tensor in operands:
             tensor.owner.settle_home(tensor)
         return original(*args, **kwargs)
+    if not in_scope() and keeps_its_type(operands):
+        with plain(), full_copies(operands) as copies, torch._C._EnableTorchFunction():
+            return original(*(replace_one(value, copies) for value in args), **kwargs)
     with plain(), substituted(operands, cls.__name__) as copies:
         args = tuple(replace_one(value, copies) for value in args)
         with torch._C._EnableTorchFunction():

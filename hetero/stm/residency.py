@@ -19,11 +19,11 @@ from typing import Protocol
 import torch
 
 from hetero.devices import Accelerator, CopyEngine
-from hetero.errors import BudgetError
+from hetero.errors import BudgetError, ManageError
 from hetero.eviction import Candidate, Policy
 from hetero.stm.deferred import Update, UpdateQueue
 from hetero.stm.state import Ledger, Tier
-from hetero.stm.tensors import ManagedTensor
+from hetero.stm.tensors import ManagedTensor, refused_write
 from hetero.units import format_bytes
 
 __all__ = ["Residency", "TransferMeter"]
@@ -204,6 +204,9 @@ class Residency:
         if not tensor.is_dirty:
             return 0
         assert tensor.data is not None
+        if tensor.low is not None:
+            self.discard(tensor)
+            raise refused_write(tensor)
         version = tensor.version
         self.finish_update(tensor)
         self._await_uploads(tensor)
@@ -218,9 +221,15 @@ class Residency:
 
     def write_back_all(self) -> None:
         """Home is true afterwards for every parameter that lives there."""
-        for tensor in self.resident.values():
+        refused = None
+        for tensor in list(self.resident.values()):
             if tensor.is_dirty and not tensor.stays:
-                self._meter.count_eviction(0, self.write_back(tensor))
+                try:
+                    self._meter.count_eviction(0, self.write_back(tensor))
+                except ManageError as error:
+                    refused = error
+        if refused is not None:
+            raise refused
 
     def before_host_write(self, tensor: ManagedTensor) -> None:
         """Its home is about to be written: wait until it is settled and no copy reads it."""
@@ -322,9 +331,11 @@ class Residency:
             self.await_copies()
         # Copies made inside the user's inference_mode would be unusable for training later.
         with torch.inference_mode(False), torch.no_grad():
-            self._starting = copy = torch.empty_like(tensor.home, device=self._accelerator.device)
+            if tensor.pending is None and tensor.low is not None:
+                self._refresh_low(tensor)
+            self._starting = copy = torch.empty_like(tensor.origin, device=self._accelerator.device)
             if not self._order(tensor, copy):
-                tensor.ready = self._engine.upload(tensor.home, copy)
+                tensor.ready = self._engine.upload(tensor.origin, copy)
                 self._note_upload(tensor.ready, tensor)
             tensor.attach(copy)
         self._starting = None
@@ -340,12 +351,25 @@ class Residency:
         if update is None:
             return False
         # Not the copy itself: whoever writes through that is seen as a user who writes to the parameter.
-        destination, home, engine = copy.data, tensor.home, self._engine
+        destination, engine = copy.data, self._engine
         allocated = engine.mark_compute()
-        if self._updates.upload_after(update, lambda: engine.upload(home, destination, after=allocated)):
+
+        def upload() -> torch.Event:
+            tensor.refresh_low()  # done, unless the update has failed
+            return engine.upload(tensor.origin, destination, after=allocated)
+
+        if self._updates.upload_after(update, upload):
             return True
         self.collect(tensor)
+        self._refresh_low(tensor)
         return False
+
+    def _refresh_low(self, tensor: ManagedTensor) -> None:
+        """Home is settled: bring its low-precision twin, if it has one, up to date."""
+        if tensor.low_is_stale:
+            for event in self.take_uploads([tensor]).get(tensor.index, ()):
+                self._engine.host_after_upload(event, tensor.origin)
+            tensor.refresh_low()
 
     def _finish(self, tensor: ManagedTensor) -> None:
         assert tensor.pending is not None
@@ -384,7 +408,7 @@ class Residency:
             self._engine.compute_after_upload(tensor.ready)
         RESIDENT.pop(tensor.storage_key, None)
         self.resident.pop(tensor.index, None)
-        tensor.detach(self._placeholder(tensor.home.dtype))
+        tensor.detach(self._placeholder(tensor.origin.dtype))
         tensor.place(Tier.DEVICE, 0)
 
     def _placeholder(self, dtype: torch.dtype) -> torch.Tensor:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from hetero.errors import ManageError
 from hetero.msc import MemStatsCollector, Phase, SegmentKey
 from hetero.stm.activations import Activations
 from hetero.stm.executor import Executor
@@ -60,7 +61,13 @@ class Segments:
     def end_forward(self, *, complete: bool) -> None:
         """It ended; ``complete`` False: by an exception."""
         with self._lock:
-            self._residency.write_back_all()
+            refused = None
+            try:
+                self._residency.write_back_all()
+            except ManageError as error:
+                if complete:  # else the caller learns of something else already
+                    refused = error
+                complete = False
             segment = self._executor.segment
             if segment is not None:
                 segment.complete = complete
@@ -74,6 +81,8 @@ class Segments:
                     self._executor.leave_room()
             if not complete or (segment is not None and not segment.key.trains):
                 self._executor.release_cap()
+            if refused is not None:
+                raise refused
 
     def begin_step(self) -> None:
         """The optimizer's step begins; what the one before it left to be done is done."""

@@ -22,11 +22,13 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from hetero.errors import ManageError
 from hetero.stm.deferred import Update
 from hetero.stm.exposure import memory_is_private
+from hetero.stm.precision import LowTwin
 from hetero.stm.state import Kind, Ledger, StatefulTensor
 
-__all__ = ["WRAPPER_USES", "Cast", "ManagedTensor", "Owner"]
+__all__ = ["WRAPPER_USES", "Cast", "ManagedTensor", "Owner", "refused_write"]
 
 
 @dataclass(slots=True)
@@ -130,6 +132,7 @@ class ManagedTensor(StatefulTensor):
         "is_exposed",
         "last_use",
         "loaded_clock",
+        "low",
         "owner",
         "parameter",
         "pending",
@@ -175,6 +178,8 @@ class ManagedTensor(StatefulTensor):
         # Home's address was given away: it may be read without our knowing.
         self.is_exposed = False
         self.gradient_slot: torch.UntypedStorage | None = None
+        # What device copies are made from, if they are of another type than home (`hetero.stm.precision`).
+        self.low: LowTwin | None = None
         self.home: torch.Tensor
         self.bind_home()
 
@@ -184,6 +189,8 @@ class ManagedTensor(StatefulTensor):
         self.home = self.parameter.detach()
         self._alias = None
         self._source = None
+        if self.low is not None:
+            self.low.clock = None
 
     def follow_parameter(self) -> None:
         """``p.set_()``, which cannot be intercepted, gives the parameter other memory: then that is home."""
@@ -197,7 +204,7 @@ class ManagedTensor(StatefulTensor):
 
     def forget_home(self) -> None:
         """Management is over: hold nothing that keeps the parameter's memory."""
-        self.cast = None
+        self.cast = self.low = None
         self.identity = self.data = self._alias = self._source = self.gradient_slot = None
         self.home = self.parameter.detach()[:0] if self.parameter.dim() else torch.empty(0)
 
@@ -234,6 +241,22 @@ class ManagedTensor(StatefulTensor):
         if self.is_exposed or self._source is not None:
             return False
         return memory_is_private(self.home, 1 if self._alias is None else 2)
+
+    @property
+    def origin(self) -> torch.Tensor:
+        """What device copies are made from, once `refresh_low` has seen to it."""
+        return self.home if self.low is None else self.low.tensor
+
+    @property
+    def low_is_stale(self) -> bool:
+        """Home was written since its low-precision twin was made, or may have been by somebody who holds its memory."""
+        low = self.low
+        return low is not None and (low.clock != self.home_clock or not self.is_private())
+
+    def refresh_low(self) -> None:
+        """Bring the low-precision twin up to date. Copies that read it have been waited for."""
+        if self.low is not None and self.low_is_stale:
+            self.low.refresh(self.home, self.home_clock)
 
     @property
     def is_resident(self) -> bool:
@@ -304,3 +327,13 @@ class ManagedTensor(StatefulTensor):
         if self.used_at_home:
             return False
         return sum(ref() is not None for ref in self._fetch_nodes) <= 1
+
+
+def refused_write(tensor: ManagedTensor) -> ManageError:
+    """A low-precision copy was written: home would lose what that type cannot hold, in every element."""
+    assert tensor.low is not None
+    return ManageError(
+        f"{tensor.name} was written in place within the model's forward, where it is {tensor.low.tensor.dtype} under "
+        f"precision; its home is {tensor.home.dtype} and was left as it was: write it outside the forward, or manage "
+        "the model without precision"
+    )

@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from hetero.eviction import CapacityError, HomeStep
 from hetero.stm import cycles
 from hetero.stm.deferred import Update, UpdateQueue
-from hetero.stm.hoststep import HostStep
+from hetero.stm.devicehomes import DeviceHomes
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -60,4 +60,4 @@ def homes_on_device(monkeypatch: pytest.MonkeyPatch) -> None:
         return HomeStep(homes=(), nbytes=0, seconds=0.0)
 
     monkeypatch.setattr(cycles, "choose_device_homes", most)
-    monkeypatch.setattr(HostStep, "_is_timed", lambda self, tensors: True)
+    monkeypatch.setattr(DeviceHomes, "_is_timed", lambda self, tensors: True)

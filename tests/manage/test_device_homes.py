@@ -41,8 +41,23 @@ def step(model, optimizer, target):
 
 @pytest.mark.parametrize("share", [0.5, 0.8, 1.5])
 def test_a_training_loop(share):
-    manager = assert_twins(mlp, lambda m, o, t: train(m, o, t, 8), share=share)
+    def loop(model, optimizer, target):
+        seen = []
+        for _ in range(8):
+            loss = model(batch(target)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss)
+        return seen
+
+    manager = assert_twins(mlp, loop, share=share)
     assert share < 1 or manager._stm.cycles.device_homes
+
+
+def test_gradients_that_somebody_holds_are_stepped_and_then_planned_at_home():
+    manager = assert_twins(mlp, lambda m, o, t: train(m, o, t, 8), share=1.5)
+    assert not manager._stm.cycles.device_homes
 
 
 def test_where_everything_fits_nothing_moves():
