@@ -30,8 +30,8 @@ class Config:
     policy: object
     prefetch: bool
     pin_memory: bool
-    activations: bool
     precision: torch.dtype | None
+    activations: bool
     device_homes: bool
 
     @property
@@ -49,8 +49,8 @@ def resolve(
     policy: object,
     prefetch: bool,
     pin_memory: bool | None,
-    activations: bool,
     precision: torch.dtype | None,
+    activations: bool,
     device_homes: bool,
     device_total: int,
     device_free: Callable[[], int],
@@ -102,7 +102,7 @@ def resolve(
         policy=policy,
         prefetch=prefetch,
         pin_memory=True if pin_memory is None else pin_memory,
-        activations=activations,
         precision=precision,
+        activations=activations,
         device_homes=device_homes,
     )

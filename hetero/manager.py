@@ -54,8 +54,8 @@ def manage(
     policy: str | Policy = "opt",
     prefetch: bool = True,
     pin_memory: bool | None = None,
-    activations: bool = True,
     precision: torch.dtype | None = None,
+    activations: bool = True,
     device_homes: bool = True,
 ) -> "Manager":
     """Train ``model`` on a device that it does not fit on. In place; the training loop does not change.
@@ -116,8 +116,8 @@ def manage(
         policy=policy,
         prefetch=prefetch,
         pin_memory=pin_memory,
-        activations=activations,
         precision=precision,
+        activations=activations,
         device_homes=device_homes,
         device_total=accelerator.total_bytes(),
         device_free=lambda: device_memory_free(accelerator),

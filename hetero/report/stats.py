@@ -143,9 +143,12 @@ def collect_stats(stm: StatefulTensorMgr, accelerator: Accelerator, config: Conf
     return MemoryStats(
         device_budget=config.device_budget,
         peak_device_bytes=stm.collector.peaks.highest,
-        model_data_bytes=(
-            ledger.host_bytes + ledger.device_bytes - copies - stm.twin_bytes - saved - saved_on_host
-        ),
+        model_data_bytes=ledger.host_bytes
+        + ledger.device_bytes
+        - copies
+        - saved
+        - saved_on_host
+        - stm.twin_bytes,
         device_model_bytes=ledger.device_bytes - saved,
         host_model_bytes=ledger.host_bytes - saved_on_host,
         bytes_moved=sum(_moved(period) for period in moved),
