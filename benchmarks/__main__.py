@@ -11,6 +11,7 @@ import sys
 # By name only, because they take half an hour and more: allocators, pool, swap.
 NAMES = (
     "overhead",
+    "activations",
     "prefetch",
     "host_step",
     "host_bandwidth",

@@ -8,7 +8,7 @@ beside compute (out on a side stream as soon as it is saved, back a few tensors 
 peak of each as its budget. The weights of the yardsticks stay on the device, and so do their gradients.
 
 Needs the virtual accelerator, because its link can be set. Most of a layer's time is a pause, in which the processor is
-free as it is when a GPU computes (`benchmarks.prefetch`).
+free as it is when a GPU computes (`benchmarks.chain`).
 """
 
 import argparse
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import hetero
-from benchmarks.prefetch import Pause
+from benchmarks.chain import Pause
 from benchmarks.record import median, write
 from hetero.cli.placing import choose_device
 from hetero.devices import Accelerator, CopyEngine, HostArena, virtual
