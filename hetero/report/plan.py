@@ -1,6 +1,6 @@
 """`Plan`: what is going to happen in an iteration, as one frozen value.
 
-Owns the user's view of a `hetero.stm.cycles.CyclePlan`: names in the place of indices.
+Owns the user's view of a `hetero.stm.plans.CyclePlan`: names in the place of indices.
 """
 
 import bisect
@@ -15,8 +15,8 @@ from rich.table import Table
 
 from hetero.eviction import lower_bound
 from hetero.stm import StatefulTensorMgr
-from hetero.stm.cycles import CyclePlan
 from hetero.stm.kernels import GroupKernels
+from hetero.stm.plans import CyclePlan
 from hetero.units import format_bytes, format_seconds
 
 __all__ = ["Plan", "PlannedMoment", "describe_plan"]
@@ -32,8 +32,9 @@ class PlannedMoment:
     Attributes:
         phase: ``"forward"``, ``"backward"`` or ``"step"``.
         uses: the parameters that it needs on the device.
-        evicts: copies that leave, for nothing.
-        fetches: copies that start on their way: its own, then those for later.
+        evicts: what leaves: copies of parameters, for nothing, and activations, by a copy. An activation is called by
+            its number, in the order in which forward saves them: ``activation 3``.
+        fetches: what starts on its way here: what this operator needs, then what later ones will.
         capacity_bytes: model data that the device may hold, what lives there not counted.
     """
 
@@ -52,7 +53,9 @@ class Plan:
         lives_on_device: parameters that live on the device with gradient and optimizer states, and are stepped there.
         lives_at_home: parameters that visit the device, and are stepped on the host.
         device_home_bytes: what the first of these take of the device.
-        fetched_bytes: copies to the device in an iteration; gradients of what lives at home come on top, going down.
+        fetched_bytes: copies to the device in an iteration, activations that come back included; gradients of what
+            lives at home come on top, going down.
+        activation_bytes: of activations that leave, in an iteration.
         lower_bound_bytes: what any schedule would have to fetch under this budget, with the same parameters on the
             device (interval linear program, Berger et al. 2018).
         host_kernels: of each of the optimizer's groups, how many of the parameters at home torch's fused kernels
@@ -66,6 +69,7 @@ class Plan:
     lives_at_home: tuple[str, ...]
     device_home_bytes: int
     fetched_bytes: int
+    activation_bytes: int
     lower_bound_bytes: int
     host_kernels: tuple[GroupKernels, ...]
     predicted_seconds: float
@@ -97,6 +101,7 @@ class Plan:
                 f"{kernels.others} by others",
             )
         table.add_row("fetched per iteration", format_bytes(self.fetched_bytes))
+        table.add_row("activations that leave", format_bytes(self.activation_bytes))
         table.add_row("lower bound", format_bytes(self.lower_bound_bytes))
         table.add_row("predicted time", format_seconds(self.predicted_seconds))
         return table
@@ -127,12 +132,14 @@ def describe_plan(stm: StatefulTensorMgr, kernels: Sequence[GroupKernels]) -> Pl
     if plan is None:
         return None
     names = [tensor.name for tensor in stm.tensors]
+    names += [f"activation {number}" for number in range(len(plan.trace.sizes) - len(names))]
     there = frozenset(plan.device_homes)
     return Plan(
         lives_on_device=tuple(names[index] for index in plan.device_homes),
-        lives_at_home=tuple(name for index, name in enumerate(names) if index not in there),
+        lives_at_home=tuple(tensor.name for tensor in stm.tensors if tensor.index not in there),
         device_home_bytes=plan.home_bytes,
         fetched_bytes=plan.schedule.fetched_bytes,
+        activation_bytes=plan.schedule.written_back_bytes,
         lower_bound_bytes=lower_bound(plan.trace),
         host_kernels=tuple(kernels),
         predicted_seconds=plan.schedule.predicted_seconds,

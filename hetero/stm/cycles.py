@@ -6,71 +6,16 @@ used only while the segments that ran so far in this cycle are the ones it was m
 sequences (an eval loop, another shape, another number of micro-batches) live beside it.
 """
 
-import bisect
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hetero.eviction import (
-    CapacityError,
-    HomeCost,
-    Links,
-    Moment,
-    Policy,
-    Schedule,
-    Trace,
-    choose_device_homes,
-    plan,
-)
-from hetero.msc import Period, Phase, Segment, SegmentKey
-from hetero.stm.lives import Lives, read_lives
+from hetero.eviction import CapacityError, HomeCost, Links, Policy, Schedule, Trace, choose_device_homes
+from hetero.msc import Phase, Segment, SegmentKey
+from hetero.stm.plans import CyclePlan, PlanMaker
 from hetero.stm.tensors import ManagedTensor
 
-__all__ = ["CyclePlan", "Cycles", "Place"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CyclePlan:
-    """A schedule and where its segments lie in it.
-
-    ``operands[i]``, ``limits[i]``, ``non_model[i]``: of moment i; a limit is for all model data, gradients on their
-    way included; non-model bytes are those in use when the operator begins. ``margin``: kept free of everything.
-    ``first_uses``: rank of each tensor by when it is used first. ``device_homes``: tensors that live on the device and
-    take ``home_bytes`` there; the trace, which is about the others, does not know them. ``activations``: per segment,
-    the trace's numbers of what it saves, in order (`hetero.stm.lives`). ``guarded``: segments in which something has to
-    leave in the middle of a period, as it did when it was measured.
-    """
-
-    keys: tuple[SegmentKey, ...]
-    bounds: tuple[int, ...]
-    operands: tuple[tuple[int, ...], ...]
-    limits: tuple[int, ...]
-    non_model: tuple[int, ...]
-    margin: int
-    gradient_reserve: int
-    trace: Trace
-    schedule: Schedule
-    positions: dict[tuple[int, ...], list[int]]
-    uses: dict[int, list[int]]
-    first_uses: dict[int, int]
-    device_homes: tuple[int, ...]
-    home_bytes: int
-    activations: tuple[tuple[int, ...], ...]
-    guarded: tuple[bool, ...]
-
-    def find(self, operands: tuple[int, ...], begin: int, end: int) -> int | None:
-        """The first moment in ``[begin, end)`` with these operands."""
-        moments = self.positions.get(operands, [])
-        place = bisect.bisect_left(moments, begin)
-        return moments[place] if place < len(moments) and moments[place] < end else None
-
-    def next_use(self, tensor: int, position: int) -> float:
-        """Moments from ``position`` to the tensor's next use, around the cycle; inf if it has none."""
-        uses = self.uses.get(tensor)
-        if not uses:
-            return float("inf")
-        place = bisect.bisect_left(uses, position)
-        return uses[place] - position if place < len(uses) else uses[0] + len(self.operands) - position
+__all__ = ["Cycles", "Place"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,9 +72,9 @@ class Cycles:
         self._warmup_bytes = warmup_bytes
         self._warmup_steps = warmup_steps
         self._links = links
-        self._policy = policy
-        self._prefetch = prefetch
-        self._fixed_bytes = fixed_bytes
+        self._planner = PlanMaker(
+            tensors, budget=budget, links=links, policy=policy, prefetch=prefetch, fixed_bytes=fixed_bytes
+        )
         self._headroom = headroom
         self._activation_bytes = activation_bytes
         self._ends_with_backward = ends_with_backward
@@ -236,7 +181,7 @@ class Cycles:
         if not self._plans:
             return None
         plans = self._plans.values()
-        return max(map(self._least, plans)), max(map(self._planned, plans))
+        return max(map(self._planner.least, plans)), max(map(self._planner.planned, plans))
 
     def trim(self, budget: int) -> None:
         """Plan anew for ``budget`` bytes of the device, leaving the rest of the budget to others."""
@@ -326,7 +271,7 @@ class Cycles:
         self._homes_chosen.add(keys)
 
         def planned(homes: tuple[int, ...]) -> tuple[Trace, Schedule]:
-            made = self._make_plan(keys, plan.margin, homes)
+            made = self._planner.make(keys, self._samples, plan.margin, homes, costs)
             return made.trace, made.schedule
 
         best = choose_device_homes(
@@ -357,10 +302,12 @@ class Cycles:
 
     def _replan(self, margins: dict[tuple[SegmentKey, ...], int]) -> None:
         """Make these plans, with as many of the device homes as fit in all of them."""
+        costs = self.home_costs() if self.device_homes else {}
         while True:
             try:
                 made = {
-                    keys: self._make_plan(keys, margin, self.device_homes) for keys, margin in margins.items()
+                    keys: self._planner.make(keys, self._samples, margin, self.device_homes, costs)
+                    for keys, margin in margins.items()
                 }
                 break
             except CapacityError:
@@ -372,7 +319,7 @@ class Cycles:
         if self.last_plan is not None:
             self.last_plan = self._plans.get(self.last_plan.keys)
 
-    # -- plans ----------------------------------------------------------------------------------------
+    # -- finding plans --------------------------------------------------------------------------------
 
     def _matching(self, keys: tuple[SegmentKey, ...]) -> CyclePlan | None:
         if self.last_plan is not None and self.last_plan.keys[: len(keys)] == keys:
@@ -382,178 +329,3 @@ class Cycles:
                 self.last_plan = candidate
                 return candidate
         return None
-
-    def _make_plan(self, keys: tuple[SegmentKey, ...], margin: int, homes: tuple[int, ...]) -> CyclePlan:
-        at_home = frozenset(range(len(self._tensors))).difference(homes)
-        lives = read_lives([self._samples[key][-1] for key in keys], len(self._tensors))
-        sizes = (*(t.device_nbytes if t.index in at_home else 0 for t in self._tensors), *lives.sizes)
-        home_bytes, step_bytes = self._home_bytes(homes)
-        reserve = min(
-            self._gradient_reserve(keys, at_home),
-            self._spare_in_backward(keys, margin + home_bytes, sizes, lives),
-        )
-        fixed = self._fixed_bytes() + home_bytes
-        moments: list[Moment] = []
-        operands: list[tuple[int, ...]] = []
-        limits: list[int] = []
-        non_model: list[int] = []
-        bounds = [0]
-        guarded: list[bool] = []
-        for key in keys:
-            samples = self._samples[key]
-            guarded.append(False)
-            for index, period in enumerate(samples[-1].periods):
-                now = len(moments)
-                mandatory = tuple(t for t in _mandatory(period, lives, now) if t not in homes)
-                limit = self._budget - _non_model_peak(samples, index) - lives.unseen[now] - margin
-                capacity = limit - fixed
-                if key.phase is Phase.BACKWARD:
-                    capacity -= reserve
-                elif key.phase is Phase.STEP:
-                    capacity -= step_bytes
-                least = sum(sizes[tensor] for tensor in mandatory)
-                guarded[-1] |= any(
-                    p.relieved and (p.lost_own or capacity < least) for p in _same(samples, index)
-                )
-                if not homes:  # these did fit when they were measured, with gradients handed over at once
-                    capacity = max(capacity, least)
-                moments.append(
-                    Moment(
-                        operands=mandatory,
-                        seconds=period.seconds,
-                        capacity=capacity,
-                        dirties=lives.produced[now],
-                        produces=lives.produced[now],
-                        invalidates=(
-                            *(t for t in dict.fromkeys(period.invalidates) if t in at_home),
-                            *lives.ended[now],
-                        ),
-                    )
-                )
-                operands.append(period.operands)
-                limits.append(limit)
-                non_model.append(period.used_bytes - period.model_bytes)
-            bounds.append(len(moments))
-        trace = Trace(sizes=sizes, moments=tuple(moments))
-        schedule = plan(trace, links=self._links, policy=self._policy, prefetch=self._prefetch)
-        return CyclePlan(
-            keys=keys,
-            bounds=tuple(bounds),
-            operands=tuple(operands),
-            limits=tuple(limits),
-            non_model=tuple(non_model),
-            margin=margin,
-            gradient_reserve=reserve,
-            trace=trace,
-            schedule=schedule,
-            positions=_positions(operands),
-            uses=_uses(moments),
-            first_uses=_first_uses(operands),
-            device_homes=homes,
-            home_bytes=home_bytes,
-            activations=lives.indices,
-            guarded=tuple(guarded),
-        )
-
-    def _least(self, plan: CyclePlan) -> int:
-        """What the plan's moments need with no copy but the operands'."""
-        parameters = len(self._tensors)
-        return max(
-            self._beside(plan, position)
-            + sum(self._tensors[index].device_nbytes for index in operands)
-            + sum(plan.trace.sizes[index] for index in moment.operands if index >= parameters)
-            for position, (operands, moment) in enumerate(zip(plan.operands, plan.trace.moments, strict=True))
-        )
-
-    def _planned(self, plan: CyclePlan) -> int:
-        """What the plan's moments need with the copies that it keeps and fetches ahead."""
-        sizes, resident, most = plan.trace.sizes, set(plan.schedule.start), 0
-        homes = plan.home_bytes
-        for position, (moment, actions) in enumerate(
-            zip(plan.trace.moments, plan.schedule.actions, strict=True)
-        ):
-            resident.difference_update(actions.evict)
-            resident.update(actions.fetch, moment.operands)
-            segment = plan.keys[bisect.bisect_right(plan.bounds, position) - 1]
-            gradients = plan.gradient_reserve if segment.phase is Phase.BACKWARD else 0
-            most = max(
-                most,
-                self._beside(plan, position) + homes + gradients + sum(sizes[index] for index in resident),
-            )
-            resident.difference_update(moment.invalidates)
-        return most
-
-    def _beside(self, plan: CyclePlan, position: int) -> int:
-        """Bytes of a moment that are no parameters: what operators allocate, and buffers."""
-        return self._budget - plan.margin - plan.limits[position] + self._fixed_bytes()
-
-    def _home_bytes(self, homes: tuple[int, ...]) -> tuple[int, int]:
-        """What ``homes`` take, and the most that the update of one of them takes more."""
-        if not homes:
-            return 0, 0
-        costs = self.home_costs()
-        known = [costs[index] for index in homes if index in costs]
-        if len(known) < len(homes):  # states gone, the optimizer changed
-            raise CapacityError(moment=0, needed=self._budget + 1, capacity=self._budget)
-        return sum(cost.nbytes for cost in known), max(cost.step_nbytes for cost in known)
-
-    def _gradient_reserve(self, keys: tuple[SegmentKey, ...], at_home: frozenset[int]) -> int:
-        """Room for two gradients on their way down, so that one is copied while the next is made."""
-        if not any(key.phase is Phase.BACKWARD for key in keys):
-            return 0
-        return 2 * max(
-            (t.device_nbytes for t in self._tensors if t.parameter.requires_grad and t.index in at_home),
-            default=0,
-        )
-
-    def _spare_in_backward(
-        self, keys: tuple[SegmentKey, ...], margin: int, sizes: tuple[int, ...], lives: Lives
-    ) -> int:
-        """What every operator of the backwards leaves: with less, gradients on their way would pass the budget."""
-        needs: list[int] = []
-        now = 0
-        for key in keys:
-            samples = self._samples[key]
-            for index, period in enumerate(samples[-1].periods):
-                if key.phase is Phase.BACKWARD:
-                    mandatory = _mandatory(period, lives, now)
-                    beside = _non_model_peak(samples, index) + lives.unseen[now]
-                    needs.append(beside + sum(sizes[tensor] for tensor in mandatory))
-                now += 1
-        return max(0, self._budget - margin - self._fixed_bytes() - max(needs, default=0))
-
-
-def _mandatory(period: Period, lives: Lives, moment: int) -> tuple[int, ...]:
-    """What must be on the device in this period, each once."""
-    return (*dict.fromkeys(period.operands + period.held), *sorted(lives.present[moment]))
-
-
-def _non_model_peak(samples: Sequence[Segment], index: int) -> int:
-    """Highest non-model peak of period ``index`` over the samples that have it."""
-    return max(period.non_model_bytes for period in _same(samples, index))
-
-
-def _same(samples: Sequence[Segment], index: int) -> list[Period]:
-    """Period ``index`` of each sample that has it."""
-    return [segment.periods[index] for segment in samples if index < len(segment.periods)]
-
-
-def _positions(operands: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], list[int]]:
-    positions: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for position, indices in enumerate(operands):
-        positions[indices].append(position)
-    return dict(positions)
-
-
-def _first_uses(operands: Sequence[tuple[int, ...]]) -> dict[int, int]:
-    """Rank of each tensor by its first use."""
-    order = dict.fromkeys(tensor for indices in operands for tensor in indices)
-    return {tensor: rank for rank, tensor in enumerate(order)}
-
-
-def _uses(moments: Sequence[Moment]) -> dict[int, list[int]]:
-    uses: dict[int, list[int]] = defaultdict(list)
-    for position, moment in enumerate(moments):
-        for tensor in moment.operands:
-            uses[tensor].append(position)
-    return dict(uses)

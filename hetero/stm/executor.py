@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from hetero.eviction import Actions
 from hetero.msc import MemStatsCollector, Phase, Segment, SegmentKey
 from hetero.stm.activations import Activations
-from hetero.stm.cycles import CyclePlan, Cycles
+from hetero.stm.cycles import Cycles
 from hetero.stm.gradients import Gradients
 from hetero.stm.guard import arm, guarded
+from hetero.stm.plans import CyclePlan
 from hetero.stm.residency import Residency
 from hetero.stm.tensors import ManagedTensor
 

@@ -601,3 +601,18 @@ def test_statistics_show_saved_tensors_as_a_class_of_their_own(tmp_path):
         assert "activations moved" in str(stats)
         manager.plot(str(tmp_path / "plot.svg"))
         assert (tmp_path / "plot.svg").stat().st_size > 0
+
+
+def test_the_plan_lists_those_that_leave():
+    target = device()
+    model = deep()
+    optimizer = adamw(model)
+    with hetero.manage(model, optimizer, device=target, device_budget="1500KiB") as manager:
+        steps(model, optimizer, target)
+        plan = manager.plan
+        leaving = {name for moment in plan.moments for name in moment.evicts if name.startswith("activation")}
+        coming = {name for moment in plan.moments for name in moment.fetches if name.startswith("activation")}
+        assert leaving and coming <= leaving
+        assert plan.activation_bytes > 0
+        assert "activation" in str(plan)
+        assert not any(name.startswith("activation") for name in plan.lives_at_home)
