@@ -8,7 +8,7 @@ schedule is `hetero.eviction`'s.
 import bisect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hetero.eviction import CapacityError, HomeCost, Links, Moment, Policy, Schedule, Trace, plan
 from hetero.msc import Period, Phase, Segment, SegmentKey
@@ -16,6 +16,8 @@ from hetero.stm.lives import Lives, read_lives
 from hetero.stm.tensors import ManagedTensor
 
 __all__ = ["CyclePlan", "PlanMaker", "Samples"]
+
+_WORTH = 0.005  # share of the step that more traffic must save to be worth it
 
 Samples = Mapping[SegmentKey, Sequence[Segment]]
 """Measured segments of each key, the latest last."""
@@ -148,7 +150,7 @@ class PlanMaker:
                 non_model.append(period.used_bytes - period.model_bytes)
             bounds.append(len(moments))
         trace = Trace(sizes=sizes, moments=tuple(moments))
-        schedule = plan(trace, links=self._links, policy=self._policy, prefetch=self._prefetch)
+        schedule = self._schedule(trace, stays=bool(lives.sizes))
         return CyclePlan(
             keys=keys,
             bounds=tuple(bounds),
@@ -167,6 +169,21 @@ class PlanMaker:
             activations=lives.indices,
             guarded=tuple(guarded),
         )
+
+    def _schedule(self, trace: Trace, *, stays: bool) -> Schedule:
+        """The better of two: with activations that may leave, and, ``stays``, without."""
+        links, policy, prefetch = self._links, self._policy, self._prefetch
+        if not stays:
+            return plan(trace, links=links, policy=policy, prefetch=prefetch)
+        try:
+            # Next use is all that `opt` looks at, and an activation's is as far as a weight's; but it has to be copied
+            # down before it comes back.
+            without = plan(_with_all_alive(trace), links=links, policy=policy, prefetch=prefetch)
+        except CapacityError:
+            return plan(trace, links=links, policy=policy, prefetch=prefetch)
+        schedule = plan(trace, links=links, policy=policy, prefetch=prefetch)
+        slower = without.predicted_seconds > schedule.predicted_seconds * (1.0 + _WORTH)
+        return schedule if slower or schedule.moved_bytes < without.moved_bytes else without
 
     def least(self, plan: CyclePlan) -> int:
         """What the plan's moments need with no copy but the operands'."""
@@ -238,6 +255,18 @@ class PlanMaker:
                     needs.append(beside + sum(sizes[tensor] for tensor in mandatory))
                 now += 1
         return max(0, self._budget - margin - self._fixed_bytes() - max(needs, default=0))
+
+
+def _with_all_alive(trace: Trace) -> Trace:
+    """The same, except that what a moment produces cannot leave until it is worthless."""
+    alive: dict[int, None] = {}
+    moments = []
+    for moment in trace.moments:
+        for tensor in moment.invalidates:
+            alive.pop(tensor, None)
+        alive.update(dict.fromkeys(moment.produces))
+        moments.append(replace(moment, operands=tuple(dict.fromkeys((*moment.operands, *alive)))))
+    return replace(trace, moments=tuple(moments))
 
 
 def _mandatory(period: Period, lives: Lives, moment: int) -> tuple[int, ...]:
