@@ -8,11 +8,13 @@ Invariant: whatever handler was there decides what an interrupt does, and is the
 """
 
 import _thread
+import _weakrefset
 import contextlib
 import signal
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,6 +31,8 @@ _OURS = (
 )
 # torch's: ``no_grad`` is Python, and an interrupt in its ``__enter__`` would leave gradients off for good.
 _ON_BEHALF = tuple(module.__file__ for module in (contextlib, threading, grad_mode) if module.__file__)
+# Called by the interpreter when objects die: what is raised there is printed and lost.
+_SWALLOWING = tuple(module.__file__ for module in (weakref, _weakrefset) if module.__file__)
 _AGAIN_SECONDS = 1e-3
 # A thing of ours that hangs can be interrupted after all.
 _LONGEST_SECONDS = 10.0
@@ -75,6 +79,8 @@ def _handle(number: int, frame: FrameType | None) -> Any:
 
 
 def _is_ours(frame: FrameType | None) -> bool:
+    if frame is not None and frame.f_code.co_filename in _SWALLOWING:
+        return True
     while frame is not None:
         name = frame.f_code.co_filename
         if name.startswith(_OURS):

@@ -22,12 +22,17 @@ class Interrupter:
     def __init__(self, seed):
         self._random = random.Random(seed)
         self._armed = threading.Event()
+        self._met = threading.Event()
         self._ended = False
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
     def arm(self):
+        self._met.clear()
         self._armed.set()
+
+    def met(self):
+        self._met.set()
 
     def _run(self):
         while True:
@@ -37,9 +42,13 @@ class Interrupter:
             time.sleep(self._random.uniform(1e-4, 0.03))
             self._armed.clear()
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            # Python swallows what is raised in some callbacks; then somebody presses again.
+            while not self._met.wait(20.0) and not self._ended:
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     def end(self):
         self._ended = True
+        self._met.set()
         self._armed.set()
         self._thread.join()
 
@@ -75,6 +84,7 @@ def test_training_goes_on_after_interrupts_at_random_moments(seed):
                     while True:
                         iteration(model, optimizer, target)
                 except KeyboardInterrupt:
+                    interrupter.met()
                     met += 1
                 optimizer.zero_grad()
                 iteration(model, optimizer, target)
