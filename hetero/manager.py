@@ -262,10 +262,10 @@ class Manager:
         patches.install(self._stm.segments)
         self._patched = True
         parameters = named_parameters(model)
-        self._stm.expect_twins(parameter for _, parameter in parameters)
+        self._stm.registry.expect_twins(parameter for _, parameter in parameters)
         self._homes.take_parameters(parameters)
         for name, parameter in parameters:
-            tensor = self._stm.register_parameter(name, parameter)
+            tensor = self._stm.registry.add_parameter(name, parameter, self._stm)
             parameter.__class__ = ManagedParameter
             parameter.__dict__["_hetero"] = tensor
             hooks = parameter._post_accumulate_grad_hooks
@@ -273,7 +273,7 @@ class Manager:
                 hooks[key] = HomeHook(hooks[key])
         for name, buffer in named_buffers(model):
             self._homes.take_tensor(name, buffer, self.device)
-            self._stm.register_buffer(name, buffer)
+            self._stm.registry.add_buffer(name, buffer)
         self._take_optimizer_states()
         self._compiled.attach()  # before the model itself: its wrapper stays the outer one
         self._wrap_model()
@@ -344,7 +344,7 @@ class Manager:
                     if name not in there:
                         self._homes.take_state(f"{name}.{key}", value)
                     states.append((f"{name}.{key}", value))
-        self._stm.register_optimizer_state(states)
+        self._stm.registry.set_states(states)
         self._homes.forget_states({id(state) for _, state in states})
 
 

@@ -148,7 +148,7 @@ def collect_stats(stm: StatefulTensorMgr, accelerator: Accelerator, config: Conf
         - copies
         - saved
         - saved_on_host
-        - stm.twin_bytes,
+        - stm.registry.twin_bytes,
         device_model_bytes=ledger.device_bytes - saved,
         host_model_bytes=ledger.host_bytes - saved_on_host,
         bytes_moved=sum(_moved(period) for period in moved),

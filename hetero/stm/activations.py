@@ -1,14 +1,9 @@
 """Saved tensors that may leave the device.
 
-Owns what forward saved for backward and is no parameter: one `Activation` for each storage, and every move of it.
+Owns every move of what forward saved for backward and is no parameter (`hetero.stm.records`).
 Invariant: what backward reads has the bytes that forward saved; a storage leaves only while nobody but the graph
 holds it, so that leaving frees its memory and nobody can write to it meanwhile. It decides nothing about the future:
 who leaves is the plan's answer, or, where memory is short, whoever was saved first: backward needs it last.
-
-[Note: who owns what]
-An autograd node holds a `Saved`, that holds the `Activation`, that holds the memory. Nothing here holds an
-`Activation`, so a graph that is dropped frees all of it at once. Its `Account`, the bytes it has on each tier, is
-ours, and is closed when the record is gone (`settle`), or, if a copy is on its way then, when that has ended.
 
 [Note: model data]
 While it is on the device a record counts as model data, of a kind of its own, from the moment it is saved. So what is
@@ -21,20 +16,17 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
 from hetero.devices import Accelerator, CopyEngine, HostArena
 from hetero.msc import MemStatsCollector
+from hetero.stm.records import Account, Activation, Flight, Key, Saved
 from hetero.stm.slots import HostSlots
-from hetero.stm.state import Kind, Ledger, StatefulTensor, Tier
+from hetero.stm.state import Kind, Ledger, Tier
 from hetero.stm.tensors import WRAPPER_USES
 
-__all__ = ["Activation", "Activations", "Saved"]
-
-Layout = tuple[torch.dtype, torch.Size, tuple[int, ...], int]
-Key = tuple[int, int]
+__all__ = ["Activations"]
 
 # Ordinary numbers: their bytes say everything (a quantized tensor has a scale beside them).
 _DTYPES = frozenset(
@@ -48,115 +40,6 @@ _DTYPES = frozenset(
 # a record has sampling moments of its own, when it is saved and when it is needed.
 _WORTH_MOVING = 1 << 14
 _WORTH_A_MOMENT = 1 << 6
-
-
-class Account(StatefulTensor):
-    """The bytes of one record: outlives it while a copy is on its way."""
-
-    __slots__ = (
-        "clean_version",
-        "device_nbytes",
-        "flight",
-        "host",
-        "index",
-        "is_retired",
-        "key",
-        "storage_key",
-    )
-
-    def __init__(self, ledger: Ledger, key: Key, device_nbytes: int, index: int) -> None:
-        super().__init__(ledger, Kind.ACTIVATION, f"saved {key}")
-        self.key = key
-        self.index = index  # in the plan; -1: it is in none
-        self.device_nbytes = device_nbytes
-        self.storage_key = 0
-        self.host: torch.Tensor | None = None
-        self.clean_version = -1  # of the device's bytes when they were those of ``host``
-        self.flight: _Flight | None = None
-        self.is_retired = False
-
-    def count(self, tier: Tier, nbytes: int) -> None:
-        """It now has ``nbytes`` on ``tier``, unless it is no longer counted."""
-        if not self.is_retired:
-            self.place(tier, nbytes)
-
-    def retire(self) -> None:
-        """It is left over from an iteration before: from now on it is what the caller keeps, no model data."""
-        if not self.is_retired:
-            self.release()
-            self.is_retired = True
-
-
-@dataclass(slots=True)
-class _Flight:
-    """A copy on its way: ``memory`` (device) must not be reused before ``event``."""
-
-    account: Account
-    memory: torch.Tensor
-    event: torch.Event
-    is_download: bool
-    is_orphan: bool = False
-
-
-class Activation:
-    """One storage that was saved. ``aliases``: a tensor for each time it was, or None while it is away."""
-
-    __slots__ = ("__weakref__", "account", "aliases", "layouts", "owner", "writes")
-
-    def __init__(self, owner: "Activations", account: Account) -> None:
-        self.owner = owner
-        self.account = account
-        self.aliases: list[torch.Tensor] | None = []
-        self.layouts: list[Layout] = []
-        # Added to an alias's version, this is the version that autograd's check sees.
-        self.writes: list[int] = []
-
-    def add(self, alias: torch.Tensor) -> int:
-        """One more tensor of this storage; returns its place."""
-        assert self.aliases is not None
-        self.aliases.append(alias)
-        self.writes.append(0)
-        return len(self.writes) - 1
-
-    def fold(self) -> None:
-        """The bytes leave: remember everything else."""
-        assert self.aliases is not None
-        known = len(self.layouts)
-        for alias in self.aliases[known:]:
-            self.layouts.append((alias.dtype, alias.size(), alias.stride(), int(alias.storage_offset())))
-        self.writes = [
-            written + alias._version for written, alias in zip(self.writes, self.aliases, strict=True)
-        ]
-        self.aliases = None
-
-    def unfold(self, memory: torch.Tensor) -> None:
-        """``memory`` has the bytes: the same tensors again, all of one version counter as views are."""
-        version = memory._version
-        self.aliases = [
-            memory.view(dtype)
-            .as_strided(size, stride, offset)
-            .detach()  # not views, that would hold `memory`
-            for dtype, size, stride, offset in self.layouts
-        ]
-        self.writes = [written - version for written in self.writes]
-
-    def is_clean(self) -> bool:
-        """The host has the same bytes."""
-        return (
-            self.account.host is not None
-            and self.aliases is not None
-            and len(self.aliases) == len(self.layouts)
-            and self.aliases[0]._version == self.account.clean_version
-        )
-
-
-@dataclass(slots=True)
-class Saved:
-    """What an autograd node holds instead of a tensor."""
-
-    record: Activation
-    place: int
-    version: int
 
 
 class Activations:
@@ -186,7 +69,7 @@ class Activations:
         self._live: dict[weakref.ref[Activation], Account] = {}  # in the order in which they were saved
         self._gone: deque[weakref.ref[Activation]] = deque()
         self._by_index: dict[int, weakref.ref[Activation]] = {}
-        self._flights: dict[int, _Flight] = {}
+        self._flights: dict[int, Flight] = {}
         self._starting: tuple[torch.Tensor, torch.Tensor] | None = None
         self._forward = 0
         self._ordinal = 0
@@ -445,7 +328,7 @@ class Activations:
                 account.count(Tier.HOST, account.host.nbytes)
             self._starting = (memory, account.host)
             event = self._engine.download(memory, account.host)
-            flight = account.flight = _Flight(account, memory, event, is_download=True)
+            flight = account.flight = Flight(account, memory, event, is_download=True)
             self._flights[id(account)] = flight
             self._starting = None
             self._forget_storage(account)
@@ -457,7 +340,7 @@ class Activations:
             self._land(flight)
         return account.device_nbytes
 
-    def _land(self, flight: _Flight) -> None:
+    def _land(self, flight: Flight) -> None:
         """Let go of a flight's memory, after compute has been told to wait for the copy."""
         account = flight.account
         if flight.is_download:
@@ -499,7 +382,7 @@ class Activations:
                 memory = torch.empty(account.host.numel(), dtype=torch.uint8, device=self._accelerator.device)
                 self._starting = (memory, account.host)
                 event = self._engine.upload(account.host, memory)
-                flight = account.flight = _Flight(account, memory, event, is_download=False)
+                flight = account.flight = Flight(account, memory, event, is_download=False)
                 self._flights[id(account)] = flight
                 self._starting = None
                 account.count(Tier.DEVICE, account.device_nbytes)
@@ -508,7 +391,7 @@ class Activations:
         account.clean_version = memory._version
         account.storage_key = memory.untyped_storage()._cdata
 
-    def _await(self, flight: _Flight) -> None:
+    def _await(self, flight: Flight) -> None:
         """A record that is on its way back is read next."""
         begin = time.perf_counter()
         self._land(flight)

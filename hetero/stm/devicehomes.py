@@ -19,6 +19,7 @@ from hetero.eviction import HomeCost
 from hetero.stm.fetch import plain
 from hetero.stm.homes import set_memory
 from hetero.stm.manager import StatefulTensorMgr
+from hetero.stm.optimizers import ELEMENTWISE
 from hetero.stm.tensors import ManagedTensor
 from hetero.stm.updates import ParameterUpdate
 
@@ -30,26 +31,10 @@ _Group = dict[str, Any]
 # scaled gradient.
 TEMPORARIES = 6
 
-_ELEMENTWISE = frozenset(
-    {
-        torch.optim.Adadelta,
-        torch.optim.Adagrad,
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.Adamax,
-        torch.optim.ASGD,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.RMSprop,
-        torch.optim.Rprop,
-        torch.optim.SGD,
-    }
-)
-
 
 def can_step_on_device(optimizer: torch.optim.Optimizer) -> bool:
     """Its updates need no more than `TEMPORARIES` beside what they update."""
-    return type(optimizer) in _ELEMENTWISE
+    return type(optimizer) in ELEMENTWISE
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,16 @@
-"""StatefulTensorMgr: the registry of managed tensors and the hub of their management.
+"""StatefulTensorMgr: the hub of the management of one model's tensors.
 
-Owns the registry. Its parts each own one thing: `Ledger` the count of bytes, `Residency` the device copies,
-`Gradients` the way home, `Cycles` the plans, `Executor` the position in them, `Segments` their boundaries.
+Owns the lock, and which part is asked what. The parts each own one thing: `Registry` which tensors there are, `Ledger`
+the count of bytes, `Residency` the device copies, `Gradients` the way home, `Activations` what forward saves, `Cycles`
+the plans, `Executor` the position in them, `Segments` their boundaries.
 Thread-safe: autograd runs backward on threads of its own, so one lock guards every entry.
 """
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from hetero.config import Config
 from hetero.devices import Accelerator, CopyEngine, HostArena, LinkSpeeds
@@ -25,11 +25,12 @@ from hetero.stm.exposure import gradient_is_private
 from hetero.stm.fetch import make_identity, plain
 from hetero.stm.forks import in_child, watch
 from hetero.stm.gradients import Factor, Gradients
-from hetero.stm.precision import LowTwin, Upcast, computes_in
+from hetero.stm.precision import Upcast
+from hetero.stm.registry import Registry
 from hetero.stm.residency import Residency
 from hetero.stm.saved import modified_in_place
 from hetero.stm.segments import Segments
-from hetero.stm.state import Kind, Ledger, State, StatefulTensor, Tier
+from hetero.stm.state import Ledger
 from hetero.stm.tensors import ManagedTensor
 from hetero.units import format_bytes
 
@@ -62,23 +63,18 @@ class StatefulTensorMgr:
     ) -> None:
         self.device = accelerator.device
         self.ledger = Ledger()
-        self.tensors: list[ManagedTensor] = []
         self.collector = MemStatsCollector(accelerator, self.ledger)
         self._accelerator = accelerator
         self._lock = threading.RLock()
-        self._fixed: list[StatefulTensor] = []
-        self._optimizer_states: dict[int, StatefulTensor] = {}
         self._closed = False
         self.is_in_child = False
         self._budget = config.device_budget
-        self._precision = config.precision
-        self._arena = arena
-        # At home, of low-precision twins: copies, like those on the device.
-        self.twin_bytes = 0
         # The optimizer of ours whose step runs.
         self.stepping: torch.optim.Optimizer | None = None
         engine = CopyEngine(accelerator)
         self.engine = engine
+        self.registry = Registry(self.ledger, accelerator, engine, arena, config.precision)
+        self.tensors = self.registry.tensors
         self.updates = UpdateQueue()
         self.residency = Residency(
             accelerator, engine, self.ledger, self.collector, policy, config.device_budget, self.updates
@@ -106,7 +102,7 @@ class StatefulTensorMgr:
             ),
             policy=policy,
             prefetch=config.prefetch,
-            fixed_bytes=lambda: sum(tensor.nbytes(Tier.DEVICE) for tensor in self._fixed),
+            fixed_bytes=self.registry.buffer_bytes,
             headroom=self.collector.headroom,
             activation_bytes=lambda: self.activations.device_bytes,
             ends_with_backward=not has_optimizer,
@@ -135,59 +131,12 @@ class StatefulTensorMgr:
         )
         watch(self)
 
-    # -- registry -------------------------------------------------------------------------------------
-
-    def register_parameter(self, name: str, parameter: nn.Parameter) -> ManagedTensor:
-        """``parameter`` is at home and becomes managed. Its class is changed by the caller."""
-        dtype = computes_in(parameter.dtype, self._precision)
-        device_nbytes = self._accelerator.allocated_size(parameter.numel() * dtype.itemsize)
-        tensor = ManagedTensor(self.ledger, name, len(self.tensors), parameter, self, device_nbytes)
-        nbytes = parameter.numel() * parameter.element_size()
-        if dtype is not parameter.dtype:
-            twin = self._arena.empty_strided(tuple(parameter.size()), tuple(parameter.stride()), dtype)
-            tensor.low = LowTwin(twin, self.engine)
-            self.twin_bytes += twin.nbytes
-            nbytes += twin.nbytes
-        tensor.place(Tier.HOST, nbytes)
-        if nbytes == 0:  # no bytes to place, but a tensor all the same
-            tensor.transition(State.HOLD)
-        self.tensors.append(tensor)
-        return tensor
-
-    def expect_twins(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Low-precision twins of ``parameters`` will be needed: one piece of host memory for all."""
-        for parameter in parameters:
-            dtype = computes_in(parameter.dtype, self._precision)
-            if dtype is not parameter.dtype:
-                self._arena.expect(self._arena.slab_bytes(parameter.numel() * dtype.itemsize))
-
-    def register_buffer(self, name: str, buffer: torch.Tensor) -> None:
-        """``buffer`` is on the device and stays there."""
-        tensor = StatefulTensor(self.ledger, Kind.BUFFER, name)
-        tensor.place(Tier.DEVICE, self._accelerator.allocated_size(buffer.numel() * buffer.element_size()))
-        self._fixed.append(tensor)
-
-    def register_optimizer_state(self, states: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """What the optimizer keeps now. States that are gone are forgotten."""
-        known = {
-            id(tensor): entry for (_, tensor) in states if (entry := self._optimizer_states.get(id(tensor)))
-        }
-        for key, entry in self._optimizer_states.items():
-            if key not in known:
-                entry.release()
-        for name, tensor in states:
-            entry = known.setdefault(id(tensor), StatefulTensor(self.ledger, Kind.OPTIMIZER_STATE, name))
-            nbytes, on_host = tensor.numel() * tensor.element_size(), tensor.device.type == "cpu"
-            entry.place(Tier.HOST, nbytes if on_host else 0)
-            entry.place(Tier.DEVICE, 0 if on_host else self._accelerator.allocated_size(nbytes))
-        self._optimizer_states = known
-
     # -- the optimizer's step (`hetero.stm.hoststep`) --------------------------------------------------
 
     def before_home_writes(self, tensors: Sequence[ManagedTensor]) -> None:
         """These homes are about to be written: their gradients have arrived, copies have been read."""
         with self._lock:
-            uploads = self.residency.take_uploads(tensors)
+            uploads = self.residency.uploads.take(tensors)
             for tensor in tensors:
                 self.gradients.wait(tensor)
                 for event in uploads.get(tensor.index, ()):
@@ -196,7 +145,7 @@ class StatefulTensorMgr:
     def begin_writes_later(self, tensors: Sequence[ManagedTensor]) -> dict[int, Arrivals]:
         """The same without waiting: what to wait for, by index. Followed by `await_update` for each."""
         with self._lock:
-            uploads = self.residency.take_uploads(tensors)
+            uploads = self.residency.uploads.take(tensors)
             arrivals = {}
             for tensor in tensors:
                 gradient, factors = self.gradients.take_arrival(tensor)
@@ -433,16 +382,13 @@ class StatefulTensorMgr:
         self._lock.acquire()
         try:
             if not self._closed and not self.is_in_child:
-                self.updates.finish_all()
-                for tensor in self.tensors:
-                    if tensor.pending is not None and tensor.pending.done:
-                        self.residency.collect(tensor)
+                self._end_updates()
                 self.residency.write_back_all()
                 for tensor in self.tensors:
                     if tensor.is_ahead:  # it lives on the device, where the child cannot look
                         self.collector.count_eviction(0, self.residency.write_back(tensor))
                 self.gradients.wait_all(self.tensors)
-                self.residency.before_host_writes()
+                self.residency.uploads.wait_all()
         finally:
             self.updates.hold()
 
@@ -456,17 +402,14 @@ class StatefulTensorMgr:
     def close(self) -> None:
         """Homes are true, nothing is on its way, no copy is left."""
         with self._lock:
-            self.updates.finish_all()
-            for tensor in self.tensors:
-                if tensor.pending is not None and tensor.pending.done:
-                    self.residency.collect(tensor)
+            self._end_updates()
             self.executor.finish_segment()
             self.residency.send_home(self._budget)
             self.residency.write_back_all()
             self.gradients.wait_all(self.tensors)
             self.gradients.reclaim(self.ledger.device_bytes)
             self.gradients.norms.stop()
-            self.residency.before_host_writes()
+            self.residency.uploads.wait_all()
             for tensor in self.tensors:
                 self.residency.discard(tensor)
                 tensor.identity = None
@@ -474,3 +417,10 @@ class StatefulTensorMgr:
             self.executor.release_cap()
             self._closed = True
             self.updates.close()
+
+    def _end_updates(self) -> None:
+        """Nothing is queued afterwards. Raises nothing: an update's error waits."""
+        self.updates.finish_all()
+        for tensor in self.tensors:
+            if tensor.pending is not None and tensor.pending.done:
+                self.residency.collect(tensor)

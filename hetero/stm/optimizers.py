@@ -17,28 +17,28 @@ from typing import Any
 
 import torch
 
-__all__ = ["hyper_parameters", "is_known", "make_shell", "raw_step", "steps_alone"]
+__all__ = ["ELEMENTWISE", "hyper_parameters", "is_known", "make_shell", "raw_step", "steps_alone"]
 
 Group = dict[str, Any]
 
-_KNOWN = frozenset(
+ELEMENTWISE = frozenset(
     {
         torch.optim.Adadelta,
-        torch.optim.Adafactor,
         torch.optim.Adagrad,
         torch.optim.Adam,
         torch.optim.AdamW,
         torch.optim.Adamax,
         torch.optim.ASGD,
-        torch.optim.Muon,
         torch.optim.NAdam,
         torch.optim.RAdam,
         torch.optim.RMSprop,
         torch.optim.Rprop,
         torch.optim.SGD,
-        torch.optim.SparseAdam,
     }
 )
+"""Those of torch that treat each number by itself."""
+
+_KNOWN = ELEMENTWISE | {torch.optim.Adafactor, torch.optim.Muon, torch.optim.SparseAdam}
 
 
 def raw_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any] | None:

@@ -12,7 +12,6 @@ copy is attached but has no event, and nobody may read it: whoever uses it waits
 """
 
 import time
-from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
@@ -24,6 +23,7 @@ from hetero.eviction import Candidate, Policy
 from hetero.stm.deferred import Update, UpdateQueue
 from hetero.stm.state import Ledger, Tier
 from hetero.stm.tensors import ManagedTensor, refused_write
+from hetero.stm.uploads import Uploads
 from hetero.units import format_bytes
 
 __all__ = ["Residency", "TransferMeter"]
@@ -71,8 +71,7 @@ class Residency:
         # Operands that are being made resident: an allocation on the way may run out of memory, and must not be
         # relieved by evicting them.
         self.wanted: frozenset[int] = frozenset()
-        # Copies that may still be reading homes, oldest first.
-        self._uploads: deque[tuple[torch.Event, ManagedTensor]] = deque()
+        self.uploads = Uploads(engine)
         self.resident: dict[int, ManagedTensor] = {}
         self._starting: torch.Tensor | None = None  # the destination of a copy that is being started
         # Gradients on their way down still occupy the device; `hetero.stm.gradients` sets this.
@@ -209,7 +208,7 @@ class Residency:
             raise refused_write(tensor)
         version = tensor.version
         self.finish_update(tensor)
-        self._await_uploads(tensor)
+        self.uploads.wait(tensor, tensor.home)
         event = self._engine.download(tensor.data, tensor.home)
         self._engine.host_after_download(event, tensor.home)
         self._engine.free_after_download(event)
@@ -234,26 +233,7 @@ class Residency:
     def before_host_write(self, tensor: ManagedTensor) -> None:
         """Its home is about to be written: wait until it is settled and no copy reads it."""
         self.settle(tensor)
-        self._await_uploads(tensor)
-
-    def before_host_writes(self) -> None:
-        """As `before_host_write`, for every home that anything waits for."""
-        while self._uploads:
-            event, tensor = self._uploads.popleft()
-            self._engine.host_after_upload(event, tensor.home)
-
-    def take_uploads(self, tensors: Iterable[ManagedTensor]) -> dict[int, list[torch.Event]]:
-        """The copies that may still be reading the homes of ``tensors``, by index. The caller waits for them."""
-        wanted = {tensor.index for tensor in tensors}
-        taken: dict[int, list[torch.Event]] = defaultdict(list)
-        left: deque[tuple[torch.Event, ManagedTensor]] = deque()
-        for event, tensor in self._uploads:
-            if tensor.index in wanted:
-                taken[tensor.index].append(event)
-            else:
-                left.append((event, tensor))
-        self._uploads = left
-        return taken
+        self.uploads.wait(tensor, tensor.home)
 
     def settle(self, tensor: ManagedTensor) -> None:
         """Return once home is up to date, and the copy on order, if any, on its way.
@@ -303,7 +283,7 @@ class Residency:
         assert update.done
         tensor.pending = None
         if update.arrival is not None:
-            self._note_upload(update.arrival, tensor)
+            self.uploads.note(update.arrival, tensor)
             tensor.ready = update.arrival
             tensor.loaded_clock = tensor.home_clock
         else:  # nothing was on order, or it could not be started
@@ -336,7 +316,7 @@ class Residency:
             self._starting = copy = torch.empty_like(tensor.origin, device=self._accelerator.device)
             if not self._order(tensor, copy):
                 tensor.ready = self._engine.upload(tensor.origin, copy)
-                self._note_upload(tensor.ready, tensor)
+                self.uploads.note(tensor.ready, tensor)
             tensor.attach(copy)
         self._starting = None
         RESIDENT[tensor.storage_key] = tensor
@@ -367,8 +347,7 @@ class Residency:
     def _refresh_low(self, tensor: ManagedTensor) -> None:
         """Home is settled: bring its low-precision twin, if it has one, up to date."""
         if tensor.low_is_stale:
-            for event in self.take_uploads([tensor]).get(tensor.index, ()):
-                self._engine.host_after_upload(event, tensor.origin)
+            self.uploads.wait(tensor, tensor.origin)
             tensor.refresh_low()
 
     def _finish(self, tensor: ManagedTensor) -> None:
@@ -380,15 +359,6 @@ class Residency:
         """Nothing is on order for it any more."""
         if tensor.pending is not None and not self._updates.withdraw(tensor.pending):
             self._finish(tensor)
-
-    def _await_uploads(self, tensor: ManagedTensor) -> None:
-        for event in self.take_uploads([tensor]).get(tensor.index, ()):
-            self._engine.host_after_upload(event, tensor.home)
-
-    def _note_upload(self, event: torch.Event, tensor: ManagedTensor) -> None:
-        while self._uploads and self._uploads[0][0].query():
-            self._uploads.popleft()
-        self._uploads.append((event, tensor))
 
     def _wait(self, tensor: ManagedTensor) -> None:
         begin = time.perf_counter()

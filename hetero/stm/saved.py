@@ -22,8 +22,9 @@ from typing import Any
 
 import torch
 
-from hetero.stm.activations import Activations, Saved
+from hetero.stm.activations import Activations
 from hetero.stm.fetch import Fetch, plain
+from hetero.stm.records import Saved
 from hetero.stm.residency import RESIDENT
 from hetero.stm.tensors import ManagedTensor
 

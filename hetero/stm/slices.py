@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from hetero.stm.kernels import same_layout
-from hetero.stm.optimizers import make_shell, raw_step
+from hetero.stm.optimizers import ELEMENTWISE, make_shell, raw_step
 
 __all__ = ["Entry", "Group", "leaf", "may_slice", "slices", "take_numbers"]
 
@@ -28,21 +28,8 @@ Entry = dict[str, Any]
 
 # Elements of one slice for each thread; with gradient, states and temporaries, about what its cache holds.
 _ELEMENTS = 1 << 17
+_SLICED = ELEMENTWISE - {torch.optim.SGD}  # whose passes are too few to be worth it
 _MOST_THREADS = 32  # temporaries of more are memory that the C library fetches from the system each time
-_ELEMENTWISE = frozenset(
-    {
-        torch.optim.Adadelta,
-        torch.optim.Adagrad,
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.Adamax,
-        torch.optim.ASGD,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.RMSprop,
-        torch.optim.Rprop,
-    }
-)
 
 
 def may_slice(
@@ -52,7 +39,7 @@ def may_slice(
     return (
         home.device.type == "cpu"
         and home.numel() >= 2 * _slice_elements()
-        and type(shell) in _ELEMENTWISE
+        and type(shell) in _SLICED
         and home.dtype in (torch.float32, torch.float64)
         and not (group.get("fused") or group.get("foreach") or group.get("capturable"))
         and bool(entry)

@@ -31,6 +31,18 @@ def train(model, optimizer, target, steps=3, loss_of=square_loss):
     return seen
 
 
+def losses(model, optimizer, target, steps):
+    """As `train`, looking at nothing but the loss."""
+    seen = []
+    for _ in range(steps):
+        loss = square_loss(model, target)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss)
+    return seen
+
+
 def backward(model, target, rows=8):
     model(batch(target, rows)).square().mean().backward()
 
@@ -56,6 +68,8 @@ ACTIONS = (
         "other step",
         "lr",
         "scale gradients",
+        "scaled step",
+        "overflow",
     ),
 )
 
@@ -72,6 +86,7 @@ def mixed_loop(actions):
     def loop(model, optimizer, target):
         seen = []
         held = []
+        scaler = torch.amp.GradScaler(target.type, init_scale=256.0, growth_interval=2)
         two_steps(model, optimizer, target)
         parameters = list(model.parameters())
         for number, action in enumerate(actions):
@@ -113,6 +128,14 @@ def mixed_loop(actions):
                     optimizer.other.step()
                 elif action == "lr":
                     optimizer.param_groups[0]["lr"] *= 0.7
+                elif action in ("scaled step", "overflow"):
+                    with torch.enable_grad():
+                        loss = model(batch(target)).square().mean()
+                        scaler.scale(loss * (float("inf") if action == "overflow" else 1.0)).backward()
+                    scaler.step(optimizer)
+                    scaler.update()
+                    optimizer.zero_grad()
+                    seen.append([loss, scaler.get_scale()])
                 elif action == "scale gradients":
                     for p in parameters:
                         if p.grad is not None:

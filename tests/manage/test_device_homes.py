@@ -7,7 +7,7 @@ import torch
 from accelerators import clear_races, races
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from loops import ACTIONS, backward, batch, mixed_loop, mlp, train, two_optimizers
+from loops import ACTIONS, backward, batch, losses, mixed_loop, mlp, train, two_optimizers
 from test_optimizer_db import both, configurations
 from torch import nn
 from twins import adamw, assert_same, assert_twins, device
@@ -41,17 +41,7 @@ def step(model, optimizer, target):
 
 @pytest.mark.parametrize("share", [0.5, 0.8, 1.5])
 def test_a_training_loop(share):
-    def loop(model, optimizer, target):
-        seen = []
-        for _ in range(8):
-            loss = model(batch(target)).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            seen.append(loss)
-        return seen
-
-    manager = assert_twins(mlp, loop, share=share)
+    manager = assert_twins(mlp, lambda m, o, t: losses(m, o, t, 8), share=share)
     assert share < 1 or manager._stm.cycles.device_homes
 
 

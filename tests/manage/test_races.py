@@ -68,10 +68,10 @@ def test_a_home_is_not_written_while_a_copy_reads_it(left_out):
     if left_out:
         stm.engine.left_out = frozenset({Wait.HOST_AFTER_UP})
         with pytest.raises(StreamRaceError, match="host"):
-            stm.residency.before_host_writes()
+            stm.residency.uploads.wait_all()
         stm.engine.left_out = frozenset()
     else:
-        stm.residency.before_host_writes()
+        stm.residency.uploads.wait_all()
     torch.accelerator.synchronize()
     virtual.clear_races()
     manager.close()
