@@ -1,7 +1,7 @@
 """Copies that may still be reading homes.
 
-Owns the list of them. Invariant: whoever writes a home has waited, through here, for every copy that was started from
-it.
+Owns the list of them. Invariant: whoever writes a home has waited, through here, for every copy that was
+started from it.
 """
 
 from collections import defaultdict, deque
