@@ -191,6 +191,10 @@ class Activations:
 
     def settle(self) -> None:
         """Close the accounts of records that are gone. Cheap if there are none."""
+        if self._gone:
+            self._settle()
+
+    def _settle(self) -> None:
         while self._gone:
             reference = self._gone.popleft()
             account = self._live.pop(reference, None)

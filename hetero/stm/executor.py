@@ -113,9 +113,12 @@ class Executor:
 
     def before_operator(self, operands: list[ManagedTensor], name: object) -> None:
         """The pre-op sampling moment: measure, then change the layout as planned, then make operands resident."""
+        self._activations.settle()
+        if self._is_in_place(operands):
+            self._position += 1
+            return
         indices = tuple([tensor.index for tensor in operands])
         collector = self._collector
-        self._activations.settle()
         if collector.is_sampling:
             self._gradients.reclaim(0)
             held = tuple(
@@ -160,9 +163,6 @@ class Executor:
     # -- helpers --------------------------------------------------------------------------------------
 
     def _change_layout(self, operands: list[ManagedTensor], indices: tuple[int, ...], name: object) -> None:
-        if self._is_in_place(operands, indices):
-            self._position += 1
-            return
         actions = self._advance(indices)
         self._forget_overtaken(actions)
         if actions.evict or actions.fetch:
@@ -217,19 +217,12 @@ class Executor:
         self._set_guarded(True)
         arm()
 
-    def _is_in_place(self, operands: list[ManagedTensor], indices: tuple[int, ...]) -> bool:
+    def _is_in_place(self, operands: list[ManagedTensor]) -> bool:
         """The plan foresaw this moment and asks for nothing, and every operand can be read: the common case."""
         plan, position = self._plan, self._position
-        if plan is None or position >= self._stop or plan.operands[position] != indices:
+        if plan is None or position >= self._stop or plan.undisturbed[position] != operands:
             return False
-        actions = plan.schedule.actions[position]
-        if (
-            actions.evict
-            or actions.fetch
-            or self._to_evict
-            or self._to_prefetch
-            or self._collector.is_sampling
-        ):
+        if self._to_evict or self._to_prefetch or self._collector.is_sampling:
             return False
         return self._residency.holds(operands, limit=plan.limits[position] - self._drift)
 

@@ -86,13 +86,11 @@ class Residency:
 
     def holds(self, operands: Sequence[ManagedTensor], *, limit: int) -> bool:
         """`require` would have nothing to do, nor would `trim`."""
-        self._clock += 1
+        self._clock = clock = self._clock + 1
         for tensor in operands:
-            if tensor.data is None or tensor.ready is not None or tensor.pending is not None:
+            if not tensor.can_be_read:
                 return False
-            if tensor.home_clock != tensor.loaded_clock:
-                return False
-            tensor.last_use = self._clock
+            tensor.last_use = clock
         return self._ledger.device_bytes <= limit and not self._updates.has_failed
 
     def exceeds(self, limit: int) -> bool:

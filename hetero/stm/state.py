@@ -10,10 +10,11 @@ tier, kind and state, `Ledger.nbytes` is the sum over registered tensors; every 
 """
 
 import enum
+from collections.abc import Iterable
 
 from hetero.errors import StateError
 
-__all__ = ["Kind", "Ledger", "State", "StatefulTensor", "Tier"]
+__all__ = ["Kind", "Ledger", "State", "StatefulTensor", "Tier", "begin_compute", "end_compute"]
 
 
 class State(enum.IntEnum):
@@ -170,3 +171,38 @@ class StatefulTensor:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, {self.kind.name}, {self.state.name}, {self._tiers})"
+
+
+_HELD, _COMPUTING = int(State.HOLD), int(State.COMPUTE)  # indexing with members of an enum is slow
+
+
+def begin_compute(tensors: Iterable[StatefulTensor]) -> None:
+    """`StatefulTensor.begin_compute` of each, written out because every operator does it."""
+    for tensor in tensors:
+        if tensor.users == 0 and tensor.state is State.HOLD:
+            tensor.state = State.COMPUTE
+            host, device = tensor._tiers
+            host_cells, device_cells = tensor._cells
+            host_cells[_HELD] -= host
+            host_cells[_COMPUTING] += host
+            device_cells[_HELD] -= device
+            device_cells[_COMPUTING] += device
+            tensor.users = 1
+        else:
+            tensor.begin_compute()
+
+
+def end_compute(tensors: Iterable[StatefulTensor]) -> None:
+    """`StatefulTensor.end_compute` of each."""
+    for tensor in tensors:
+        if tensor.users == 1 and tensor.state is State.COMPUTE:
+            tensor.users = 0
+            tensor.state = State.HOLD
+            host, device = tensor._tiers
+            host_cells, device_cells = tensor._cells
+            host_cells[_COMPUTING] -= host
+            host_cells[_HELD] += host
+            device_cells[_COMPUTING] -= device
+            device_cells[_HELD] += device
+        else:
+            tensor.end_compute()

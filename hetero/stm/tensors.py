@@ -264,6 +264,15 @@ class ManagedTensor(StatefulTensor):
         return self.data is not None
 
     @property
+    def can_be_read(self) -> bool:
+        """There is a device copy, it has arrived, and is as new as home."""
+        if self.data is None or self.ready is not None or self.pending is not None:
+            return False
+        if self._alias is not None or self._source is not None:
+            return self.home_clock == self.loaded_clock
+        return self.home._version + self._unseen_writes == self.loaded_clock  # the same, and the common case
+
+    @property
     def is_stale(self) -> bool:
         """Home was written after the device copy was made. One on order follows the write that it waits for."""
         return self.data is not None and self.pending is None and self.home_clock != self.loaded_clock
