@@ -64,7 +64,7 @@ class Activations:
         self._collector = collector
         self._lock = lock
         self._slots = HostSlots(arena, ledger, host_budget)
-        self._least = device_budget // _WORTH_MOVING
+        self.least = device_budget // _WORTH_MOVING  # bytes of a storage that is worth a record
         self._large = max(1, device_budget // _WORTH_A_MOMENT)
         self._by_storage: dict[int, weakref.ref[Activation]] = {}
         self._live: dict[weakref.ref[Activation], Account] = {}  # in the order in which they were saved
@@ -84,12 +84,12 @@ class Activations:
 
     # -- saving and reading ----------------------------------------------------------------------------
 
-    def save(self, tensor: torch.Tensor, storage_key: int) -> Saved | None:
-        """A handle for ``tensor``, which autograd saves; None if it is to be kept as it is."""
+    def save(self, tensor: torch.Tensor, storage_key: int, nbytes: int) -> Saved | None:
+        """A handle for ``tensor``, which autograd saves, in a storage of at least `least` ``nbytes``; None if it is to
+        be kept as it is."""
         if tensor.device != self._device:
             return None
-        nbytes = tensor.untyped_storage().nbytes()
-        if nbytes < self._least or nbytes % tensor.itemsize or not _may_move(tensor):
+        if nbytes % tensor.itemsize or not _may_move(tensor):
             self.kept += 1
             return None
         reference = self._by_storage.get(storage_key)

@@ -57,6 +57,7 @@ class Executor:
         self._to_evict: list[int] = []
         self._to_prefetch: list[int] = []
         residency.next_use = self._next_use
+        residency.enough = self._enough
 
     @property
     def segment(self) -> Segment | None:
@@ -295,6 +296,15 @@ class Executor:
         if index >= len(self._tensors):
             return self._activations.prefetch(index, limit=limit)
         return self._residency.prefetch(self._tensors[index], limit=limit)
+
+    def _enough(self) -> int | None:
+        """A budget for all that was measured, beside what there is now and was not then; None without a plan."""
+        plan, needs = self._plan, self._cycles.needs()
+        if plan is None or needs is None:
+            return None
+        more = self._collector.non_model_bytes() - plan.non_model[max(0, self._position - 1)]
+        seen = self._drift + plan.margin if self._drift else 0
+        return needs[0] + max(0, more, seen)
 
     def _next_use(self, tensor: ManagedTensor) -> float:
         if self._plan is None:

@@ -33,11 +33,11 @@ __all__ = ["saved_tensors_as_handles"]
 
 @dataclass(slots=True)
 class _Handle:
-    """A view of a parameter's device copy, or of its cast to ``dtype``."""
+    """A view of a parameter's device copy, or of its cast to ``dtype``; ``layout`` None: all of it as it is."""
 
     tensor: ManagedTensor
     version: int
-    layout: Layout
+    layout: Layout | None
     dtype: torch.dtype
 
 
@@ -71,23 +71,32 @@ def _outer_packer(
     outer_pack: Callable[[torch.Tensor], Any], outer_unpack: Callable[[Any], Any]
 ) -> Callable[..., Any]:
     def pack(saved: torch.Tensor) -> Any:
-        handle = _handle(saved, _storage_key(saved))
+        storage = _storage(saved)
+        handle = None if storage is None else _handle(saved, storage._cdata)
         return handle if handle is not None else _Outer(outer_pack(saved), outer_unpack)
 
     return _never_compiled(pack)
 
 
 def _packer(activations: Activations | None) -> Callable[..., Any]:
+    least = 0 if activations is None else activations.least
+
     def pack(saved: torch.Tensor) -> Any:
-        storage_key = _storage_key(saved)
-        if storage_key in RESIDENT or saved.dtype in _CAST_TO:
-            handle = _handle(saved, storage_key)
-            if handle is not None:
-                return handle
-        if activations is not None and storage_key:
-            record = activations.save(saved, storage_key)
-            if record is not None:
-                return record
+        storage = _storage(saved)
+        if storage is not None:
+            storage_key = storage._cdata
+            if storage_key in RESIDENT or saved.dtype in _CAST_TO:
+                handle = _handle(saved, storage_key)
+                if handle is not None:
+                    return handle
+            if activations is not None:
+                nbytes = storage.nbytes()
+                if nbytes < least:
+                    activations.kept += 1
+                else:
+                    record = activations.save(saved, storage_key, nbytes)
+                    if record is not None:
+                        return record
         # Without its node: an operator's own output would otherwise hold the node that holds what we return, and a
         # graph that is dropped without a backward would stay for good. Autograd attaches the node again; the version
         # is shared.
@@ -104,22 +113,24 @@ def _never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _storage_key(saved: torch.Tensor) -> int:
-    """Which memory it lies in; 0 if there is no such thing."""
-    if saved.layout is not torch.strided:
-        return 0
+def _storage(saved: torch.Tensor) -> torch.UntypedStorage | None:
+    """Which memory it lies in; None if there is no such thing."""
+    if saved.layout is not _STRIDED:
+        return None
     try:
-        return int(saved.untyped_storage()._cdata)
+        return saved.untyped_storage()
     except NotImplementedError:  # a tensor without storage (functorch)
-        return 0
+        return None
 
 
 def _handle(saved: torch.Tensor, storage_key: int) -> _Handle | None:
     tensor = RESIDENT.get(storage_key)
     if tensor is None:
-        if not storage_key or saved.dtype not in _CAST_TO:
+        if saved.dtype not in _CAST_TO:
             return None
         tensor = _cast_of(saved)
+    elif saved is tensor.identity or saved is tensor.data:
+        return _Handle(tensor, tensor.version, None, saved.dtype)
     elif tensor.data is None or saved.dtype is not tensor.data.dtype:
         return None
     if tensor is None or saved.is_conj() or saved.is_neg():
@@ -128,8 +139,8 @@ def _handle(saved: torch.Tensor, storage_key: int) -> _Handle | None:
     return _Handle(tensor, tensor.version, layout, saved.dtype)
 
 
+_STRIDED = torch.strided
 _CAST_TO = frozenset({torch.bfloat16, torch.float16})
-
 
 # What may lie between a cast and the operator that saves it: the same memory seen otherwise.
 _VIEWS = frozenset(
@@ -165,6 +176,7 @@ def _unpack(packed: Any) -> Any:
             managed = packed.tensor
             copy = managed.owner.load_saved(managed, packed.version)
             if copy.dtype is not packed.dtype:
+                assert packed.layout is not None
                 return copy.to(packed.dtype).as_strided(*packed.layout)
             return managed.view_of(copy, packed.layout)
     if type(packed) is Saved:

@@ -171,7 +171,7 @@ class ManagedTensor(StatefulTensor):
         self._unseen_writes = 0
         self._fetch_nodes: list[weakref.ref[object]] = []
         # Of ``data``, as it was last saved for backward: most are saved the same way in each iteration.
-        self._view: tuple[torch.Tensor, Layout, torch.Tensor] | None = None
+        self._view: tuple[torch.Tensor, Layout | None, torch.Tensor] | None = None
         self.data: torch.Tensor | None = None
         self.identity: torch.Tensor | None = None
         self.cast: Cast | None = None
@@ -313,19 +313,19 @@ class ManagedTensor(StatefulTensor):
         self.clean_version = self.data._version
         self.loaded_clock = self.home_clock
 
-    def view_of(self, copy: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """``copy``, as `Owner.load_saved` returned it, seen as ``layout``. For what reads a saved tensor."""
+    def view_of(self, copy: torch.Tensor, layout: Layout | None) -> torch.Tensor:
+        """``copy``, as `Owner.load_saved` returned it, seen as ``layout``, or as it is, for backward."""
         view = self._view
         if (
             view is not None
             and view[0] is copy
             and view[1] == layout
             # Whoever got it before may have made something else of it.
-            and view[2].stride() == layout[1]
+            and view[2].stride() == (copy.stride() if layout is None else layout[1])
             and not view[2].requires_grad
         ):
             return view[2]
-        seen = copy.as_strided(*layout)
+        seen = copy.detach() if layout is None else copy.as_strided(*layout)
         if copy is self.data:
             self._view = (copy, layout, seen)
         return seen
