@@ -2,8 +2,8 @@
 
 Owns which do, how they come to and go from there, and their step. Which should is the plan's choice
 (`hetero.eviction.device_homes`); they move at a step, and home at once when memory runs short. Invariant: for the user
-nothing is elsewhere: home follows when somebody looks at it, ``p.grad`` likewise, and what cannot be watched is stepped
-at home.
+nothing is elsewhere: home follows when somebody looks at it, ``p.grad`` and states likewise, and what cannot be watched
+is stepped at home.
 """
 
 from collections import Counter
@@ -149,6 +149,13 @@ class DeviceHomes:
                 item.make(tensor.home, cast(torch.Tensor, tensor.parameter.grad)).run()
                 tensor.note_write()
 
+    def bring_states_home(self) -> None:
+        """Somebody is about to look at them: an alias taken on the device would be stale once they have left it. The
+        next step brings back those that nobody holds."""
+        groups = self._groups()
+        for tensor in self._here.values():
+            self._send_states(tensor, groups)
+
     def send_home(self, nbytes: int) -> int:
         """Memory runs short: free at least ``nbytes``, if there are as many; returns how many."""
         before = self._accelerator.used_bytes()
@@ -203,10 +210,14 @@ class DeviceHomes:
         self.have_moved = True
         self._stm.residency.move_home(tensor)
         self._stm.gradients.wait(tensor)
+        self._send_states(tensor, groups)
+        self._here.pop(tensor.index, None)
+
+    def _send_states(self, tensor: ManagedTensor, groups: dict[int, _Group]) -> None:
         for state in self._states(tensor, groups):
             if state.device.type != "cpu":
+                self.have_moved = True
                 set_memory(state, state.detach().cpu(), f"a state of {tensor.name}")
-        self._here.pop(tensor.index, None)
 
     def _states(self, tensor: ManagedTensor, groups: dict[int, _Group]) -> list[torch.Tensor]:
         """Those that lie where the parameter does, by the rule of ``Optimizer.load_state_dict``."""
