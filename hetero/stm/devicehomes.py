@@ -6,6 +6,7 @@ nothing is elsewhere: home follows when somebody looks at it, ``p.grad`` and sta
 is stepped at home.
 """
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -72,8 +73,10 @@ class DeviceHomes:
         self._host_bytes = 0
         self._host_seconds = 0.0
         self.have_moved = False
-        stm.residency.send_home = self.send_home
-        stm.cycles.home_costs = self.costs
+        # Weakly: identities keep `stm` where Python's collector cannot see it, and we reach the user's optimizer.
+        me = weakref.ref(self)
+        stm.residency.send_home = lambda nbytes: 0 if (here := me()) is None else here.send_home(nbytes)
+        stm.cycles.home_costs = lambda: {} if (here := me()) is None else here.costs()
 
     @property
     def names(self) -> frozenset[str]:

@@ -1,6 +1,7 @@
 """Parameters that live on the device: same numbers, within the budget, nothing moves that need not."""
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -252,6 +253,24 @@ def test_close_brings_everything_home():
         step(twin, plain, torch.device("cpu"))
     assert_same([*model.parameters()], [p.detach() for p in twin.parameters()], "parameters")
     step(model, optimizer, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("keeps_optimizer", [False, True])
+def test_a_manager_dropped_without_close_goes_with_its_model(keeps_optimizer):
+    model, optimizer, manager, target = managed_mlp("64MiB")
+    before = torch.accelerator.memory_allocated()
+    for _ in range(6):
+        step(model, optimizer, target)
+    assert living(manager)
+    gone = weakref.ref(manager)
+    kept = optimizer if keeps_optimizer else None
+    del model, manager, optimizer
+    gc.collect()
+    assert (gone() is None) is (kept is None)
+    del kept
+    gc.collect()
+    assert gone() is None
+    assert torch.accelerator.memory_allocated() == before
 
 
 def test_trim_sends_home_what_has_no_room():
