@@ -21,7 +21,7 @@ from hetero.stm.activations import Activations
 from hetero.stm.cycles import Cycles
 from hetero.stm.deferred import Update, UpdateQueue
 from hetero.stm.executor import Executor
-from hetero.stm.exposure import gradient_is_private
+from hetero.stm.exposure import gradient_is_private, measure_incoming
 from hetero.stm.fetch import make_identity, plain
 from hetero.stm.forks import in_child, watch
 from hetero.stm.gradients import Factor, Gradients
@@ -62,6 +62,7 @@ class StatefulTensorMgr:
         *,
         has_optimizer: bool,
     ) -> None:
+        measure_incoming()
         self.device = accelerator.device
         self.ledger = Ledger()
         self.collector = MemStatsCollector(accelerator, self.ledger)
@@ -224,14 +225,16 @@ class StatefulTensorMgr:
             # with it, and a copy that is held is not evicted.
             return tensor.data
 
-    def hand_over(self, tensor: ManagedTensor, gradient: torch.Tensor) -> torch.Tensor | None:
+    def hand_over(
+        self, tensor: ManagedTensor, gradient: torch.Tensor, *, is_shared: bool
+    ) -> torch.Tensor | None:
         """A parameter's gradient is complete on the device; what autograd should take for it at home, if anything."""
         with self._lock:
             if self._closed:
                 return gradient.to(tensor.parameter.device).to(tensor.parameter.dtype)
             self.segments.enter_backward()
             self.residency.finish_update(tensor)  # autograd may add to the gradient that the queue reads
-            return self.gradients.hand_over(tensor, gradient)
+            return self.gradients.hand_over(tensor, gradient, is_shared=is_shared)
 
     def write_back(self, tensor: ManagedTensor) -> None:
         """The device copy was written outside a forward."""

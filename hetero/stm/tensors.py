@@ -114,8 +114,11 @@ class Owner(Protocol):
     def check_process(self) -> None:
         """Raises in a forked child, which can neither reach the device nor write homes."""
 
-    def hand_over(self, tensor: "ManagedTensor", gradient: torch.Tensor) -> torch.Tensor | None:
-        """The gradient is complete on the device; what autograd takes for it at home, if anything."""
+    def hand_over(
+        self, tensor: "ManagedTensor", gradient: torch.Tensor, *, is_shared: bool
+    ) -> torch.Tensor | None:
+        """The gradient is complete on the device; what autograd takes for it at home, if anything. ``is_shared``:
+        somebody else holds it as well, and may write to it."""
 
     def load_saved(self, tensor: "ManagedTensor", version: int) -> torch.Tensor:
         """Backward is about to read a saved copy."""
