@@ -97,6 +97,8 @@ class Gradients:
         ``is_shared``: somebody else holds it as well, and may write to it afterwards."""
         home = tensor.home
         self.norms.forget(tensor.index)
+        if tensor.parameter.grad is None:
+            self.forget_kept(tensor)  # of a backward that failed before autograd took it over
         if torch.is_grad_enabled() or gradient.layout is not torch.strided:
             # Double backward differentiates through the move; sparse gradients have no flat memory to copy.
             self.wait(tensor)  # autograd adds to what may be on its way
@@ -129,9 +131,9 @@ class Gradients:
 
     def wait(self, tensor: ManagedTensor) -> None:
         """Return once the gradient handed over last can be read on the host."""
-        kept = self._kept.pop(tensor.index, None)
-        if kept is not None:
-            self._bring_home(tensor, kept)
+        # With no ``p.grad`` autograd has not taken it over yet: there is nothing to be read.
+        if tensor.index in self._kept and tensor.parameter.grad is not None:
+            self._bring_home(tensor, self._kept.pop(tensor.index))
         event = self._ready.pop(tensor.index, None)
         if event is not None:
             self._engine.host_after_download(event, tensor.parameter.grad)
@@ -219,6 +221,12 @@ class Gradients:
             self._entries[tensor.index].place(Tier.DEVICE, 0)
 
     # -- kept gradients -------------------------------------------------------------------------------
+
+    def forget_lost(self, tensors: Sequence[ManagedTensor]) -> None:
+        """No backward runs: those that autograd has not taken over by now it never will."""
+        for index in list(self._kept):
+            if tensors[index].parameter.grad is None:
+                self.forget_kept(tensors[index])
 
     def _is_kept(self, tensor: ManagedTensor) -> bool:
         parameter = tensor.parameter
