@@ -343,7 +343,7 @@ class ManagedTensor(StatefulTensor):
         """Somebody besides us holds the copy: evicting it would free nothing."""
         if self._view is not None:
             seen = self._view[2]
-            # As in `_identity_is_ours`; not in a function of its own, whose call holds its arguments while Dynamo looks.
+            # As in `_identity_is_ours`. Without a call, which would hold its argument while Dynamo looks at frames.
             uses: int = seen._use_count()  # type: ignore[attr-defined]
             if uses != 1 or sys.getrefcount(seen) > _ONLY_OURS + 1:
                 self._view = None
