@@ -47,21 +47,15 @@ class _Probe:
     identity: torch.Tensor
 
 
-def _references(tensor: torch.Tensor) -> tuple[int, int]:
-    """To ``tensor`` itself: torch's and Python's."""
-    uses: int = tensor._use_count()  # type: ignore[attr-defined]
-    return uses, sys.getrefcount(tensor)
-
-
-def _reference_baselines() -> tuple[tuple[int, int], int]:
+def _reference_baselines() -> tuple[int, int]:
     probe = _Probe()
     probe.identity = torch.empty(1)
     key = probe.identity.untyped_storage()._cdata
-    return _references(probe.identity), torch._C._storage_Use_Count(key) - 1
+    return sys.getrefcount(probe.identity), torch._C._storage_Use_Count(key) - 1
 
 
-# Measured, because they differ between versions of Python and torch: references to a tensor that only an attribute
-# holds, and how many uses of a storage come on top of the tensors' (its Python wrapper).
+# Measured, because they differ between versions of Python and torch: what sys.getrefcount answers for a tensor that
+# only an attribute holds, and how many uses of a storage come on top of the tensors' (its Python wrapper).
 _ONLY_OURS, WRAPPER_USES = _reference_baselines()
 
 
@@ -347,13 +341,23 @@ class ManagedTensor(StatefulTensor):
 
     def is_held(self) -> bool:
         """Somebody besides us holds the copy: evicting it would free nothing."""
-        if self._view is not None and _references(self._view[2]) > _ONLY_OURS:
-            self._view = None
+        if self._view is not None:
+            seen = self._view[2]
+            # As in `_identity_is_ours`. Without a call, which would hold its argument while Dynamo looks at frames.
+            uses: int = seen._use_count()  # type: ignore[attr-defined]
+            if uses != 1 or sys.getrefcount(seen) > _ONLY_OURS + 1:
+                self._view = None
+            del seen
         ours = WRAPPER_USES + (1 if self.identity is None else 2) + (self._view is not None)
         return torch._C._storage_Use_Count(self.storage_key) > ours or not self._identity_is_ours()
 
     def _identity_is_ours(self) -> bool:
-        return self.identity is None or _references(self.identity) <= _ONLY_OURS
+        identity = self.identity
+        if identity is None:
+            return True
+        # One more than the baseline: the local name.
+        uses: int = identity._use_count()  # type: ignore[attr-defined]
+        return uses == 1 and sys.getrefcount(identity) <= _ONLY_OURS + 1
 
     # -- fetch nodes ----------------------------------------------------------------------------------
 
