@@ -30,13 +30,14 @@ from hetero.stm.registry import Registry
 from hetero.stm.residency import Residency
 from hetero.stm.saved import modified_in_place
 from hetero.stm.segments import Segments
-from hetero.stm.state import Ledger
+from hetero.stm.state import Ledger, begin_compute, end_compute
 from hetero.stm.tensors import ManagedTensor
 from hetero.units import format_bytes
 
 __all__ = ["Arrivals", "StatefulTensorMgr"]
 
 _PORTIONS = 8  # in which saved tensors leave when memory is short
+_current_graph_task_id = torch._C._current_graph_task_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,17 +186,15 @@ class StatefulTensorMgr:
         if self.is_in_child:
             raise in_child()
         with self._lock:
-            if torch._C._current_graph_task_id() != -1:
+            if _current_graph_task_id() != -1:
                 self.segments.enter_backward()
             self.executor.before_operator(operands, name)
-            for tensor in operands:
-                tensor.begin_compute()
+            begin_compute(operands)
 
     def end_operator(self, operands: list[ManagedTensor]) -> None:
         """The operator is done."""
         with self._lock:
-            for tensor in operands:
-                tensor.end_compute()
+            end_compute(operands)
 
     def copy_for(self, tensor: ManagedTensor) -> torch.Tensor:
         """The identity, or for a frozen parameter the bare copy."""
@@ -215,7 +214,8 @@ class StatefulTensorMgr:
         with self._lock:
             if self._closed:  # a graph from before: the parameter is wherever it lives now
                 return tensor.parameter.detach().to(self.device)
-            self.residency.finish_update(tensor)
+            if tensor.pending is not None or self.updates.has_failed:
+                self.residency.finish_update(tensor)
             if tensor.version != version:
                 raise modified_in_place(tensor.home, tensor.version, version)
             self.segments.enter_backward()
