@@ -2,6 +2,7 @@
 
 from hetero.eviction.bounds import lower_bound, lower_bound_seconds
 from hetero.eviction.checker import check
+from hetero.eviction.competition import compete
 from hetero.eviction.device_homes import HomeCost, HomeStep, choose_device_homes
 from hetero.eviction.model import (
     Actions,
@@ -31,6 +32,7 @@ __all__ = [
     "Trace",
     "check",
     "choose_device_homes",
+    "compete",
     "lower_bound",
     "lower_bound_seconds",
     "plan",
