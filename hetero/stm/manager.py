@@ -59,6 +59,7 @@ class StatefulTensorMgr:
         policy: Policy,
         links: LinkSpeeds,
         *,
+        home_bytes: int,
         has_optimizer: bool,
     ) -> None:
         self.device = accelerator.device
@@ -89,6 +90,7 @@ class StatefulTensorMgr:
             lock=self._lock,
             device_budget=config.device_budget,
             host_budget=config.host_budget,
+            home_bytes=home_bytes,
         )
         self.residency.reclaim = self._reclaim
         self.residency.shed = self.activations.shed
@@ -105,6 +107,7 @@ class StatefulTensorMgr:
             fixed_bytes=self.registry.buffer_bytes,
             headroom=self.collector.headroom,
             activation_bytes=lambda: self.activations.device_bytes,
+            host_room=self.activations.host_room,
             ends_with_backward=not has_optimizer,
         )
         self.executor = Executor(
