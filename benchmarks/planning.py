@@ -11,9 +11,9 @@ import argparse
 import time
 from typing import Any
 
-from benchmarks.eviction_traces import Shape, trace_of
+from benchmarks.eviction_traces import Shape, trace_of, with_activations
 from benchmarks.record import median, write
-from hetero.eviction import Links, Trace, lower_bound, plan
+from hetero.eviction import Links, Trace, check, lower_bound, lower_bound_seconds, plan, plan_iteration
 
 _POLICIES = ("opt", "cost-opt", "lru", "fifo")
 _LINKS = Links(h2d_bandwidth=25e9, d2h_bandwidth=25e9, latency=10e-6)
@@ -30,8 +30,41 @@ def main() -> None:
         for row in timed:
             rows.append({"accesses": count, **row})
         print(f"{count:7} accesses: " + "  ".join(_cell(row) for row in timed), flush=True)
+    rows += _time_seven(arguments.repeats)
     parameters = {"repeats": arguments.repeats, "share": 0.4, "bound_seconds_at_100000": 1.0}
     write("planning", parameters, rows, device=None)
+
+
+def _time_seven(repeats: int) -> list[dict[str, Any]]:
+    """The 7 B step under shares of all its weights and activations: seconds to plan, and what the plan reaches."""
+    rows = []
+    for share in (0.6, 0.3, 0.15):
+        trace = with_activations(Shape(), share)
+        for thorough in (False, True):
+            samples = []
+            for _ in range(repeats):
+                begin, cpu = time.perf_counter(), time.process_time()
+                schedule = plan_iteration(trace, links=_LINKS, thorough=thorough)
+                samples.append((time.perf_counter() - begin, time.process_time() - cpu))
+            check(trace, schedule)
+            row = _row(
+                f"7 B with activations, {share:.0%}, {'competing' if thorough else 'next use'}", True, samples
+            )
+            row |= {
+                "moments": len(trace.moments),
+                "step_seconds": schedule.predicted_seconds,
+                "lower_bound_seconds": lower_bound_seconds(trace, _LINKS),
+                "moved_bytes": schedule.moved_bytes,
+                "lower_bound_bytes": lower_bound(trace),
+            }
+            rows.append(row)
+            print(
+                f"{row['policy']}: {len(trace.moments)} moments planned in {row['cpu_seconds']:.1f} s; step "
+                f"{row['step_seconds']:.3f} s, bound {row['lower_bound_seconds']:.3f} s; "
+                f"{row['moved_bytes'] / 1e9:.1f} GB, bound {row['lower_bound_bytes'] / 1e9:.1f} GB",
+                flush=True,
+            )
+    return rows
 
 
 def _parse() -> argparse.Namespace:

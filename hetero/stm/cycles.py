@@ -72,7 +72,7 @@ class Cycles:
         self._budget = budget
         self._warmup_bytes = warmup_bytes
         self._warmup_steps = warmup_steps
-        self._links = links
+        self.links = links
         self._planner = PlanMaker(
             tensors,
             budget=budget,
@@ -286,7 +286,7 @@ class Cycles:
             costs,
             [tensor.device_nbytes for tensor in self._tensors],
             most_bytes=min(self._most_home_bytes, self._budget - plan.margin),
-            links=self._links,
+            links=self.links,
             plan=planned,
         )
         # Each kind of iteration has its own best number; all of them have to live with the least.
