@@ -64,7 +64,7 @@ class Activations:
         self._ledger = ledger
         self._collector = collector
         self._lock = lock
-self._slots = HostSlots(arena, ledger, host_budget, home_bytes)
+        self._slots = HostSlots(arena, ledger, host_budget, home_bytes)
         self.least = device_budget // _WORTH_MOVING  # bytes of a storage that is worth a record
         self._large = max(1, device_budget // _WORTH_A_MOMENT)
         self._by_storage: dict[int, weakref.ref[Activation]] = {}
