@@ -6,11 +6,11 @@ python benchmarks/eviction_traces.py --speed    # processor time to plan 100,000
 
 import argparse
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hetero.eviction import Links, Moment, Trace, check, lower_bound, lower_bound_seconds, plan, simulate
 
-__all__ = ["SHAPES", "SHARES", "Shape", "trace_of"]
+__all__ = ["SHAPES", "SHARES", "Shape", "trace_of", "with_activations"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +69,45 @@ def trace_of(shape: Shape, share: float) -> Trace:
                 operands=pair, seconds=7 * sizes[weight] / 3e12, capacity=round(share * total), dirties=pair
             )
         )
+    return Trace(sizes=tuple(sizes), moments=tuple(moments))
+
+
+def with_activations(shape: Shape, share: float) -> Trace:
+    """The same decoder with what a layer saves for backward: model data may hold ``share`` of all weights and saved
+    tensors. Every saved tensor has a moment of its own when it is made and when it is needed, as in training."""
+    weights, layers = _weights(shape)
+    sizes = [size for _, size in weights]
+    h, f, tokens = shape.hidden, shape.feed_forward, shape.tokens
+    # Inputs of both norms, of the projections, q, k, v, attention's output, the gate's and the other branch's outputs
+    # and their product.
+    widths = (h, h, h, h // 4, h // 4, h, h, h, f, f, f)
+    forward: list[tuple[tuple[int, ...], float, bool]] = [((0,), 0.0, False)]
+    for layer in layers:
+        for place, weight in enumerate(layer):
+            forward.append(((weight,), 2.0 * tokens * sizes[weight] / 2 / shape.flops, False))
+            for width in widths[place : place + 1] if place < len(layer) - 1 else widths[place:]:
+                forward.append(((len(sizes),), 0.0, True))
+                sizes.append(2 * tokens * width)
+    head = 2.0 * tokens * sizes[0] / 2 / shape.flops
+    forward.append(((0,), head, False))
+    capacity = round(share * sum(sizes))
+    steps = [*forward, *((operands, 2.0 * seconds, saved) for operands, seconds, saved in forward[::-1])]
+    moments = []
+    gone: tuple[int, ...] = ()
+    for index, (operands, seconds, saved) in enumerate(steps):
+        made = saved and index < len(forward)
+        moments.append(
+            Moment(
+                operands=operands,
+                seconds=seconds + 5e-6,
+                capacity=capacity,
+                produces=operands if made else (),
+                dirties=operands if made else (),
+                invalidates=gone if index else tuple(range(len(weights))),
+            )
+        )
+        gone = operands if saved and not made else ()
+    moments[0] = replace(moments[0], invalidates=(*moments[0].invalidates, *gone))
     return Trace(sizes=tuple(sizes), moments=tuple(moments))
 
 

@@ -1,10 +1,12 @@
 """AutoSwap's comparison, simulated: how far the load of CNNs can fall at no cost in time, and what it costs beyond.
 
-python -m benchmarks.swap [NETWORK ...]
+python -m benchmarks.swap [--keep] [NETWORK ...]
 
 VGG and ResNet on CIFAR-10 shapes, batch 100, traced on fake tensors; operators' times from the roofline of a GTX
-1080 Ti, transfers from the AutoSwap paper's model. Twice: at the roofline itself, and with operators as much
-slower as it takes for VGG16's load to reach 95 % of its peak after the paper's 24 ms. Writes JSON and a picture.
+1080 Ti, transfers from the AutoSwap paper's model. Three times: at the roofline itself; with operators slower by what
+published times of that generation's kernels say (`benchmarks.published`); and by what it takes for VGG16's load to
+reach 95 % of its peak after the paper's 24 ms. ``plan`` is the planner that training uses, with every leaving copied
+as in the paper; ``plan, clean`` drops what was not written since it was last copied. Writes JSON and a picture.
 """
 
 import argparse
@@ -12,18 +14,23 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from benchmarks.record import RESULTS, write
+from benchmarks.published import slowdown
+from benchmarks.record import RESULTS, read, write
+from hetero.eviction import CapacityError, check, lower_bound, lower_bound_seconds
+from hetero.eviction import plan as next_use
 from hetero.simulate import GTX_1080_TI, Machine
 from hetero.swap import (
     Method,
     Step,
     SwapLimitError,
     least_limit,
+    links_of,
     lower_bound_limit,
+    one_plan,
     plan_swaps,
 )
 from hetero.trace import StepTrace, operator_seconds, swap_step, trace_recipe
@@ -33,6 +40,7 @@ import cnn
 
 NETWORKS = [*cnn.VGG_LAYERS, *cnn.RESNET_BLOCKS]
 METHODS: tuple[Method, ...] = ("doa", "aoa", "wdoa", "swdoa", "bo", "search")
+PLANS = ("plan", "plan, clean")
 CURVE = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5, 0.45, 0.4)
 PAPER = {"vgg16": (647, 447), "resnet50": (4418, 2906)}
 _PAPER_RAMP_SECONDS = 0.024
@@ -45,17 +53,26 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=100)
     parser.add_argument("--bo-trials", type=int, default=30)
     parser.add_argument("--search-trials", type=int, default=300)
+    parser.add_argument("--keep", action="store_true", help="keep other networks' results of the last run")
     arguments = parser.parse_args()
-    traces = {name: trace_recipe(partial(cnn.recipe, name, arguments.batch)) for name in arguments.networks}
     factor = _calibrated(arguments.batch)
-    machines = {"roofline": GTX_1080_TI, "calibrated": GTX_1080_TI.slowed(factor)}
-    parameters = {**vars(arguments), "calibration_factor": factor, "misses": _MISSES, "curve": CURVE}
-    rows = []
-    for name, trace in traces.items():
-        for called, machine in machines.items():
+    last = read("swap") if arguments.keep else None
+    rows = [row for row in last["results"] if row["network"] not in arguments.networks] if last else []
+    parameters = {
+        **{key: value for key, value in vars(arguments).items() if key not in ("keep", "networks")},
+        "calibration_factor": factor,
+        "misses": _MISSES,
+        "curve": CURVE,
+    }
+    for name in arguments.networks:
+        trace = trace_recipe(partial(cnn.recipe, name, arguments.batch))
+        slower = {"roofline": 1.0, "published": slowdown(name), "calibrated": factor}
+        for called, times in slower.items():
+            machine = GTX_1080_TI.slowed(times)
             row = {"machine": called, "network": name, **_measure(name, trace, machine, arguments)}
-            rows.append(row)
+            rows.append({**row, "slowed": times})
             _show(row)
+        rows.sort(key=lambda row: NETWORKS.index(row["network"]))
         write("swap", parameters, rows, device=None)  # after each: it takes a while
         _plot(rows, RESULTS / "swap.png")
 
@@ -96,10 +113,20 @@ def _measure(name: str, trace: StepTrace, machine: Machine, arguments: argparse.
             ],
             "seconds": time.perf_counter() - began,
         }
+    for planned in PLANS:
+        began = time.perf_counter()
+        clean = planned != "plan"
+        zero = _zero(step, machine, planned, None, lowest)
+        row["methods"][planned] = {
+            "zero_overhead_percent_of_peak": zero,
+            "curve": [[share, _planned(step, machine, share, clean=clean)] for share in CURVE],
+            "bounds": [_bounds(step, machine, share, clean=clean) for share in CURVE],
+            "seconds": time.perf_counter() - began,
+        }
     return row
 
 
-def _zero(step: Step, machine: Machine, method: Method, trials: int | None, known: int) -> int:
+def _zero(step: Step, machine: Machine, method: str, trials: int | None, known: int) -> int:
     """The least limit without overhead, in whole percent of the peak."""
     best, missed, percent = known, 0, known
     while missed < _MISSES and percent > 1:
@@ -112,24 +139,54 @@ def _zero(step: Step, machine: Machine, method: Method, trials: int | None, know
     return best
 
 
-def _overhead(step: Step, machine: Machine, method: Method, share: float, trials: int | None) -> float | None:
+def _overhead(step: Step, machine: Machine, method: str, share: float, trials: int | None) -> float | None:
+    if method in PLANS:
+        return _planned(step, machine, share, clean=method != "plan")
     try:
-        plan = plan_swaps(step, int(share * step.peak_bytes), machine, method=method, trials=trials)
+        plan = plan_swaps(
+            step, int(share * step.peak_bytes), machine, method=cast(Method, method), trials=trials
+        )
     except SwapLimitError:
         return None
     assert plan.timeline.over_bytes == 0
     return plan.overhead
 
 
+def _planned(step: Step, machine: Machine, share: float, *, clean: bool) -> float | None:
+    try:
+        plan = one_plan(step, int(share * step.peak_bytes), machine, clean=clean)
+    except CapacityError:
+        return None
+    check(plan.trace, plan.schedule)
+    assert plan.timeline.over_bytes == 0
+    return plan.overhead
+
+
+def _bounds(step: Step, machine: Machine, share: float, *, clean: bool) -> dict[str, Any] | None:
+    """What no plan moves less than, and is not faster than, beside what the plan by next use alone reaches."""
+    try:
+        plan = one_plan(step, int(share * step.peak_bytes), machine, clean=clean, planner=next_use)
+    except CapacityError:
+        return None
+    soonest = lower_bound_seconds(plan.trace, links_of(machine))
+    return {
+        "share": share,
+        "bytes": lower_bound(plan.trace),
+        "overhead": max(soonest / step.total_seconds - 1.0, 0.0),
+        "next_use_overhead": plan.overhead,
+        "next_use_bytes": plan.schedule.moved_bytes,
+    }
+
+
 def _show(row: dict[str, Any]) -> None:
     peak = row["peak_bytes"]
     methods = row["methods"]
     zeros = " ".join(f"{m} {100 - methods[m]['zero_overhead_percent_of_peak']:2d} %" for m in methods)
-    at = "/".join(_percent(dict(map(tuple, methods[m]["curve"]))[0.4]) for m in ("bo", "search"))
+    at = "/".join(_percent(dict(map(tuple, methods[m]["curve"]))[0.4]) for m in ("bo", "search", "plan"))
     bound = 100 * (1 - row["bound_bytes"] / peak)
     print(
         f"{row['machine']:10} {row['network']:9} {peak / 1e6:6.0f} MB {1e3 * row['step_seconds']:6.1f} ms, free: "
-        f"{zeros}, none above {bound:.1f} %; 60 % less costs {at} (bo/search)",
+        f"{zeros}, none above {bound:.1f} %; 60 % less costs {at} (bo/search/plan)",
         flush=True,
     )
 
@@ -143,15 +200,25 @@ def _plot(rows: list[dict[str, Any]], path: Path) -> None:
 
     names = list(dict.fromkeys(row["network"] for row in rows))
     machines = list(dict.fromkeys(row["machine"] for row in rows))
-    figure = Figure(figsize=(4 * len(names), 3.2 * len(machines)), layout="constrained")
+    figure = Figure(figsize=(4 * len(names), 3.4 * len(machines)), layout="constrained")
     axes = figure.subplots(len(machines), len(names), squeeze=False)
     for row in rows:
         ax = axes[machines.index(row["machine"])][names.index(row["network"])]
         for method, result in row["methods"].items():
             points = [(100 * share, 100 * over) for share, over in result["curve"] if over is not None]
-            ax.plot(*zip(*points, strict=True), marker=".", label=method) if points else None
+            if points and method != "plan, clean":
+                width = 2.2 if method == "plan" else 1.0
+                color = "black" if method == "plan" else None
+                ax.plot(*zip(*points, strict=True), marker=".", label=method, linewidth=width, color=color)
+        bounds = [b for b in row["methods"]["plan"]["bounds"] if b is not None]
+        ax.fill_between(
+            [100 * b["share"] for b in bounds],
+            [100 * b["overhead"] for b in bounds],
+            color="lightgrey",
+            label="below the bound",
+        )
         ax.axvline(
-            100 * row["bound_bytes"] / row["peak_bytes"], color="black", linestyle=":", label="bound at 0 %"
+            100 * row["bound_bytes"] / row["peak_bytes"], color="grey", linestyle=":", label="bound at 0 %"
         )
         ax.axhline(15, color="grey", linewidth=0.5)
         ax.set_title(f"{row['network']}, {row['machine']}")

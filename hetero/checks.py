@@ -4,6 +4,7 @@ Owns every refusal of `hetero.manage`. Reads only: when one of these raises, not
 """
 
 import copy
+import mmap
 from collections import defaultdict
 from itertools import pairwise
 
@@ -93,7 +94,8 @@ def check_budgets(
     parameters: list[tuple[str, nn.Parameter]],
     config: Config,
     accelerator: Accelerator,
-) -> None:
+) -> int:
+    """Host memory that model data at home will come to, in bytes. Raises `BudgetError` if the budgets cannot work."""
     buffers = sum(accelerator.allocated_size(b.numel() * b.element_size()) for _, b in named_buffers(model))
     copies = {name: p.numel() * computes_in(p.dtype, config.precision).itemsize for name, p in parameters}
     name, largest = max(parameters, key=lambda item: copies[item[0]])
@@ -119,6 +121,9 @@ def check_budgets(
             + f"), host_budget is {config.host_budget} bytes: raise it to {format_bytes(total)} or more, or use an "
             "optimizer with fewer states"
         )
+    # Gradients are cut from slabs of whole pages.
+    pages = sum(-p.numel() * p.element_size() % mmap.PAGESIZE for _, p in parameters if p.requires_grad)
+    return total + pages
 
 
 def _states_per_parameter(optimizer: torch.optim.Optimizer | None) -> int:

@@ -127,9 +127,9 @@ def manage(
     eviction_policy = resolve_policy(policy)
     parameters = named_parameters(model)
     check_manageable(model, optimizer, parameters)
-    check_budgets(model, optimizer, parameters, config, accelerator)
+    home_bytes = check_budgets(model, optimizer, parameters, config, accelerator)
     with torch.inference_mode(False):  # homes outlive the caller's
-        return Manager(model, optimizer, accelerator, config, eviction_policy)
+        return Manager(model, optimizer, accelerator, config, eviction_policy, home_bytes)
 
 
 class Manager:
@@ -147,6 +147,7 @@ class Manager:
         accelerator: Accelerator,
         config: Config,
         policy: Policy,
+        home_bytes: int,
     ) -> None:
         self.device = accelerator.device
         self.config = config
@@ -166,7 +167,13 @@ class Manager:
         arena = HostArena(accelerator, pin=config.pin_memory)
         self._homes = stm.Homes(arena)
         self._stm = stm.StatefulTensorMgr(
-            accelerator, arena, config, policy, links, has_optimizer=optimizer is not None
+            accelerator,
+            arena,
+            config,
+            policy,
+            links,
+            home_bytes=home_bytes,
+            has_optimizer=optimizer is not None,
         )
         self._host_step: HostStep | None = None
         if optimizer is not None:

@@ -55,6 +55,8 @@ class HostArena:
         self._slab: PinnedSlab | None = None
         self._offset = 0
         self._expected_nbytes = 0
+        self._requested_nbytes = 0
+        # Of all slabs ever made.
         self.nbytes = 0
 
     @property
@@ -71,6 +73,10 @@ class HostArena:
         """What a tensor of ``nbytes`` takes in a slab."""
         return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
+    def lost_bytes(self, nbytes: int) -> int:
+        """What slabs will have beyond the tensors cut from them once one of ``nbytes`` more is."""
+        return self.nbytes + self._growth(nbytes) - self._requested_nbytes - nbytes
+
     def empty_strided(
         self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
@@ -85,16 +91,24 @@ class HostArena:
         return torch.empty(0, dtype=dtype).set_(flat.untyped_storage(), 0, size, stride)
 
     def _cut(self, nbytes: int) -> tuple[PinnedSlab, int]:
-        if self._slab is None or self._offset + nbytes > len(self._slab):
-            self._slab = self._new_slab(max(nbytes, min(self._expected_nbytes, _SLAB_BYTES)))
+        growth = self._growth(nbytes)
+        if growth or self._slab is None:
+            self._slab = self._new_slab(growth)
             self._offset = 0
         slab, offset = self._slab, self._offset
         self._offset += self.slab_bytes(nbytes)
         self._expected_nbytes = max(0, self._expected_nbytes - self.slab_bytes(nbytes))
+        self._requested_nbytes += nbytes
         return slab, offset
 
+    def _growth(self, nbytes: int) -> int:
+        """Of the slab that a tensor of ``nbytes`` would make necessary; 0 if the last one has room."""
+        if self._slab is not None and self._offset + nbytes <= len(self._slab):
+            return 0
+        wanted = max(nbytes, min(self._expected_nbytes, _SLAB_BYTES))
+        return -(-wanted // mmap.PAGESIZE) * mmap.PAGESIZE
+
     def _new_slab(self, nbytes: int) -> PinnedSlab:
-        nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         slab = PinnedSlab(-1, nbytes)
         self.nbytes += nbytes
         if self._pin and not slab.pin(self._accelerator):

@@ -2,7 +2,9 @@
 
 from hetero.eviction.bounds import lower_bound, lower_bound_seconds
 from hetero.eviction.checker import check
+from hetero.eviction.competition import compete
 from hetero.eviction.device_homes import HomeCost, HomeStep, choose_device_homes
+from hetero.eviction.iteration import host_bytes, plan_iteration, with_alive
 from hetero.eviction.model import (
     Actions,
     Candidate,
@@ -31,9 +33,13 @@ __all__ = [
     "Trace",
     "check",
     "choose_device_homes",
+    "compete",
+    "host_bytes",
     "lower_bound",
     "lower_bound_seconds",
     "plan",
+    "plan_iteration",
     "resolve_policy",
     "simulate",
+    "with_alive",
 ]

@@ -105,7 +105,7 @@ def _seconds(
         if index in homes or index not in costs:
             continue
         done += costs[index].step_seconds
-        down += links.latency + sizes[index] / links.d2h_bandwidth
-        arrival = done + links.latency + sizes[index] / links.h2d_bandwidth
+        down += links.d2h_seconds(sizes[index])
+        arrival = done + links.h2d_seconds(sizes[index])
         late = max(late, arrival - begins.get(index, clock))
     return max(schedule.predicted_seconds + late, done, down)

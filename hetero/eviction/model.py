@@ -111,17 +111,30 @@ class Trace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """The two directions between home and device: bytes per second each, and seconds per transfer."""
+    """The two directions between home and device: bytes per second each, and seconds per transfer.
+
+    ``d2h_latency``: of transfers to home where it is another one; None: ``latency``.
+    """
 
     h2d_bandwidth: float
     d2h_bandwidth: float
     latency: float = 0.0
+    d2h_latency: float | None = None
 
     def __post_init__(self) -> None:
         if not (self.h2d_bandwidth > 0.0 and self.d2h_bandwidth > 0.0):
             raise PlanError(f"{self}: bandwidths must be positive")
-        if not (0.0 <= self.latency < math.inf):
+        if not (0.0 <= self.latency < math.inf and 0.0 <= (self.d2h_latency or 0.0) < math.inf):
             raise PlanError(f"{self}: latency must be finite and not negative")
+
+    def h2d_seconds(self, nbytes: int) -> float:
+        """What a fetch of ``nbytes`` takes when nothing is in its way."""
+        return self.latency + nbytes / self.h2d_bandwidth
+
+    def d2h_seconds(self, nbytes: int) -> float:
+        """What a write back of ``nbytes`` takes when nothing is in its way."""
+        latency = self.latency if self.d2h_latency is None else self.d2h_latency
+        return latency + nbytes / self.d2h_bandwidth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -139,7 +139,7 @@ class _Run:
             if x not in self.dirty:
                 continue
             self.dirty.discard(x)
-            seconds = self.links.latency + nbytes / self.links.d2h_bandwidth
+            seconds = self.links.d2h_seconds(nbytes)
             self.up_free = max(self.up_free, self.clock) + seconds
             self.saved[x] = self.up_free
             self.leaving.append((self.up_free, nbytes))

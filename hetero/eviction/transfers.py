@@ -6,6 +6,7 @@ Fetches are taken in the order of use and each starts at the first opportunity t
 It evicts nothing to that end; how much room there is was decided with the intervals.
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ import numpy as np
 from hetero.eviction.intervals import Bools, Intervals, Ints
 from hetero.eviction.model import Actions, Schedule
 
-__all__ = ["lay_out"]
+__all__ = ["Fetch", "lay_out", "read_fetches"]
 
 _NOTHING = Actions()
 _CHUNK = 256  # periods looked at together when searching backwards for the last one without room
@@ -28,15 +29,18 @@ def lay_out(
     policy: str,
     spare: bool = False,
     leaving: Ints | None = None,
+    wanted: Sequence[int] | None = None,
 ) -> Schedule:
     """The schedule that keeps ``keep``, no time predicted yet.
 
     A copy that a prefetch could hold all along is kept as well, unless ``spare`` asks to leave the room to
     transfers. ``leaving[t]``: bytes expected to be on their way out in period ``t``; prefetches leave them
-    room.
+    room. ``wanted``: of each of `read_fetches`, in their order, a moment before which it is not to start.
     """
     keep = keep.copy()
-    fetches = _fetches(problem, keep, spare=spare)
+    fetches = read_fetches(problem, keep, spare=spare)
+    if wanted is not None:
+        fetches = [f._replace(release=max(f.release, w)) for f, w in zip(fetches, wanted, strict=True)]
     if prefetch:
         starts = _Placement(problem, keep, fetches, leaving).starts()
     else:
@@ -44,7 +48,7 @@ def lay_out(
     return _schedule(problem, keep, fetches, starts, policy)
 
 
-class _Fetch(NamedTuple):
+class Fetch(NamedTuple):
     """A transfer that may start in ``[release, deadline]``; the release is unrolled, negative before the
     wrap.
     """
@@ -57,7 +61,7 @@ class _Fetch(NamedTuple):
     may_stay: bool  # the copy is there until the release and could simply be kept
 
 
-def _fetches(problem: Intervals, keep: Bools, *, spare: bool) -> list[_Fetch]:
+def read_fetches(problem: Intervals, keep: Bools, *, spare: bool) -> list[Fetch]:
     """What the intervals that are not kept cost in fetches, in the order of use."""
     missing = np.flatnonzero((problem.next_use >= 0) & ~(keep & problem.reused))
     deadline = problem.next_use[missing]
@@ -71,10 +75,10 @@ def _fetches(problem: Intervals, keep: Bools, *, spare: bool) -> list[_Fetch]:
         problem.nbytes[missing],
         reused & (not spare),
     )
-    found = list(map(_Fetch._make, zip(*(column.tolist() for column in columns), strict=True)))
+    found = list(map(Fetch._make, zip(*(column.tolist() for column in columns), strict=True)))
     for tensor, use, release in problem.first_fetches:
         nbytes = int(problem.nbytes[np.searchsorted(problem.tensor, tensor)])
-        found.append(_Fetch(use, tensor, release, -1, nbytes, may_stay=False))
+        found.append(Fetch(use, tensor, release, -1, nbytes, may_stay=False))
     found.sort()
     return found
 
@@ -82,7 +86,7 @@ def _fetches(problem: Intervals, keep: Bools, *, spare: bool) -> list[_Fetch]:
 class _Placement:
     """Finds a start for each fetch, in order of use, on a ring (cyclic) or a line of periods."""
 
-    def __init__(self, problem: Intervals, keep: Bools, fetches: list[_Fetch], leaving: Ints | None) -> None:
+    def __init__(self, problem: Intervals, keep: Bools, fetches: list[Fetch], leaving: Ints | None) -> None:
         self.problem = problem
         self.keep = keep
         self.fetches = fetches
@@ -145,7 +149,7 @@ class _Placement:
 
 
 def _schedule(
-    problem: Intervals, keep: Bools, fetches: list[_Fetch], starts: list[int], policy: str
+    problem: Intervals, keep: Bools, fetches: list[Fetch], starts: list[int], policy: str
 ) -> Schedule:
     periods = problem.periods
     # Copies that are invalidated as soon as their use is over, or that the trace's end finds, do not leave.
@@ -174,7 +178,7 @@ def _schedule(
     )
 
 
-def _stays(fetch: _Fetch, keep: Bools) -> bool:
+def _stays(fetch: Fetch, keep: Bools) -> bool:
     """Placement found that the copy never has to leave."""
     return fetch.may_stay and bool(keep[fetch.interval])
 

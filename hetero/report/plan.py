@@ -12,6 +12,7 @@ from rich import box
 from rich.table import Table
 
 from hetero.eviction import lower_bound
+from hetero.report.bounds import TimeBounds, bound_times
 from hetero.report.text import as_text
 from hetero.stm import StatefulTensorMgr
 from hetero.stm.kernels import GroupKernels
@@ -60,6 +61,7 @@ class Plan:
             step, how many whatever else the group says, and whether the choice was ours, ``fused`` and ``foreach``
             being None.
         predicted_seconds: simulated time of the iteration without the optimizer's step.
+        lower_bounds: what no schedule is faster than, by what would hold it up; ``seconds`` is the slowest of them.
         moments: what moves when.
     """
 
@@ -71,6 +73,7 @@ class Plan:
     lower_bound_bytes: int
     host_kernels: tuple[GroupKernels, ...]
     predicted_seconds: float
+    lower_bounds: TimeBounds
     moments: tuple[PlannedMoment, ...]
 
     def to_dict(self) -> dict[str, object]:
@@ -98,6 +101,13 @@ class Plan:
         table.add_row("activations that leave", format_bytes(self.activation_bytes))
         table.add_row("lower bound", format_bytes(self.lower_bound_bytes))
         table.add_row("predicted time", format_seconds(self.predicted_seconds))
+        bounds = self.lower_bounds
+        table.add_row(
+            "no faster than",
+            f"{format_seconds(bounds.seconds)}: operators {format_seconds(bounds.operators)}, with their copies "
+            f"{format_seconds(bounds.copies)}, gradients down {format_seconds(bounds.gradients)}, host step "
+            f"{format_seconds(bounds.host_step)}",
+        )
         return table
 
     def _table(self) -> Table:
@@ -137,6 +147,7 @@ def describe_plan(stm: StatefulTensorMgr, kernels: Sequence[GroupKernels]) -> Pl
         lower_bound_bytes=lower_bound(plan.trace),
         host_kernels=tuple(kernels),
         predicted_seconds=plan.schedule.predicted_seconds,
+        lower_bounds=bound_times(stm, plan),
         moments=tuple(_moment(plan, position, names, there) for position in range(len(plan.operands))),
     )
 

@@ -1,8 +1,9 @@
 """An eviction schedule of parameters as a program: sampling moments, operators, fetches and write backs.
 
 Owns the translation of `hetero.eviction`'s nouns. Each moment becomes a compute task without time, which takes the
-memory of the fetches that start there, and the operator, which waits for its operands. Memory that a moment may not
-use for model data is taken by its operator, so that one limit serves all. It plans nothing.
+memory of what is produced and of the fetches that start there, and the operator, which waits for its operands.
+Memory that a moment may not use for model data is taken by its operator, so that one limit serves all. It plans
+nothing.
 """
 
 from collections import defaultdict
@@ -60,6 +61,7 @@ class _Lowering:
                     recorder.write_backs.append((t, x))
                 else:
                     recorder.freed[t] += sizes[x]
+            self.present.update(moment.produces)
             for x in actions.fetch:
                 self.present.add(x)
                 recorder.fetches.append((t, x))
@@ -70,6 +72,8 @@ class _Lowering:
         last = len(trace.moments) - 1
         taken = [self.limit - moment.capacity for moment in trace.moments]
         arriving: dict[int, int] = defaultdict(int)
+        for t, moment in enumerate(trace.moments):
+            arriving[t] += sum(trace.sizes[x] for x in moment.produces)
         for t, x in found.fetches:
             arriving[t] += trace.sizes[x]
         # What moment 0 gives up without a transfer is freed by the operator before it, in the iteration before.
@@ -86,13 +90,11 @@ class _Lowering:
         writes: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for t, x in found.write_backs:
             nbytes = trace.sizes[x]
-            task = builder.add("d2h", links.latency + nbytes / links.d2h_bandwidth, frees=nbytes)
+            task = builder.add("d2h", links.d2h_seconds(nbytes), frees=nbytes)
             builder.wait(task, operators[t - 1], lag=int(t == 0))
             writes[x].append((t, task))
         for t, x in found.fetches:
-            task = builder.add(
-                "h2d", links.latency + trace.sizes[x] / links.h2d_bandwidth, after=[moments[t]]
-            )
+            task = builder.add("h2d", links.h2d_seconds(trace.sizes[x]), after=[moments[t]])
             for lag, since in ((0, writes[x]), (1, writes[x])):
                 before = [other for u, other in since if lag or u <= t]
                 if before:

@@ -56,6 +56,7 @@ class Activations:
         lock: contextlib.AbstractContextManager[bool],
         device_budget: int,
         host_budget: int,
+        home_bytes: int,
     ) -> None:
         self._accelerator = accelerator
         self._device = accelerator.device
@@ -63,7 +64,7 @@ class Activations:
         self._ledger = ledger
         self._collector = collector
         self._lock = lock
-        self._slots = HostSlots(arena, ledger, host_budget)
+        self._slots = HostSlots(arena, ledger, host_budget, home_bytes)
         self.least = device_budget // _WORTH_MOVING  # bytes of a storage that is worth a record
         self._large = max(1, device_budget // _WORTH_A_MOMENT)
         self._by_storage: dict[int, weakref.ref[Activation]] = {}
@@ -273,6 +274,10 @@ class Activations:
     def device_bytes(self) -> int:
         """Of all records that count, on the device now."""
         return self._ledger.nbytes(Tier.DEVICE, Kind.ACTIVATION)
+
+    def host_room(self) -> int:
+        """Bytes of host memory that records may take in all."""
+        return self._slots.most_bytes
 
     def close(self) -> None:
         """Nothing is on its way. Graphs that are left can still be read."""

@@ -65,15 +65,22 @@ class Cycles:
         fixed_bytes: Callable[[], int],
         headroom: Callable[[int], int],
         activation_bytes: Callable[[], int],
+        host_room: Callable[[], int],
         ends_with_backward: bool,
     ) -> None:
         self._tensors = tensors
         self._budget = budget
         self._warmup_bytes = warmup_bytes
         self._warmup_steps = warmup_steps
-        self._links = links
+        self.links = links
         self._planner = PlanMaker(
-            tensors, budget=budget, links=links, policy=policy, prefetch=prefetch, fixed_bytes=fixed_bytes
+            tensors,
+            budget=budget,
+            links=links,
+            policy=policy,
+            prefetch=prefetch,
+            fixed_bytes=fixed_bytes,
+            host_room=host_room,
         )
         self._headroom = headroom
         self._activation_bytes = activation_bytes
@@ -271,7 +278,7 @@ class Cycles:
         self._homes_chosen.add(keys)
 
         def planned(homes: tuple[int, ...]) -> tuple[Trace, Schedule]:
-            made = self._planner.make(keys, self._samples, plan.margin, homes, costs)
+            made = self._planner.make(keys, self._samples, plan.margin, homes, costs, thorough=False)
             return made.trace, made.schedule
 
         best = choose_device_homes(
@@ -279,7 +286,7 @@ class Cycles:
             costs,
             [tensor.device_nbytes for tensor in self._tensors],
             most_bytes=min(self._most_home_bytes, self._budget - plan.margin),
-            links=self._links,
+            links=self.links,
             plan=planned,
         )
         # Each kind of iteration has its own best number; all of them have to live with the least.

@@ -60,6 +60,7 @@ class StatefulTensorMgr:
         policy: Policy,
         links: LinkSpeeds,
         *,
+        home_bytes: int,
         has_optimizer: bool,
     ) -> None:
         measure_incoming()
@@ -91,6 +92,7 @@ class StatefulTensorMgr:
             lock=self._lock,
             device_budget=config.device_budget,
             host_budget=config.host_budget,
+            home_bytes=home_bytes,
         )
         self.residency.reclaim = self._reclaim
         self.residency.shed = self.activations.shed
@@ -107,6 +109,7 @@ class StatefulTensorMgr:
             fixed_bytes=self.registry.buffer_bytes,
             headroom=self.collector.headroom,
             activation_bytes=lambda: self.activations.device_bytes,
+            host_room=self.activations.host_room,
             ends_with_backward=not has_optimizer,
         )
         self.executor = Executor(

@@ -8,16 +8,14 @@ schedule is `hetero.eviction`'s.
 import bisect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from hetero.eviction import CapacityError, HomeCost, Links, Moment, Policy, Schedule, Trace, plan
+from hetero.eviction import CapacityError, HomeCost, Links, Moment, Policy, Schedule, Trace, plan_iteration
 from hetero.msc import Period, Phase, Segment, SegmentKey
 from hetero.stm.lives import Lives, read_lives
 from hetero.stm.tensors import ManagedTensor
 
 __all__ = ["CyclePlan", "PlanMaker", "Samples"]
-
-_WORTH = 0.005  # share of the step that more traffic must save to be worth it
 
 Samples = Mapping[SegmentKey, Sequence[Segment]]
 """Measured segments of each key, the latest last."""
@@ -81,6 +79,7 @@ class PlanMaker:
         policy: Policy,
         prefetch: bool,
         fixed_bytes: Callable[[], int],
+        host_room: Callable[[], int],
     ) -> None:
         self._tensors = tensors
         self._budget = budget
@@ -88,6 +87,7 @@ class PlanMaker:
         self._policy = policy
         self._prefetch = prefetch
         self._fixed_bytes = fixed_bytes
+        self._host_room = host_room
 
     def make(
         self,
@@ -96,10 +96,13 @@ class PlanMaker:
         margin: int,
         homes: tuple[int, ...],
         costs: Mapping[int, HomeCost],
+        *,
+        thorough: bool = True,
     ) -> CyclePlan:
         """The plan for iterations of these segments, as sampled, with ``homes`` living on the device at ``costs``.
 
-        Raises `CapacityError` if they leave too little to the others; without homes it does not.
+        ``thorough``: as in `plan_iteration`. Raises `CapacityError` if they leave too little to the others; without
+        homes it does not.
         """
         at_home = frozenset(range(len(self._tensors))).difference(homes)
         lives = read_lives([samples[key][-1] for key in keys], len(self._tensors))
@@ -152,7 +155,14 @@ class PlanMaker:
                 non_model.append(period.used_bytes - period.model_bytes)
             bounds.append(len(moments))
         trace = Trace(sizes=sizes, moments=tuple(moments))
-        schedule = self._schedule(trace, stays=bool(lives.sizes))
+        schedule = plan_iteration(
+            trace,
+            links=self._links,
+            policy=self._policy,
+            prefetch=self._prefetch,
+            host_room=self._host_room(),
+            thorough=thorough,
+        )
         return CyclePlan(
             keys=keys,
             bounds=tuple(bounds),
@@ -175,21 +185,6 @@ class PlanMaker:
             activations=lives.indices,
             guarded=tuple(guarded),
         )
-
-    def _schedule(self, trace: Trace, *, stays: bool) -> Schedule:
-        """The better of two: with activations that may leave, and, ``stays``, without."""
-        links, policy, prefetch = self._links, self._policy, self._prefetch
-        if not stays:
-            return plan(trace, links=links, policy=policy, prefetch=prefetch)
-        try:
-            # Next use is all that `opt` looks at, and an activation's is as far as a weight's; but it has to be copied
-            # down before it comes back.
-            without = plan(_with_all_alive(trace), links=links, policy=policy, prefetch=prefetch)
-        except CapacityError:
-            return plan(trace, links=links, policy=policy, prefetch=prefetch)
-        schedule = plan(trace, links=links, policy=policy, prefetch=prefetch)
-        slower = without.predicted_seconds > schedule.predicted_seconds * (1.0 + _WORTH)
-        return schedule if slower or schedule.moved_bytes < without.moved_bytes else without
 
     def least(self, plan: CyclePlan) -> int:
         """What the plan's moments need with no copy but the operands'."""
@@ -261,18 +256,6 @@ class PlanMaker:
                     needs.append(beside + sum(sizes[tensor] for tensor in mandatory))
                 now += 1
         return max(0, self._budget - margin - self._fixed_bytes() - max(needs, default=0))
-
-
-def _with_all_alive(trace: Trace) -> Trace:
-    """The same, except that what a moment produces cannot leave until it is worthless."""
-    alive: dict[int, None] = {}
-    moments = []
-    for moment in trace.moments:
-        for tensor in moment.invalidates:
-            alive.pop(tensor, None)
-        alive.update(dict.fromkeys(moment.produces))
-        moments.append(replace(moment, operands=tuple(dict.fromkeys((*moment.operands, *alive)))))
-    return replace(trace, moments=tuple(moments))
 
 
 def _mandatory(period: Period, lives: Lives, moment: int) -> tuple[int, ...]:

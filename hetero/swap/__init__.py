@@ -8,6 +8,7 @@ from hetero.swap.bayes import bayesian
 from hetero.swap.bound import lower_bound_limit
 from hetero.swap.candidates import all_gaps, candidates
 from hetero.swap.model import Gap, Step, Swap, SwapLimitError, SwapPlan, Variable
+from hetero.swap.moments import OnePlan, links_of, one_plan, to_trace
 from hetero.swap.planner import METHODS, Method, least_limit, plan_swaps, swap_everything
 from hetero.swap.schedule import lower, schedule
 from hetero.swap.scores import SCORES, Score, combine, scores
@@ -19,6 +20,7 @@ __all__ = [
     "SCORES",
     "Gap",
     "Method",
+    "OnePlan",
     "Score",
     "Step",
     "Swap",
@@ -30,12 +32,15 @@ __all__ = [
     "candidates",
     "combine",
     "least_limit",
+    "links_of",
     "lower",
     "lower_bound_limit",
+    "one_plan",
     "plan_swaps",
     "schedule",
     "scores",
     "search",
     "select",
     "swap_everything",
+    "to_trace",
 ]

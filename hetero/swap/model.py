@@ -49,7 +49,7 @@ class Variable:
     """``nbytes`` bytes alive in ``[begin, end)``, used by the operators ``accesses`` (ascending).
 
     The first access of one that is not persistent is its allocation. ``persistent``: alive all the time, in the
-    next iteration the same.
+    next iteration the same. ``writes``: those of the accesses that write to it; None: any of them may.
     """
 
     nbytes: int
@@ -58,6 +58,7 @@ class Variable:
     accesses: tuple[int, ...]
     persistent: bool = False
     name: str = ""
+    writes: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,3 +182,5 @@ def _check(index: int, variable: Variable, span: int) -> None:
         raise PlanError(f"{called} is used at {accesses[0]} or {accesses[-1]}, outside its life")
     if any(a >= b for a, b in pairwise(accesses)):
         raise PlanError(f"{called}: its accesses are not in ascending order")
+    if variable.writes is not None and not set(variable.writes) <= set(accesses):
+        raise PlanError(f"{called} is written at {variable.writes}, which are not all among its accesses")

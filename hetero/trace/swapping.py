@@ -35,20 +35,23 @@ def swap_step(trace: StepTrace, seconds: tuple[float, ...], *, device: str | Non
         raise PlanError(f"{len(seconds)} times for {len(trace.operators)} operators: give one for each")
     on = device or trace.device
     used: dict[int, list[int]] = {storage.id: [] for storage in trace.storages}
+    written: dict[int, list[int]] = {storage.id: [] for storage in trace.storages}
     for index, operator in enumerate(trace.operators):
         for touched in {*operator.reads, *operator.writes}:
             used[touched].append(index)
+        for touched in {*operator.writes}:
+            written[touched].append(index)
     return Step(
         seconds=seconds,
         variables=tuple(
-            _variable(storage, used[storage.id], trace.span)
+            _variable(storage, used[storage.id], written[storage.id], trace.span)
             for storage in trace.storages
             if storage.device == on and storage.nbytes
         ),
     )
 
 
-def _variable(storage: Storage, uses: list[int], span: int) -> Variable:
+def _variable(storage: Storage, uses: list[int], writes: list[int], span: int) -> Variable:
     persistent = storage.kind in _PERSISTENT and (storage.begin, storage.end) == (0, span)
     return Variable(
         nbytes=storage.nbytes,
@@ -57,4 +60,5 @@ def _variable(storage: Storage, uses: list[int], span: int) -> Variable:
         accesses=tuple(uses),
         persistent=persistent,
         name=storage.name,
+        writes=tuple(writes),
     )

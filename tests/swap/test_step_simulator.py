@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hetero.errors import PlanError
 from hetero.eviction import plan, simulate
@@ -18,7 +19,7 @@ from hetero.simulate import (
 )
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "eviction"))
-from random_traces import LINKS, traces
+from random_traces import LINKS, traces, traces_with_products
 
 
 def test_a_step_of_compute_alone_takes_the_sum_of_its_tasks() -> None:
@@ -137,7 +138,7 @@ def test_the_roofline_is_the_slower_of_arithmetic_and_memory() -> None:
 
 @pytest.mark.parametrize("policy", ["opt", "cost-opt", "lru"])
 @settings(max_examples=60, deadline=None)
-@given(trace=traces(cyclic=True))
+@given(trace=st.one_of(traces(cyclic=True), traces_with_products(cyclic=True)))
 def test_it_agrees_with_the_simulator_of_eviction_plans(policy, trace) -> None:
     """Two implementations that share no code: one walks from moment to moment, the other handles events."""
     schedule = plan(trace, links=LINKS, policy=policy)

@@ -1,0 +1,172 @@
+"""One plan for an iteration: parameters, and activations that may leave as far as the host has room for them.
+
+Owns `plan_iteration` and the host's side: what activations that leave take there, and which of them have to stay so
+that it fits. A pure function. What lives on the host anyway is not its concern: ``host_room`` is what is left.
+
+[Note: slots] An activation's slot on the host is its own from the first time it leaves until it is gone; a slot is used
+again by one of the same size, and given back to nobody (`hetero.stm.slots`). So the host needs, for each size, as many
+slots as are taken at once.
+"""
+
+import bisect
+from collections import defaultdict
+from collections.abc import Callable, Collection
+from dataclasses import replace
+
+from hetero.eviction.competition import compete
+from hetero.eviction.model import CapacityError, Links, Policy, Schedule, Trace
+from hetero.eviction.planner import plan
+from hetero.eviction.policies import CostAware, FarthestNextUse, resolve_policy
+
+__all__ = ["host_bytes", "plan_iteration", "with_alive"]
+
+_WORTH = 0.005  # share of the step that more traffic must save to be worth it
+_ROUNDS = 6  # of letting more of them stay
+
+Planner = Callable[[Trace], Schedule]
+
+
+def plan_iteration(
+    trace: Trace,
+    *,
+    links: Links,
+    policy: str | Policy = "opt",
+    prefetch: bool = True,
+    host_room: int | None = None,
+    thorough: bool = True,
+) -> Schedule:
+    """The better of two schedules: with activations (what moments produce) that may leave, and without.
+
+    ``host_room``: bytes that activations away may take on the host; None: any number. ``thorough``: let many choices
+    compete under ``"opt"`` and ``"cost-opt"`` (`compete`); without, it is a matter of milliseconds. Raises
+    `CapacityError` if the operands of one moment alone do not fit. Where not even that many activations leave that it
+    fits the device within ``host_room``, the schedule asks for more of the host than there is.
+    """
+    chosen = resolve_policy(policy)
+
+    def quickly(some: Trace) -> Schedule:
+        return plan(some, links=links, policy=chosen, prefetch=prefetch)
+
+    def thoroughly(some: Trace) -> Schedule:
+        return compete(some, links=links)
+
+    if not any(moment.produces for moment in trace.moments):
+        return quickly(trace)
+    competes = thorough and prefetch and isinstance(chosen, FarthestNextUse | CostAware)
+    try:
+        without = quickly(with_alive(trace))
+    except CapacityError:
+        return _within(trace, thoroughly if competes else quickly, host_room)
+    if without.predicted_seconds <= sum(moment.seconds for moment in trace.moments) * (1.0 + _WORTH):
+        competes = False  # there is no time to be won
+    schedule = _within(trace, thoroughly if competes else quickly, host_room)
+    if host_room is not None and host_bytes(trace, schedule) > host_room:
+        return without
+    slower = without.predicted_seconds > schedule.predicted_seconds * (1.0 + _WORTH)
+    return schedule if slower or schedule.moved_bytes < without.moved_bytes else without
+
+
+def host_bytes(trace: Trace, schedule: Schedule) -> int:
+    """What the activations that leave under ``schedule`` take on the host, [Note: slots]."""
+    return _slot_bytes(trace, _slots(trace, schedule))
+
+
+def with_alive(trace: Trace, staying: Collection[int] | None = None) -> Trace:
+    """The same, except that ``staying`` (None: all) of what moments produce cannot leave until it is worthless."""
+    alive: dict[int, None] = {}
+    moments = []
+    for moment in trace.moments:
+        for tensor in moment.invalidates:
+            alive.pop(tensor, None)
+        alive.update(dict.fromkeys(x for x in moment.produces if staying is None or x in staying))
+        moments.append(replace(moment, operands=tuple(dict.fromkeys((*moment.operands, *alive)))))
+    return replace(trace, moments=tuple(moments))
+
+
+def _within(trace: Trace, planner: Planner, host_room: int | None) -> Schedule:
+    """``planner``'s schedule, with as many activations staying as the host needs."""
+    schedule = best = planner(trace)
+    stays: set[int] = set()
+    for _ in range(_ROUNDS if host_room is not None else 0):
+        assert host_room is not None
+        slots = _slots(trace, schedule)
+        if _slot_bytes(trace, slots) <= host_room:
+            return schedule
+        stays.update(_too_many(trace, schedule, slots, host_room))
+        try:
+            schedule = planner(with_alive(trace, stays))
+        except CapacityError:
+            return best
+        if host_bytes(trace, schedule) < host_bytes(trace, best):
+            best = schedule
+    return best
+
+
+def _too_many(trace: Trace, schedule: Schedule, slots: "_Slots", host_room: int) -> list[int]:
+    """Those of ``slots`` that have to stay: the ones that are away for the shortest time go first."""
+    away = _seconds_away(trace, schedule)
+    order = sorted(slots, key=lambda x: (away[x], x))
+
+    def fits(count: int) -> bool:
+        return _slot_bytes(trace, {x: slots[x] for x in order[count:]}) <= host_room
+
+    return order[: bisect.bisect_left(range(len(order)), True, key=fits)]
+
+
+_Slots = dict[int, tuple[int, int]]
+"""Of each activation that leaves, the moments from its first leaving to its end, perhaps in the next iteration."""
+
+
+def _slots(trace: Trace, schedule: Schedule) -> _Slots:
+    produced = {x for moment in trace.moments for x in moment.produces}
+    count = len(trace.moments)
+    born: set[int] = set()
+    first: dict[int, int] = {}
+    slots: _Slots = {}
+    for now in range(
+        2 * count if trace.cyclic else count
+    ):  # one may be born late and leave in the next iteration
+        moment, actions = trace.moments[now % count], schedule.actions[now % count]
+        for x in moment.invalidates:
+            born.discard(x)
+            if x in first:
+                slots.setdefault(x, (first.pop(x), now))
+        for x in actions.evict:
+            if x in produced and x in born:
+                first.setdefault(x, now)
+        if now < count:
+            born.update(moment.produces)
+    for x, since in first.items():
+        slots.setdefault(x, (since, since + count if trace.cyclic else count))
+    return slots
+
+
+def _slot_bytes(trace: Trace, slots: _Slots) -> int:
+    """The sum over sizes of the most slots taken at once."""
+    count = len(trace.moments)
+    changes: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for x, (begin, end) in slots.items():
+        for turn in (0, count) if trace.cyclic else (0,):  # an iteration later, the same again
+            changes[trace.sizes[x]] += [(begin + turn, 1), (end + turn, -1)]
+    total = 0
+    for size, steps in changes.items():
+        taken = most = 0
+        for _, change in sorted(steps):  # what is given back at a moment can be taken there
+            taken += change
+            most = max(most, taken)
+        total += size * most
+    return total
+
+
+def _seconds_away(trace: Trace, schedule: Schedule) -> dict[int, float]:
+    """Operators' time in an iteration between each tensor's leaving and the start of its way back."""
+    away: dict[int, float] = defaultdict(float)
+    absent: dict[int, float] = {}
+    clock = 0.0
+    for moment, actions in zip(trace.moments, schedule.actions, strict=True):
+        absent.update(dict.fromkeys(actions.evict, clock))
+        for x in (*actions.fetch, *moment.invalidates):
+            if x in absent:
+                away[x] += clock - absent.pop(x)
+        clock += moment.seconds
+    return away

@@ -1,0 +1,48 @@
+"""What an iteration cannot be faster than, as far as that is known.
+
+Owns `TimeBounds`: the time of each of those that work side by side. Each is what that one has to do under the
+present budget, with the same parameters on the device, if nothing else were ever in its way.
+"""
+
+from dataclasses import dataclass
+
+from hetero.eviction import lower_bound_seconds
+from hetero.stm import StatefulTensorMgr
+from hetero.stm.plans import CyclePlan
+
+__all__ = ["TimeBounds", "bound_times"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeBounds:
+    """Seconds per iteration.
+
+    Attributes:
+        operators: as measured, without waiting.
+        copies: operators, and the fetches that any schedule would need, in the order of their uses
+            (`hetero.eviction.lower_bound_seconds`).
+        gradients: the way down of those of parameters that live at home.
+        host_step: updates of parameters that live at home, at the speed measured; 0 before that is known.
+    """
+
+    operators: float
+    copies: float
+    gradients: float
+    host_step: float
+
+    @property
+    def seconds(self) -> float:
+        """The slowest of them: no overlap makes an iteration faster."""
+        return max(self.operators, self.copies, self.gradients, self.host_step)
+
+
+def bound_times(stm: StatefulTensorMgr, plan: CyclePlan) -> TimeBounds:
+    """Of the iteration that ``plan`` is for."""
+    links, costs = stm.cycles.links, stm.cycles.home_costs()
+    at_home = [t for t in stm.tensors if t.index not in set(plan.device_homes) and t.parameter.requires_grad]
+    return TimeBounds(
+        operators=sum(moment.seconds for moment in plan.trace.moments),
+        copies=lower_bound_seconds(plan.trace, links),
+        gradients=sum(links.d2h_seconds(t.device_nbytes) for t in at_home if t.index in plan.first_uses),
+        host_step=sum(costs[t.index].step_seconds for t in at_home if t.index in costs),
+    )

@@ -1,0 +1,138 @@
+"""Plans within the host's room: slots counted moment by moment, who stays, and what happens when nothing fits."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_traces import LINKS, traces, traces_with_products
+
+from hetero.eviction import (
+    Actions,
+    CapacityError,
+    Links,
+    Moment,
+    Trace,
+    check,
+    host_bytes,
+    plan,
+    plan_iteration,
+    with_alive,
+)
+
+SLOW = Links(h2d_bandwidth=1.0, d2h_bandwidth=1.0)
+
+
+def counted(trace, schedule):
+    """The host's slots, on plain sets: an activation takes one when it first leaves, and gives it back when it ends."""
+    products = {x for moment in trace.moments for x in moment.produces}
+    free: dict[int, int] = {}
+    made = 0
+    has: set[int] = set()
+    for _ in range(4 if trace.cyclic else 1):
+        for moment, actions in zip(trace.moments, schedule.actions, strict=True):
+            for x in moment.invalidates:
+                if x in has:
+                    has.remove(x)
+                    free[trace.sizes[x]] = free.get(trace.sizes[x], 0) + 1
+            for x in actions.evict:
+                if x in products and x not in has:
+                    has.add(x)
+                    if free.get(trace.sizes[x], 0):
+                        free[trace.sizes[x]] -= 1
+                    else:
+                        made += trace.sizes[x]
+    return made
+
+
+@settings(max_examples=150, deadline=None)
+@given(trace=traces_with_products(products=6))
+def test_the_hosts_slots_are_those_counted_moment_by_moment(trace):
+    schedule = plan(trace, links=SLOW, prefetch=False)
+    assert host_bytes(trace, schedule) == counted(trace, schedule)
+
+
+@settings(max_examples=80, deadline=None)
+@given(trace=traces_with_products(products=6), room=st.integers(0, 20), thorough=st.booleans())
+def test_a_plan_is_valid_and_within_the_hosts_room_wherever_all_can_stay(trace, room, thorough):
+    schedule = plan_iteration(trace, links=LINKS, host_room=room, thorough=thorough)
+    check(trace, schedule)
+    try:
+        plan(with_alive(trace), links=LINKS)
+    except CapacityError:
+        return
+    assert counted(trace, schedule) <= room
+
+
+@settings(max_examples=60, deadline=None)
+@given(trace=traces_with_products(products=6))
+def test_with_room_for_all_the_host_changes_nothing(trace):
+    most = sum(trace.sizes)
+    assert plan_iteration(trace, links=LINKS, host_room=most) == plan_iteration(trace, links=LINKS)
+
+
+@settings(max_examples=60, deadline=None)
+@given(trace=st.one_of(traces(), traces_with_products()), policy=st.sampled_from(["opt", "lru"]))
+def test_nothing_leaves_where_all_are_said_to_be_alive(trace, policy):
+    products = {x for moment in trace.moments for x in moment.produces}
+    try:
+        schedule = plan(with_alive(trace), links=LINKS, policy=policy)
+    except CapacityError:
+        return
+    check(trace, schedule)
+    assert not products & {x for actions in schedule.actions for x in actions.evict}
+
+
+def nested(capacity, sizes=(4, 4, 4)):
+    """Three activations, made one after another and used again in reverse."""
+    count = len(sizes)
+    made = [
+        Moment(operands=(x,), seconds=9.0, capacity=capacity, produces=(x,), dirties=(x,))
+        for x in range(count)
+    ]
+    used = [
+        Moment(operands=(x,), seconds=9.0, capacity=capacity, invalidates=(x + 1,) if x + 1 < count else ())
+        for x in reversed(range(count))
+    ]
+    last = Moment(operands=(), seconds=9.0, capacity=capacity, invalidates=(0,))
+    return Trace(sizes=sizes, moments=(*made, *used, last))
+
+
+def test_the_host_decides_how_many_leave():
+    trace = nested(capacity=8)
+    free = plan_iteration(trace, links=SLOW)
+    assert host_bytes(trace, free) == 4  # the device lacks room for one of the three
+    assert plan_iteration(trace, links=SLOW, host_room=4) == free
+    # Without the host, what the device lacks is asked for all the same: at run time it is refused there.
+    assert host_bytes(trace, plan_iteration(trace, links=SLOW, host_room=3)) == 4
+    roomy = nested(capacity=12)
+    assert host_bytes(roomy, plan_iteration(roomy, links=SLOW, host_room=0)) == 0
+
+
+def test_a_slot_is_used_again_by_one_of_the_same_size_only():
+    def two_after_another(first, second):
+        def life(x):
+            return (
+                Moment(operands=(x,), seconds=9.0, capacity=9, produces=(x,), dirties=(x,)),
+                Moment(operands=(), seconds=9.0, capacity=0),
+                Moment(operands=(x,), seconds=9.0, capacity=9),
+                Moment(operands=(), seconds=9.0, capacity=9, invalidates=(x,)),
+            )
+
+        return Trace(sizes=(first, second), moments=(*life(0), *life(1)))
+
+    same, other = two_after_another(5, 5), two_after_another(5, 6)
+    assert host_bytes(same, plan_iteration(same, links=SLOW)) == 5
+    assert host_bytes(other, plan_iteration(other, links=SLOW)) == 11
+
+
+def test_operands_that_do_not_fit_are_refused():
+    with pytest.raises(CapacityError):
+        plan_iteration(nested(capacity=3), links=SLOW, host_room=100)
+
+
+def test_a_parameter_that_leaves_takes_nothing_of_the_hosts_room():
+    moments = (Moment(operands=(0,), seconds=1.0, capacity=4), Moment(operands=(1,), seconds=1.0, capacity=4))
+    trace = Trace(sizes=(4, 4), moments=moments)
+    schedule = replace(plan(trace, links=SLOW), actions=(Actions(evict=(1,)), Actions(evict=(0,))))
+    assert host_bytes(trace, schedule) == 0

@@ -1,0 +1,130 @@
+"""Saved tensors that leave keep to the host's budget, by the counters of the memory itself."""
+
+import gc
+
+import pytest
+import torch
+from accelerators import races
+from test_activations import ROWS, WIDTH, deep, steps
+from twins import adamw, assert_same, device, plain, unmanaged
+
+import hetero
+from hetero.devices import Accelerator, HostArena
+from hetero.errors import BudgetError
+from hetero.stm import Kind, Ledger, Tier
+from hetero.stm.slots import HostSlots
+
+
+def homes_of(model):
+    """With gradients and AdamW's two states."""
+    return 4 * sum(p.nbytes for p in model.parameters())
+
+
+def host_bytes(manager):
+    """What the ledger counts; and the slabs, beside the states at home, which are cut from none."""
+    ledger = manager._stm.ledger
+    slabs = manager._homes._arena.nbytes
+    return max(ledger.host_bytes, slabs + ledger.nbytes(Tier.HOST, Kind.OPTIMIZER_STATE))
+
+
+def trained(device_budget, host_budget, count=5):
+    """As `steps`, managed; the most host memory seen, and the manager."""
+    target = device()
+    gc.collect()
+    torch.manual_seed(0)
+    model = deep()
+    optimizer = adamw(model)
+    before = torch.accelerator.memory_allocated()
+    manager = hetero.manage(
+        model, optimizer, device=target, device_budget=before + device_budget, host_budget=host_budget
+    )
+    torch.manual_seed(1)
+    seen, most = [], []
+    try:
+        for _ in range(count):
+            loss = model(torch.randn(ROWS, WIDTH).to(target)).square().mean()
+            most.append(host_bytes(manager))
+            loss.backward()
+            most.append(host_bytes(manager))
+            seen.append(plain([loss, *[p.grad for p in model.parameters()]]))
+            optimizer.step()
+            optimizer.zero_grad()
+            _ = manager.stats
+            most.append(host_bytes(manager))
+    finally:
+        manager.close()
+    assert races() == []
+    return seen, max(most), manager
+
+
+@pytest.mark.parametrize("room", [1 << 20, 3 << 20, 32 << 20])
+def test_the_host_budget_is_never_passed_and_the_numbers_are_the_same(room):
+    def loop(model, optimizer, target):
+        return steps(model, optimizer, target, 5)
+
+    expected, _, peak = unmanaged(deep, loop)
+    budget = homes_of(deep()) + room
+    seen, most, manager = trained(int(0.7 * peak), budget)
+    assert_same(seen, expected, "observed")
+    assert most <= budget
+    assert manager.stats.activation_out_bytes > 0
+    slots = manager._stm.activations._slots
+    assert 0 < slots.nbytes <= room
+
+
+def test_what_gradients_and_states_will_need_is_not_given_to_activations_of_the_first_forward():
+    expected_homes = homes_of(deep())
+    budget = expected_homes + (1 << 20)
+    model = deep()
+    target = device()
+    optimizer = adamw(model)
+    with hetero.manage(model, optimizer, device=target, host_budget=budget) as manager:
+        loss = model(torch.randn(ROWS, WIDTH).to(target)).square().mean()
+        manager._stm.activations.shed(1 << 40)
+        # There is nothing but the parameters at home yet.
+        assert manager._stm.ledger.nbytes(Tier.HOST, Kind.GRADIENT) == 0
+        assert 0 < manager._stm.ledger.nbytes(Tier.HOST, Kind.ACTIVATION) <= 1 << 20
+        loss.backward()
+        optimizer.step()
+        _ = manager.stats
+        assert host_bytes(manager) <= budget
+
+
+def test_without_room_on_the_host_nothing_leaves_and_what_then_does_not_fit_is_refused():
+    def loop(model, optimizer, target):
+        return steps(model, optimizer, target, 5)
+
+    expected, _, peak = unmanaged(deep, loop)
+    budget = homes_of(deep())
+    seen, _, manager = trained(2 * peak, budget)
+    assert_same(seen, expected, "observed")
+    assert manager.stats.activation_out_bytes == 0
+    assert manager._stm.activations._slots.nbytes == 0
+    with pytest.raises((BudgetError, torch.OutOfMemoryError)):
+        trained(int(0.4 * peak), budget)
+
+
+def test_blocks_are_used_again_by_sizes_that_take_as_much_of_a_slab():
+    arena = HostArena(Accelerator(device()), pin=False)
+    slots = HostSlots(arena, Ledger(), 8192, 0)
+    first = slots.take(1000)
+    assert first is not None
+    assert first.numel() == 1000
+    address = first.data_ptr()
+    slots.give_back(first)
+    again = slots.take(1024)
+    assert again is not None
+    assert (again.numel(), again.data_ptr()) == (1024, address)
+    assert slots.nbytes == 1024
+
+
+def test_a_page_that_a_slab_would_begin_counts_as_a_whole():
+    arena = HostArena(Accelerator(device()), pin=False)
+    slots = HostSlots(arena, Ledger(), 3 * 4096, 4096)
+    assert slots.most_bytes == 2 * 4096
+    one = slots.take(4096 + 512)  # two pages
+    assert one is not None
+    assert arena.nbytes == 2 * 4096
+    assert slots.take(4096) is None  # the slab's rest is too small, and a third page is not ours
+    assert slots.take(3584) is not None  # the slab's rest
+    assert arena.nbytes == 2 * 4096
