@@ -183,6 +183,18 @@ class Cycles:
         plans = self._plans.values()
         return max(map(self._planner.least, plans)), max(map(self._planner.planned, plans))
 
+    def forward_seconds(self) -> float | None:
+        """Of the forwards of an iteration, as measured; None before there is a plan."""
+        plan = self.last_plan
+        if plan is None:
+            return None
+        return sum(
+            moment.seconds
+            for place, key in enumerate(plan.keys)
+            if key.phase is Phase.FORWARD
+            for moment in plan.trace.moments[plan.bounds[place] : plan.bounds[place + 1]]
+        )
+
     def trim(self, budget: int) -> None:
         """Plan anew for ``budget`` bytes of the device, leaving the rest of the budget to others."""
         self._margin = self._budget - budget

@@ -128,6 +128,20 @@ class Executor:
             collector.moment(name, indices)
         self._change_layout(operands, indices, name)
 
+    @property
+    def follows_plan(self) -> bool:
+        """What runs now was planned, has not left its plan, and is not being measured."""
+        return not (
+            self._plan is None or self._has_left_plan or self._is_guarded or self._collector.is_sampling
+        )
+
+    def renew(self, tensor: ManagedTensor) -> None:
+        """Its copy has just been dropped, because home is being written: order one of the result in its place, if the
+        plan would have kept the old one for the rest of the iteration."""
+        plan = self._plan
+        if plan is not None and plan.last_evictions.get(tensor.index, -1) < self._position:
+            self._residency.prefetch(tensor, limit=self._limit())
+
     def homes_written(self, tensors: Sequence[ManagedTensor]) -> None:
         """The optimizer has stepped: copies of ``tensors`` are worthless, wherever they were."""
         self._collector.moment("stepped", ())

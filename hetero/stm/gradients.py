@@ -133,6 +133,11 @@ class Gradients:
             assert tensor.parameter.grad is not None
             factor.apply(self._engine, tensor.parameter.grad)
 
+    def unread_arrival(self, tensor: ManagedTensor) -> torch.Event | None:
+        """When the gradient handed over last arrives, if nobody has read it and nothing but a factor may be left to be
+        done to it."""
+        return None if tensor.index in self._upcasts else self._ready.get(tensor.index)
+
     def take_arrival(self, tensor: ManagedTensor) -> tuple[torch.Event | None, tuple[Factor | Upcast, ...]]:
         """What `wait` would wait for, cast and multiply by. The caller does, before the gradient is read."""
         factors: tuple[Factor | Upcast, ...] = tuple(self._factors.pop(tensor.index, ()))

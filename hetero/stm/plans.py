@@ -6,6 +6,7 @@ schedule is `hetero.eviction`'s.
 """
 
 import bisect
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ Samples = Mapping[SegmentKey, Sequence[Segment]]
 """Measured segments of each key, the latest last."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class CyclePlan:
     """A schedule and where its segments lie in it.
 
@@ -51,6 +52,15 @@ class CyclePlan:
     home_bytes: int
     activations: tuple[tuple[int, ...], ...]
     guarded: tuple[bool, ...]
+
+    @functools.cached_property
+    def last_evictions(self) -> dict[int, int]:
+        """The last moment of the iteration at which each tensor leaves."""
+        return {
+            index: moment
+            for moment, actions in enumerate(self.schedule.actions)
+            for index in actions.evict
+        }
 
     def find(self, operands: tuple[int, ...], begin: int, end: int) -> int | None:
         """The first moment in ``[begin, end)`` with these operands."""

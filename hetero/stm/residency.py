@@ -81,6 +81,8 @@ class Residency:
         # Sends home what lives on the device, at least so many bytes if there are; returns how many.
         # `hetero.stm.devicehomes` sets this.
         self.send_home: Callable[[int], int] = lambda nbytes: 0
+        # Takes back an update that is being tried, or was; `hetero.stm.speculation` sets this.
+        self.roll_back: Callable[[ManagedTensor], None] = lambda tensor: None
         # When each tensor is needed next, in moments from now; `hetero.stm.executor` sets this.
         self.next_use: Callable[[ManagedTensor], float] = lambda tensor: float("inf")
 
@@ -111,6 +113,8 @@ class Residency:
         self._clock += 1
         missing: dict[int, ManagedTensor] = {}
         for tensor in operands:
+            if tensor.pending is not None and tensor.pending.tentative:
+                self.roll_back(tensor)
             if tensor.is_stale:
                 self._meter.count_stale(tensor.index)
                 self.discard(tensor)
@@ -160,6 +164,8 @@ class Residency:
         if tensor.data is None or tensor.users or tensor.stays or tensor.index in self.wanted:
             return False
         self._withdraw(tensor)
+        if tensor.data is None:
+            return True
         if tensor.is_held():
             return False
         written_back = self.write_back(tensor)
@@ -251,11 +257,17 @@ class Residency:
         self._updates.raise_error()
 
     def finish_updates(self, tensors: Iterable[ManagedTensor]) -> None:
-        """As `finish_update`, for all of ``tensors``."""
+        """As `finish_update`, for all of ``tensors``, except that what is being tried may go on."""
         for tensor in tensors:
-            if tensor.pending is not None:
+            if tensor.pending is not None and not tensor.pending.tentative:
                 self._finish(tensor)
         self._updates.raise_error()
+
+    def roll_back_all(self, tensors: Iterable[ManagedTensor]) -> None:
+        """No update is being tried afterwards, nor has been."""
+        for tensor in tensors:
+            if tensor.pending is not None and tensor.pending.tentative:
+                self.roll_back(tensor)
 
     def make_room(self, nbytes: int, *, keep: Sequence[int] = ()) -> bool:
         """Evict until ``nbytes`` more would be within the budget; False if they would not."""
@@ -291,9 +303,18 @@ class Residency:
 
     def await_update(self, tensor: ManagedTensor, update: Update) -> None:
         """Home is about to be written, later, by ``update``: what was copied from it is worthless."""
-        self.discard(tensor)
+        if tensor.pending is not update:  # one that was tried has its copy already, or on order
+            self.discard(tensor)
         tensor.identity = None
         tensor.pending = update
+
+    def drop_tried(self, tensor: ManagedTensor) -> None:
+        """Its update is taken back: forget the copy on order, and wait for what reads the result."""
+        if tensor.data is not None:
+            self._drop(tensor)
+        elif tensor.pending is not None:
+            self._take_arrival(tensor, tensor.pending)
+        self.uploads.wait(tensor, tensor.home)
 
     def drop_stale(self, tensors: Iterable[ManagedTensor]) -> None:
         """Forget the copies of ``tensors`` that home has overtaken, and their place in old graphs."""
@@ -352,13 +373,29 @@ class Residency:
 
     def _finish(self, tensor: ManagedTensor) -> None:
         assert tensor.pending is not None
+        if tensor.pending.tentative:
+            self.roll_back(tensor)
+            return
         self._updates.finish(tensor.pending)
         self.collect(tensor)
 
     def _withdraw(self, tensor: ManagedTensor) -> None:
         """Nothing is on order for it any more."""
-        if tensor.pending is not None and not self._updates.withdraw(tensor.pending):
+        update = tensor.pending
+        if update is None or self._updates.withdraw(update):
+            return
+        if update.tentative:
+            self._take_arrival(tensor, update)
+        else:
             self._finish(tensor)
+
+    def _take_arrival(self, tensor: ManagedTensor, update: Update) -> None:
+        """What was on order for an update that is being tried is on its way."""
+        if update.arrival is not None:
+            self.uploads.note(update.arrival, tensor)
+            if tensor.data is not None:
+                tensor.ready = update.arrival
+            update.arrival = None
 
     def _wait(self, tensor: ManagedTensor) -> None:
         begin = time.perf_counter()

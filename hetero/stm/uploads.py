@@ -41,6 +41,10 @@ class Uploads:
         self._started = left
         return taken
 
+    def reading(self, tensor: ManagedTensor) -> list[torch.Event]:
+        """As `take`, of one tensor; they stay known."""
+        return [event for event, other in self._started if other is tensor]
+
     def wait(self, tensor: ManagedTensor, memory: torch.Tensor) -> None:
         """``memory``, its home or that home's twin, may be written afterwards."""
         for event in self.take([tensor]).get(tensor.index, ()):
