@@ -56,6 +56,8 @@ class Executor:
         # What the schedule wanted and could not have yet: copies still held, prefetches that did not fit.
         self._to_evict: list[int] = []
         self._to_prefetch: list[int] = []
+        # What the next iteration uses first, first.
+        self._to_renew: list[ManagedTensor] = []
         residency.next_use = self._next_use
 
     @property
@@ -88,6 +90,7 @@ class Executor:
         if key.phase is not Phase.STEP:  # which uses no copies
             self._residency.follow_stream()
         self._to_evict = []
+        self._to_renew = []
         # A plan that is followed for the first time, or again after something else ran, finds other copies
         # resident than it left behind.
         self._to_prefetch = list(place.missing) if self._plan is not None else []
@@ -136,11 +139,12 @@ class Executor:
         )
 
     def renew(self, tensor: ManagedTensor) -> None:
-        """Its copy has just been dropped, because home is being written: order one of the result in its place, if the
-        plan would have kept the old one for the rest of the iteration."""
+        """Its copy has just been dropped, because home is being written: as soon as there is room, order one of the
+        result in its place, if the plan would have kept the old one for the rest of the iteration."""
         plan = self._plan
         if plan is not None and plan.last_evictions.get(tensor.index, -1) < self._position:
-            self._residency.prefetch(tensor, limit=self._limit())
+            self._to_renew.append(tensor)
+            self._to_renew.sort(key=lambda tensor: plan.first_uses.get(tensor.index, 0))
 
     def homes_written(self, tensors: Sequence[ManagedTensor]) -> None:
         """The optimizer has stepped: copies of ``tensors`` are worthless, wherever they were."""
@@ -205,6 +209,7 @@ class Executor:
                     max(0, fetched - sum(index in indices for index in actions.fetch))
                 )
             self._prefetch(actions.fetch, limit)
+            self._renew(limit)
         finally:
             self._residency.wanted = frozenset()
         self._collector.operands_ready()
@@ -242,6 +247,7 @@ class Executor:
             or actions.fetch
             or self._to_evict
             or self._to_prefetch
+            or self._to_renew
             or self._collector.is_sampling
         ):
             return False
@@ -297,6 +303,12 @@ class Executor:
             if not self._bring(index, limit):
                 self._to_prefetch = waiting[place:]  # in order: a later one must not overtake
                 break
+
+    def _renew(self, limit: int) -> None:
+        if self._to_renew and not self._to_prefetch:
+            self._gradients.reclaim(0)
+            while self._to_renew and not self._residency.exceeds(limit - self._to_renew[0].device_nbytes):
+                self._residency.prefetch(self._to_renew.pop(0), limit=limit)
 
     # Numbers from the parameters' on are the plan's saved tensors.
 

@@ -166,7 +166,7 @@ def complete(
             right = trial.was_right()
             tell(right)
             if right:
-                item.update.new_entry = trial.update.new_entry
+                item.update.take_over(trial.update)
                 return
             if attempt.arrival is not None:
                 trial.engine.host_after_upload(attempt.arrival, item.tensor.home)
