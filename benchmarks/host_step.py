@@ -97,8 +97,6 @@ class Job:
             for _ in range(_WARM_UP):
                 self._step(optimizer, most_norm)
             before, queued = manager.stats, host_step.queued
-            speculation = host_step.speculation
-            tried, taken_back = speculation.tried, speculation.taken_back
             seconds = []
             # Looking at the statistics waited for what was queued: one more step, for what the first one takes over.
             self._step(optimizer, most_norm)
@@ -110,9 +108,9 @@ class Job:
             return seconds, {
                 **traffic(before, after, steps + 1),
                 "queued": (host_step.queued - queued) / (steps + 1),
-                "tried": (speculation.tried - tried) / (steps + 1),
-                "taken_back": (speculation.taken_back - taken_back) / (steps + 1),
-                "snapshot_bytes": speculation.snapshots.nbytes,
+                "tried": (after.tried_updates - before.tried_updates) / (steps + 1),
+                "taken_back": (after.taken_back_updates - before.taken_back_updates) / (steps + 1),
+                "snapshot_bytes": host_step.speculation.snapshots.nbytes,
                 "on_device": len(host_step.on_device),
             }
 
@@ -137,7 +135,9 @@ class Job:
 
 def main() -> None:
     arguments_parser = parser(__doc__, rounds=2, steps=4)
-    arguments_parser.add_argument("--rows", nargs="+", default=list(_ROWS), help=f"of {', '.join(_ROWS)}, or alike")
+    arguments_parser.add_argument(
+        "--rows", nargs="+", default=list(_ROWS), help=f"of {', '.join(_ROWS)}, or alike"
+    )
     arguments = arguments_parser.parse_args()
     device = settable_device()
     if device is None:

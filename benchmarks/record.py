@@ -100,6 +100,7 @@ def _accelerator(device: torch.device | None) -> str | None:
 
 def commit() -> str:
     """The commit that is checked out, and whether what is measured was changed since."""
+
     def git(*arguments: str) -> str:
         return subprocess.run(
             ["git", *arguments], cwd=RESULTS.parent, capture_output=True, text=True, check=True

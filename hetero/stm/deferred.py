@@ -281,8 +281,7 @@ class UpdateQueue:
         """Take the update at ``place`` out of the queue, and what is run together with it."""
         taken = [self._waiting[place]]
         del self._waiting[place]
-        if taken[0] in self._attempts:  # too late to be tried
-            self._attempts.remove(taken[0])  # type: ignore[arg-type]
+        self._attempts = [one for one in self._attempts if one is not taken[0]]  # too late to be tried
         kin = taken[0].kin
         nbytes = 0 if kin is None else kin.nbytes
         while kin is not None and place < len(self._waiting):

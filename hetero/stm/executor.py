@@ -139,10 +139,12 @@ class Executor:
         )
 
     def renew(self, tensor: ManagedTensor) -> None:
-        """Its copy has just been dropped, because home is being written: as soon as there is room, order one of the
-        result in its place, if the plan would have kept the old one for the rest of the iteration."""
+        """Its copy has been dropped, because home is being written: as soon as there is room, order one of the result,
+        if the next iteration uses it among the first, as many as fit together."""
         plan = self._plan
-        if plan is not None and plan.last_evictions.get(tensor.index, -1) < self._position:
+        if plan is None or tensor.index not in plan.bytes_through:
+            return
+        if plan.bytes_through[tensor.index] <= plan.step_capacity:
             self._to_renew.append(tensor)
             self._to_renew.sort(key=lambda tensor: plan.first_uses.get(tensor.index, 0))
 
@@ -307,6 +309,7 @@ class Executor:
     def _renew(self, limit: int) -> None:
         if self._to_renew and not self._to_prefetch:
             self._gradients.reclaim(0)
+            limit -= self._gradients.room_left
             while self._to_renew and not self._residency.exceeds(limit - self._to_renew[0].device_nbytes):
                 self._residency.prefetch(self._to_renew.pop(0), limit=limit)
 

@@ -22,8 +22,9 @@ class Forecast:
         self._backwards = 0
         self._clips = False
         self._came_otherwise = False
-        # So many more iterations are watched; when one comes otherwise, it is `_length` again.
-        self._watched = self._length = 1
+        # So many more iterations are watched; when one comes otherwise, it is `_length` again. Two at first: what
+        # clipping did in one is known in the next.
+        self._watched = self._length = 2
         self._next_length = 1
         self._right = 0
 
@@ -46,7 +47,7 @@ class Forecast:
         """A step has begun; ``deferred``: it is done later, for some parameters. ``pays``: trials would save time."""
         if deferred and self._backwards == 1 and not self._clips and not self._came_otherwise:
             self._watched = max(0, self._watched - 1)
-            self._right += 1
+            self._right += self._was_open
             if self._right >= _TRUSTED:
                 self._next_length = 1
         else:

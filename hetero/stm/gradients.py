@@ -88,6 +88,11 @@ class Gradients:
         # How many bytes may be on their way at once; 0 hands each gradient over before the next operator runs.
         self.in_flight_limit = 0
 
+    @property
+    def room_left(self) -> int:
+        """What more of them may be on their way at once, bytes."""
+        return max(0, self.in_flight_limit - self._in_flight_bytes)
+
     def hand_over(self, tensor: ManagedTensor, gradient: torch.Tensor) -> torch.Tensor | None:
         """``gradient`` on the host, perhaps still being copied ([Note: unread gradients]), perhaps never
         ([Note: kept gradients]); None if it has been added to ``p.grad`` already."""

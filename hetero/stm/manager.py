@@ -39,6 +39,15 @@ __all__ = ["Arrivals", "StatefulTensorMgr"]
 _PORTIONS = 8  # in which saved tensors leave when memory is short
 
 
+@dataclass(slots=True)
+class TrialCounts:
+    """Updates that were begun in backward, and those of them that were taken back; what their snapshots take."""
+
+    tried: int = 0
+    taken_back: int = 0
+    snapshot_bytes: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrivals:
     """What has to happen before a parameter's update may run: its gradient down and scaled, copies of its home up."""
@@ -73,6 +82,7 @@ class StatefulTensorMgr:
         self.stepping: torch.optim.Optimizer | None = None
         # May begin a parameter's update as soon as its gradient leaves; `hetero.stm.speculation` sets this.
         self.try_early: Callable[[ManagedTensor, torch.Tensor], None] | None = None
+        self.trials = TrialCounts()
         self.host_budget = config.host_budget
         engine = CopyEngine(accelerator)
         self.engine = engine

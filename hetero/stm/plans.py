@@ -54,13 +54,20 @@ class CyclePlan:
     guarded: tuple[bool, ...]
 
     @functools.cached_property
-    def last_evictions(self) -> dict[int, int]:
-        """The last moment of the iteration at which each tensor leaves."""
-        return {
-            index: moment
-            for moment, actions in enumerate(self.schedule.actions)
-            for index in actions.evict
-        }
+    def step_capacity(self) -> int:
+        """What the optimizer's step leaves to copies, bytes."""
+        bounds = zip(self.keys, self.bounds, self.bounds[1:], strict=False)
+        steps = [self.trace.moments[begin:end] for key, begin, end in bounds if key.phase is Phase.STEP]
+        return min((moment.capacity for moments in steps for moment in moments), default=0)
+
+    @functools.cached_property
+    def bytes_through(self) -> dict[int, int]:
+        """Bytes of the copies of each tensor and of all that are used first before it is."""
+        through, nbytes = {}, 0
+        for index in sorted(self.first_uses, key=self.first_uses.__getitem__):
+            nbytes += self.trace.sizes[index]
+            through[index] = nbytes
+        return through
 
     def find(self, operands: tuple[int, ...], begin: int, end: int) -> int | None:
         """The first moment in ``[begin, end)`` with these operands."""

@@ -164,7 +164,7 @@ class Residency:
         if tensor.data is None or tensor.users or tensor.stays or tensor.index in self.wanted:
             return False
         self._withdraw(tensor)
-        if tensor.data is None:
+        if not tensor.is_resident:  # what it waited for has turned out to be wrong
             return True
         if tensor.is_held():
             return False

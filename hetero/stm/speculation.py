@@ -78,9 +78,6 @@ class Speculation:
         self._factors: list[Factor] = []
         self.forecast = Forecast()
         self.snapshots = Snapshots(stm.ledger, stm.host_budget)
-        # How many updates were begun early, and how many of them were taken back.
-        self.tried = 0
-        self.taken_back = 0
         if allowed:
             stm.try_early = self.try_early
             stm.residency.roll_back = self.roll_back
@@ -109,6 +106,7 @@ class Speculation:
         if entry is not None and not state_is_private(entry, self._kept_ids()):
             return
         buffers = self.snapshots.buffers(tensor, entry)
+        self._stm.trials.snapshot_bytes = self.snapshots.nbytes
         if buffers is None or not self._drop_copy(tensor):
             return
         self._begin(tensor, gradient, arrival, setting, settings, fused, entry, buffers)
@@ -157,7 +155,7 @@ class Speculation:
             surroundings=surroundings,
             note=self._device_homes.note_seconds,
         )
-        self.tried += 1
+        stm.trials.tried += 1
         attempt = Attempt(trial, setting.ranks.get(tensor.index, len(setting.ranks)))
         tensor.pending = attempt
         stm.updates.try_early(attempt)
@@ -202,6 +200,7 @@ class Speculation:
         self.forecast.note_clipping(changes=any(factor.value.item() != 1.0 for factor in factors))
         if not self.forecast.is_open and all(tensor.pending is None for tensor in self._stm.tensors):
             self.snapshots.release()
+            self._stm.trials.snapshot_bytes = 0
 
     def keep_right(self, optimizer: torch.optim.Optimizer) -> None:
         """The step begins, and may be done later: take back what it would do otherwise."""
@@ -262,7 +261,7 @@ class Speculation:
     def _tell(self, right: bool) -> None:
         """On the queue's thread."""
         if not right:
-            self.taken_back += 1
+            self._stm.trials.taken_back += 1
             self.forecast.note_taken_back()
 
     def _pays(self, nbytes: int) -> bool:
@@ -284,7 +283,7 @@ class Speculation:
             trial.undo()
             attempt.forget()
             tensor.pending = None
-        self.taken_back += 1
+        self._stm.trials.taken_back += 1
         self.forecast.note_taken_back()
 
 
