@@ -276,7 +276,13 @@ class HostStep:
         self.speculation.end_step(captured, surroundings)
         here, self._captured_here = self._captured_here, []
         with plain():
-            self._device_homes.run(here)
+            self._device_homes.run(here, self._note_update)
+
+    def _note_update(self, tensor: ManagedTensor, update: ParameterUpdate) -> None:
+        """One on the device is done. Where nothing was kept so far, it may have made the first state."""
+        if update.new_entry is not None:
+            dict.__setitem__(self._optimizer.state, tensor.parameter, update.new_entry)
+            self._device_homes.have_moved = True
 
     def _leave(self) -> None:
         self._depth = 0
