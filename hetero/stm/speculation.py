@@ -96,7 +96,8 @@ class Speculation:
         arrival = self._stm.gradients.unread_arrival(tensor)
         if arrival is None or tensor.pending is not None or tensor.index not in self._stepped():
             return
-        if tensor.low is not None or tensor.parameter._post_accumulate_grad_hooks:
+        # What backward reads at home, and what runs right behind it, comes without asking us.
+        if tensor.used_at_home or tensor.parameter._post_accumulate_grad_hooks or tensor.low is not None:
             return
         setting = self._settings(task)
         settings, fused = setting.groups.get(id(tensor.parameter), (None, None))
