@@ -13,7 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["gradient_has_one_name", "gradient_is_private", "memory_is_private", "state_is_private"]
+__all__ = [
+    "gradient_has_one_name",
+    "gradient_is_private",
+    "is_plain_gradient",
+    "memory_is_private",
+    "state_is_private",
+]
 
 
 def memory_is_private(tensor: torch.Tensor, aliases: int) -> bool:
@@ -31,6 +37,16 @@ def gradient_has_one_name(parameter: torch.Tensor) -> bool:
     """As `gradient_is_private`, but its memory may be ours as well."""
     gradient = parameter.grad
     return gradient is not None and _counts(gradient)[:2] == _GRADIENT[:2]
+
+
+def is_plain_gradient(gradient: torch.Tensor | None) -> bool:
+    """On the host, of flat memory, and no part of a graph."""
+    return (
+        gradient is not None
+        and gradient.layout is torch.strided
+        and gradient.device.type == "cpu"
+        and not gradient.requires_grad
+    )
 
 
 def state_is_private(entry: dict[str, Any], kept: frozenset[int]) -> bool:

@@ -3,10 +3,21 @@
 Owns the answer (`hetero.stm.speculation`: [Note: what is expected]). It knows no tensors.
 """
 
-__all__ = ["Forecast"]
+from dataclasses import dataclass
+
+__all__ = ["Forecast", "TrialCounts"]
 
 _LONGEST = 64  # iterations that are watched after one that came otherwise
 _TRUSTED = 16  # right ones in a row after which the next that is not counts as the first
+
+
+@dataclass(slots=True)
+class TrialCounts:
+    """Updates that were begun in backward, and those of them that were taken back; what their snapshots take."""
+
+    tried: int = 0
+    taken_back: int = 0
+    snapshot_bytes: int = 0
 
 
 class Forecast:

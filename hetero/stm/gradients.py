@@ -27,9 +27,9 @@ from hetero.devices import CopyEngine, HostArena
 from hetero.stm.exposure import gradient_is_private
 from hetero.stm.norms import GradientNorms
 from hetero.stm.precision import Upcast, expands, landing_place
-from hetero.stm.residency import TransferMeter
 from hetero.stm.state import Kind, Ledger, StatefulTensor, Tier
 from hetero.stm.tensors import ManagedTensor
+from hetero.stm.uploads import TransferMeter
 
 __all__ = ["Factor", "Gradients"]
 

@@ -28,10 +28,10 @@ from torch.utils.hooks import RemovableHandle
 
 from hetero.devices import Accelerator
 from hetero.stm.devicehomes import DeviceHomes, DeviceUpdate
-from hetero.stm.exposure import gradient_is_private, state_is_private
+from hetero.stm.exposure import gradient_is_private, is_plain_gradient, state_is_private
 from hetero.stm.fetch import plain
 from hetero.stm.intercept import in_scope, is_managed, managed_of
-from hetero.stm.jobs import Captured, Surroundings, make_update, scale, wait
+from hetero.stm.jobs import Captured, Surroundings, scale, wait
 from hetero.stm.kernels import GroupKernels, count_kernels, is_open, split, takes_fused
 from hetero.stm.manager import StatefulTensorMgr
 from hetero.stm.optimizers import hyper_parameters, make_shell, steps_alone
@@ -231,13 +231,9 @@ class HostStep:
             return
         self._stm.finish_updates()
         self._commit()
-        self.speculation.begin_step()
-        later: dict[int, ManagedTensor] = {}
-        if self._may_defer(optimizer, args, kwargs):
-            self.speculation.keep_right(optimizer)
-            later = self._choose(optimizer)
-        else:
-            self._stm.roll_back()
+        defers = self._may_defer(optimizer, args, kwargs)
+        self.speculation.begin_step(optimizer, defers=defers)
+        later = self._choose(optimizer) if defers else {}
         with plain():
             here = self._device_homes.take(later)
         ours = {t.index: t for t in self._managed(optimizer) if t.index not in later}
@@ -264,14 +260,7 @@ class HostStep:
         captured.sort(key=lambda item: (ranks.get(item.tensor.index, len(ranks)), item.tensor.index))
         surroundings = Surroundings.of_this_thread()
         self._stm.await_updates(
-            [
-                (
-                    item.tensor,
-                    self.speculation.confirm(item, surroundings)
-                    or make_update(self._stm.engine, item, surroundings, self._device_homes.note_seconds),
-                )
-                for item in captured
-            ]
+            [(item.tensor, self.speculation.update(item, surroundings)) for item in captured]
         )
         self.speculation.end_step(captured, surroundings)
         here, self._captured_here = self._captured_here, []
@@ -364,7 +353,7 @@ class HostStep:
                 if tensor.pending is not None:  # being tried, and right so far
                     chosen[tensor.index] = tensor
                     continue
-                if tensor.index in self._stepped and _is_plain(tensor.parameter.grad):
+                if tensor.index in self._stepped and is_plain_gradient(tensor.parameter.grad):
                     entry = dict.get(optimizer.state, tensor.parameter)
                     if (
                         gradient_is_private(tensor.parameter)
@@ -451,15 +440,6 @@ class HostStep:
             if update.new_entry is not None:
                 with plain():
                     dict.__setitem__(self._optimizer.state, parameter, update.new_entry)
-
-
-def _is_plain(gradient: torch.Tensor | None) -> bool:
-    return (
-        gradient is not None
-        and gradient.layout is torch.strided
-        and gradient.device.type == "cpu"
-        and not gradient.requires_grad
-    )
 
 
 # The attribute, the local name, and the argument of getrefcount.

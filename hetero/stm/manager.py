@@ -23,6 +23,7 @@ from hetero.stm.deferred import Update, UpdateQueue
 from hetero.stm.executor import Executor
 from hetero.stm.exposure import gradient_has_one_name, gradient_is_private
 from hetero.stm.fetch import make_identity, plain
+from hetero.stm.forecast import TrialCounts
 from hetero.stm.forks import in_child, watch
 from hetero.stm.gradients import Factor, Gradients
 from hetero.stm.precision import Upcast
@@ -37,15 +38,6 @@ from hetero.units import format_bytes
 __all__ = ["Arrivals", "StatefulTensorMgr"]
 
 _PORTIONS = 8  # in which saved tensors leave when memory is short
-
-
-@dataclass(slots=True)
-class TrialCounts:
-    """Updates that were begun in backward, and those of them that were taken back; what their snapshots take."""
-
-    tried: int = 0
-    taken_back: int = 0
-    snapshot_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,7 +271,7 @@ class StatefulTensorMgr:
     def roll_back(self) -> None:
         """As if no update had been tried."""
         with self._lock:
-            self.residency.roll_back_all(self.tensors)
+            self._roll_back(self.tensors)
 
     def is_stepping(self, optimizer: torch.optim.Optimizer) -> bool:
         """``optimizer`` is ours, and its step runs."""
@@ -298,7 +290,7 @@ class StatefulTensorMgr:
             norms = self.gradients.norms
             dtype = tensors[0].home.dtype
             taken = norms.get([tensor.index for tensor in tensors], norm_type)
-            if taken is None or any(t.pending is not None and not t.pending.tentative for t in tensors):
+            if taken is None or any(t.pending is not None and not t.is_tried for t in tensors):
                 norms.want(norm_type, dtype, len(self.tensors))
                 return None
             return taken
@@ -308,9 +300,8 @@ class StatefulTensorMgr:
         with self._lock, plain():
             one = self.gradients.make_factor(factor)
             for tensor in tensors:
-                update = tensor.pending
                 # What is being tried stays right if the factor turns out to be 1.
-                tried = update is not None and update.tentative and gradient_has_one_name(tensor.parameter)
+                tried = tensor.is_tried and gradient_has_one_name(tensor.parameter)
                 if not tried:
                     self.residency.finish_update(tensor)
                 self.gradients.norms.forget(tensor.index)
@@ -322,7 +313,7 @@ class StatefulTensorMgr:
         """``p.grad = None``: the queue keeps what it needs of it."""
         with self._lock, plain():
             if tensor.parameter.grad is not None:
-                self.residency.roll_back_all([tensor])
+                self._roll_back([tensor])
                 self.gradients.forget_kept(tensor)
                 self.gradients.wait(tensor)
                 self.gradients.forget(tensor)
@@ -331,7 +322,7 @@ class StatefulTensorMgr:
     def gradient_set(self, tensor: ManagedTensor) -> None:
         """``p.grad`` is about to be replaced or deleted."""
         with self._lock, plain():
-            self.residency.roll_back_all([tensor])
+            self._roll_back([tensor])
             self.gradients.forget(tensor)
 
     def rebind_home(self, tensor: ManagedTensor, data: torch.Tensor) -> None:
@@ -445,9 +436,14 @@ class StatefulTensorMgr:
             self._closed = True
             self.updates.close()
 
+    def _roll_back(self, tensors: Sequence[ManagedTensor]) -> None:
+        for tensor in tensors:
+            if tensor.is_tried:
+                self.residency.roll_back(tensor)
+
     def _end_updates(self) -> None:
         """Nothing is queued afterwards. Raises nothing: an update's error waits."""
-        self.residency.roll_back_all(self.tensors)
+        self._roll_back(self.tensors)
         self.updates.finish_all()
         for tensor in self.tensors:
             if tensor.pending is not None and tensor.pending.done:

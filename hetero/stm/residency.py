@@ -13,7 +13,6 @@ copy is attached but has no event, and nobody may read it: whoever uses it waits
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 import torch
 
@@ -23,26 +22,14 @@ from hetero.eviction import Candidate, Policy
 from hetero.stm.deferred import Update, UpdateQueue
 from hetero.stm.state import Ledger, Tier
 from hetero.stm.tensors import ManagedTensor, refused_write
-from hetero.stm.uploads import Uploads
+from hetero.stm.uploads import TransferMeter, Uploads
 from hetero.units import format_bytes
 
-__all__ = ["Residency", "TransferMeter"]
+__all__ = ["Residency"]
 
 # Storage identity -> whose copy it is. Shared by all managers of the process, so that the saved-tensor hooks of
 # one model recognise the weights of another that is used inside it.
 RESIDENT: dict[int, ManagedTensor] = {}
-
-
-class TransferMeter(Protocol):
-    """Who wants to know what moved (`hetero.msc.MemStatsCollector`)."""
-
-    def count_fetch(self, nbytes: int) -> None: ...
-
-    def count_eviction(self, nbytes: int, written_back: int) -> None: ...
-
-    def count_stall(self, seconds: float) -> None: ...
-
-    def count_stale(self, index: int) -> None: ...
 
 
 class Residency:
@@ -113,7 +100,7 @@ class Residency:
         self._clock += 1
         missing: dict[int, ManagedTensor] = {}
         for tensor in operands:
-            if tensor.pending is not None and tensor.pending.tentative:
+            if tensor.is_tried:
                 self.roll_back(tensor)
             if tensor.is_stale:
                 self._meter.count_stale(tensor.index)
@@ -170,14 +157,14 @@ class Residency:
             return False
         written_back = self.write_back(tensor)
         self._meter.count_eviction(tensor.device_nbytes, written_back)
-        self._drop(tensor)
+        self.drop(tensor)
         return True
 
     def discard(self, tensor: ManagedTensor) -> None:
         """Forget a copy that home has overtaken. Whoever still holds it keeps it."""
         if tensor.data is not None:
             tensor.identity = None
-            self._drop(tensor)
+            self.drop(tensor)
 
     def evict_idle(self) -> int:
         """Evict whatever no operator uses; returns the bytes freed."""
@@ -259,15 +246,9 @@ class Residency:
     def finish_updates(self, tensors: Iterable[ManagedTensor]) -> None:
         """As `finish_update`, for all of ``tensors``, except that what is being tried may go on."""
         for tensor in tensors:
-            if tensor.pending is not None and not tensor.pending.tentative:
+            if tensor.pending is not None and not tensor.is_tried:
                 self._finish(tensor)
         self._updates.raise_error()
-
-    def roll_back_all(self, tensors: Iterable[ManagedTensor]) -> None:
-        """No update is being tried afterwards, nor has been."""
-        for tensor in tensors:
-            if tensor.pending is not None and tensor.pending.tentative:
-                self.roll_back(tensor)
 
     def make_room(self, nbytes: int, *, keep: Sequence[int] = ()) -> bool:
         """Evict until ``nbytes`` more would be within the budget; False if they would not."""
@@ -307,14 +288,6 @@ class Residency:
             self.discard(tensor)
         tensor.identity = None
         tensor.pending = update
-
-    def drop_tried(self, tensor: ManagedTensor) -> None:
-        """Its update is taken back: forget the copy on order, and wait for what reads the result."""
-        if tensor.data is not None:
-            self._drop(tensor)
-        elif tensor.pending is not None:
-            self._take_arrival(tensor, tensor.pending)
-        self.uploads.wait(tensor, tensor.home)
 
     def drop_stale(self, tensors: Iterable[ManagedTensor]) -> None:
         """Forget the copies of ``tensors`` that home has overtaken, and their place in old graphs."""
@@ -373,7 +346,7 @@ class Residency:
 
     def _finish(self, tensor: ManagedTensor) -> None:
         assert tensor.pending is not None
-        if tensor.pending.tentative:
+        if tensor.is_tried:
             self.roll_back(tensor)
             return
         self._updates.finish(tensor.pending)
@@ -408,7 +381,8 @@ class Residency:
         tensor.ready = None
         self._meter.count_stall(time.perf_counter() - begin)
 
-    def _drop(self, tensor: ManagedTensor) -> None:
+    def drop(self, tensor: ManagedTensor) -> None:
+        """Forget the copy, but not its place in graphs."""
         self._withdraw(tensor)
         if tensor.ready is not None:
             # Its memory goes back to compute, which must not write there before the copy has.

@@ -28,7 +28,7 @@ from hetero.stm.fetch import plain
 from hetero.stm.forecast import Forecast
 from hetero.stm.gradients import Factor
 from hetero.stm.intercept import is_managed, managed_of
-from hetero.stm.jobs import Captured, Surroundings
+from hetero.stm.jobs import Captured, Surroundings, make_update
 from hetero.stm.kernels import is_open, takes_fused
 from hetero.stm.manager import StatefulTensorMgr
 from hetero.stm.optimizers import hyper_parameters, make_shell, steps_alone
@@ -191,8 +191,9 @@ class Speculation:
 
     # -- at the step ----------------------------------------------------------------------------------
 
-    def begin_step(self) -> None:
-        """What the last step left to be done is done. All gradients are there."""
+    def begin_step(self, optimizer: torch.optim.Optimizer, *, defers: bool) -> None:
+        """What the last step left to be done is done. All gradients are there. ``defers``: this one may be done later,
+        and trials stand that do what it would do."""
         self.snapshots.note_gradients()
         factors, self._factors = self._factors, []
         for factor in factors:
@@ -202,9 +203,13 @@ class Speculation:
         if not self.forecast.is_open and all(tensor.pending is None for tensor in self._stm.tensors):
             self.snapshots.release()
             self._stm.trials.snapshot_bytes = 0
+        if defers:
+            self._keep_right(optimizer)
+        else:
+            self._stm.roll_back()
 
-    def keep_right(self, optimizer: torch.optim.Optimizer) -> None:
-        """The step begins, and may be done later: take back what it would do otherwise."""
+    def _keep_right(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take back what the step would do otherwise."""
         stm, surroundings = self._stm, Surroundings.of_this_thread()
         with plain():
             shell: Any = None
@@ -230,11 +235,11 @@ class Speculation:
                 if isinstance(pending, Attempt) and pending.tentative and not pending.is_claimed:
                     self.roll_back(tensor)
 
-    def confirm(self, item: Captured, surroundings: Surroundings) -> Update | None:
-        """The step has captured ``item``: what completes its trial; None if there was none."""
+    def update(self, item: Captured, surroundings: Surroundings) -> Update:
+        """What does ``item``, which the step has captured: completes its trial, if there was one."""
         attempt = item.tensor.pending
         if not isinstance(attempt, Attempt) or not attempt.tentative:
-            return None
+            return make_update(self._stm.engine, item, surroundings, self._device_homes.note_seconds)
         trial: Any = attempt.trial
         trial.factors = item.arrivals.factors
         attempt.confirm(
@@ -275,11 +280,13 @@ class Speculation:
 
     def roll_back(self, tensor: ManagedTensor) -> None:
         """As if its update had not been tried."""
-        attempt = tensor.pending
+        attempt, residency = tensor.pending, self._stm.residency
         assert isinstance(attempt, Attempt)
         with plain(), torch.inference_mode(False):
             self._stm.updates.retract(attempt)
-            self._stm.residency.drop_tried(tensor)
+            if tensor.is_resident:
+                residency.drop(tensor)
+            residency.uploads.wait(tensor, tensor.home)
             trial: Any = attempt.trial
             trial.undo()
             attempt.forget()

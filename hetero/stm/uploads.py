@@ -6,13 +6,26 @@ started from it.
 
 from collections import defaultdict, deque
 from collections.abc import Iterable
+from typing import Protocol
 
 import torch
 
 from hetero.devices import CopyEngine
 from hetero.stm.tensors import ManagedTensor
 
-__all__ = ["Uploads"]
+__all__ = ["TransferMeter", "Uploads"]
+
+
+class TransferMeter(Protocol):
+    """Who wants to know what moved (`hetero.msc.MemStatsCollector`)."""
+
+    def count_fetch(self, nbytes: int) -> None: ...
+
+    def count_eviction(self, nbytes: int, written_back: int) -> None: ...
+
+    def count_stall(self, seconds: float) -> None: ...
+
+    def count_stale(self, index: int) -> None: ...
 
 
 class Uploads:
