@@ -185,15 +185,7 @@ class Cycles:
 
     def forward_seconds(self) -> float | None:
         """Of the forwards of an iteration, as measured; None before there is a plan."""
-        plan = self.last_plan
-        if plan is None:
-            return None
-        return sum(
-            moment.seconds
-            for place, key in enumerate(plan.keys)
-            if key.phase is Phase.FORWARD
-            for moment in plan.trace.moments[plan.bounds[place] : plan.bounds[place + 1]]
-        )
+        return None if self.last_plan is None else self.last_plan.forward_seconds
 
     def trim(self, budget: int) -> None:
         """Plan anew for ``budget`` bytes of the device, leaving the rest of the budget to others."""

@@ -56,9 +56,21 @@ class CyclePlan:
     @functools.cached_property
     def step_capacity(self) -> int:
         """What the optimizer's step leaves to copies, bytes."""
+        return min((moment.capacity for moment in self._moments(Phase.STEP)), default=0)
+
+    @functools.cached_property
+    def forward_seconds(self) -> float:
+        """Of the forwards, as measured."""
+        return sum(moment.seconds for moment in self._moments(Phase.FORWARD))
+
+    def _moments(self, phase: Phase) -> list[Moment]:
         bounds = zip(self.keys, self.bounds, self.bounds[1:], strict=False)
-        steps = [self.trace.moments[begin:end] for key, begin, end in bounds if key.phase is Phase.STEP]
-        return min((moment.capacity for moments in steps for moment in moments), default=0)
+        return [
+            moment
+            for key, begin, end in bounds
+            if key.phase is phase
+            for moment in self.trace.moments[begin:end]
+        ]
 
     @functools.cached_property
     def bytes_through(self) -> dict[int, int]:
