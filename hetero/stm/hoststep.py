@@ -186,9 +186,7 @@ class HostStep:
             self._leave()
             self._abandon()
             self._stm.segments.end_step(complete=complete)
-            if self._stepped_now or self._device_homes.have_moved or not complete:
-                self._device_homes.have_moved = False
-                self._note_states()
+            self._note_moves(always=bool(self._stepped_now) or not complete)
             if complete:
                 self._stepped |= self._stepped_now
         return result
@@ -259,9 +257,6 @@ class HostStep:
         ranks = self._stm.by_first_use()
         captured.sort(key=lambda item: (ranks.get(item.tensor.index, len(ranks)), item.tensor.index))
         surroundings = Surroundings.of_this_thread()
-        self._stm.await_updates(
-            [(item.tensor, self.speculation.update(item, surroundings)) for item in captured]
-        )
         self.speculation.end_step(captured, surroundings)
         here, self._captured_here = self._captured_here, []
         with plain():
@@ -333,8 +328,17 @@ class HostStep:
         self._stm.roll_back()
         self._stm.finish_updates()
         self._commit()
+        with plain():
+            self._device_homes.bring_states_home()
+        self._note_moves()
         if writes:
             self._stepped.clear()
+
+    def _note_moves(self, *, always: bool = False) -> None:
+        """The books follow states that have gone elsewhere, or, ``always``, may have become others."""
+        if self._device_homes.have_moved or always:
+            self._device_homes.have_moved = False
+            self._note_states()
 
     def _managed(self, optimizer: torch.optim.Optimizer) -> list[ManagedTensor]:
         return [

@@ -21,7 +21,7 @@ from hetero.stm.activations import Activations
 from hetero.stm.cycles import Cycles
 from hetero.stm.deferred import Update, UpdateQueue
 from hetero.stm.executor import Executor
-from hetero.stm.exposure import gradient_has_one_name, gradient_is_private
+from hetero.stm.exposure import gradient_has_one_name, gradient_is_private, measure_incoming
 from hetero.stm.fetch import make_identity, plain
 from hetero.stm.forecast import TrialCounts
 from hetero.stm.forks import in_child, watch
@@ -31,13 +31,14 @@ from hetero.stm.registry import Registry
 from hetero.stm.residency import Residency
 from hetero.stm.saved import modified_in_place
 from hetero.stm.segments import Segments
-from hetero.stm.state import Ledger
+from hetero.stm.state import Ledger, begin_compute, end_compute
 from hetero.stm.tensors import ManagedTensor
 from hetero.units import format_bytes
 
 __all__ = ["Arrivals", "StatefulTensorMgr"]
 
 _PORTIONS = 8  # in which saved tensors leave when memory is short
+_current_graph_task_id = torch._C._current_graph_task_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +63,7 @@ class StatefulTensorMgr:
         *,
         has_optimizer: bool,
     ) -> None:
+        measure_incoming()
         self.device = accelerator.device
         self.ledger = Ledger()
         self.collector = MemStatsCollector(accelerator, self.ledger)
@@ -189,17 +191,15 @@ class StatefulTensorMgr:
         if self.is_in_child:
             raise in_child()
         with self._lock:
-            if torch._C._current_graph_task_id() != -1:
+            if _current_graph_task_id() != -1:
                 self.segments.enter_backward()
             self.executor.before_operator(operands, name)
-            for tensor in operands:
-                tensor.begin_compute()
+            begin_compute(operands)
 
     def end_operator(self, operands: list[ManagedTensor]) -> None:
         """The operator is done."""
         with self._lock:
-            for tensor in operands:
-                tensor.end_compute()
+            end_compute(operands)
 
     def copy_for(self, tensor: ManagedTensor) -> torch.Tensor:
         """The identity, or for a frozen parameter the bare copy."""
@@ -219,7 +219,8 @@ class StatefulTensorMgr:
         with self._lock:
             if self._closed:  # a graph from before: the parameter is wherever it lives now
                 return tensor.parameter.detach().to(self.device)
-            self.residency.finish_update(tensor)
+            if tensor.pending is not None or self.updates.has_failed:
+                self.residency.finish_update(tensor)
             if tensor.version != version:
                 raise modified_in_place(tensor.home, tensor.version, version)
             self.segments.enter_backward()
@@ -229,14 +230,16 @@ class StatefulTensorMgr:
             # with it, and a copy that is held is not evicted.
             return tensor.data
 
-    def hand_over(self, tensor: ManagedTensor, gradient: torch.Tensor) -> torch.Tensor | None:
+    def hand_over(
+        self, tensor: ManagedTensor, gradient: torch.Tensor, *, is_shared: bool
+    ) -> torch.Tensor | None:
         """A parameter's gradient is complete on the device; what autograd should take for it at home, if anything."""
         with self._lock:
             if self._closed:
                 return gradient.to(tensor.parameter.device).to(tensor.parameter.dtype)
             self.segments.enter_backward()
             self.residency.finish_update(tensor)  # autograd may add to the gradient that the queue reads
-            host = self.gradients.hand_over(tensor, gradient)
+            host = self.gradients.hand_over(tensor, gradient, is_shared=is_shared)
             if self.try_early is not None and host is not None:
                 self.try_early(tensor, host)
             return host
@@ -268,10 +271,12 @@ class StatefulTensorMgr:
         with self._lock:
             self.residency.finish_updates(self.tensors)
 
-    def roll_back(self) -> None:
-        """As if no update had been tried."""
+    def roll_back(self, tensors: Sequence[ManagedTensor] | None = None) -> None:
+        """As if no update, or none of those of ``tensors``, had been tried."""
         with self._lock:
-            self._roll_back(self.tensors)
+            for tensor in self.tensors if tensors is None else tensors:
+                if tensor.is_tried:
+                    self.residency.roll_back(tensor)
 
     def is_stepping(self, optimizer: torch.optim.Optimizer) -> bool:
         """``optimizer`` is ours, and its step runs."""
@@ -313,7 +318,7 @@ class StatefulTensorMgr:
         """``p.grad = None``: the queue keeps what it needs of it."""
         with self._lock, plain():
             if tensor.parameter.grad is not None:
-                self._roll_back([tensor])
+                self.roll_back([tensor])
                 self.gradients.forget_kept(tensor)
                 self.gradients.wait(tensor)
                 self.gradients.forget(tensor)
@@ -322,7 +327,7 @@ class StatefulTensorMgr:
     def gradient_set(self, tensor: ManagedTensor) -> None:
         """``p.grad`` is about to be replaced or deleted."""
         with self._lock, plain():
-            self._roll_back([tensor])
+            self.roll_back([tensor])
             self.gradients.forget(tensor)
 
     def rebind_home(self, tensor: ManagedTensor, data: torch.Tensor) -> None:
@@ -436,14 +441,9 @@ class StatefulTensorMgr:
             self._closed = True
             self.updates.close()
 
-    def _roll_back(self, tensors: Sequence[ManagedTensor]) -> None:
-        for tensor in tensors:
-            if tensor.is_tried:
-                self.residency.roll_back(tensor)
-
     def _end_updates(self) -> None:
         """Nothing is queued afterwards. Raises nothing: an update's error waits."""
-        self._roll_back(self.tensors)
+        self.roll_back()
         self.updates.finish_all()
         for tensor in self.tensors:
             if tensor.pending is not None and tensor.pending.done:

@@ -235,7 +235,7 @@ class Speculation:
                 if isinstance(pending, Attempt) and pending.tentative and not pending.is_claimed:
                     self.roll_back(tensor)
 
-    def update(self, item: Captured, surroundings: Surroundings) -> Update:
+    def _update(self, item: Captured, surroundings: Surroundings) -> Update:
         """What does ``item``, which the step has captured: completes its trial, if there was one."""
         attempt = item.tensor.pending
         if not isinstance(attempt, Attempt) or not attempt.tentative:
@@ -255,7 +255,8 @@ class Speculation:
         return attempt
 
     def end_step(self, captured: list[Captured], surroundings: Surroundings) -> None:
-        """``captured`` is queued."""
+        """Queue ``captured``, and complete what was tried of it."""
+        self._stm.await_updates([(item.tensor, self._update(item, surroundings)) for item in captured])
         self._stm.roll_back()  # what the step did not know
         self._surroundings = surroundings
         self._setting, self._task = None, -1
