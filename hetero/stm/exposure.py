@@ -55,6 +55,8 @@ def is_plain_gradient(gradient: torch.Tensor | None) -> bool:
 def incoming_is_shared(gradient: torch.Tensor) -> bool:
     """Somebody besides autograd's node holds ``gradient``, which that node's ``backward`` was given and asks about by
     the name of its argument. ``AccumulateGrad`` would not take such a tensor over, either: it may be written to."""
+    if gradient.layout is not torch.strided:  # it is copied home before anybody goes on
+        return False
     references, uses, _ = _counts(gradient)
     return (references, uses) != measure_incoming()
 
@@ -88,7 +90,9 @@ def measure_incoming() -> tuple[int, int]:
     seen: list[tuple[int, int]] = []
 
     def asked(gradient: torch.Tensor) -> tuple[int, int]:  # as deep as `incoming_is_shared` asks
-        references, uses, _ = _counts(gradient)
+        if gradient.layout is not torch.strided:  # it is copied home before anybody goes on
+        return False
+    references, uses, _ = _counts(gradient)
         return references, uses
 
     class Probe(torch.autograd.Function):
