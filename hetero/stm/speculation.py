@@ -12,9 +12,10 @@ only where it pays: where updates take longer than what the next forward can hid
 
 [Note: where a trial is met]
 While it may be taken back, ``tensor.pending`` is its `Attempt`. Everybody who uses home, gradient or state waits for
-that, and there finds `Speculation.roll_back`.
+that, and there finds `_roll_back`.
 """
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -79,8 +80,16 @@ class Speculation:
         self.forecast = Forecast()
         self.snapshots = Snapshots(stm.ledger, stm.host_budget)
         if allowed:
-            stm.try_early = self.try_early
-            stm.residency.roll_back = self.roll_back
+            # Weakly, for the reason that `DeviceHomes` has; what is pending can be taken back without us.
+            me, forecast = weakref.ref(self), self.forecast
+            stm.try_early = lambda tensor, gradient: (
+                None if (here := me()) is None else here.try_early(tensor, gradient)
+            )
+            stm.residency.roll_back = lambda tensor: _roll_back(stm, forecast, tensor)
+            homes = weakref.ref(device_homes)
+            self._note = lambda nbytes, seconds: (
+                None if (here := homes()) is None else here.note_seconds(nbytes, seconds)
+            )
 
     # -- in backward ----------------------------------------------------------------------------------
 
@@ -154,7 +163,7 @@ class Speculation:
             uploads=stm.residency.uploads.reading(tensor),
             snapshot=Snapshot(tensor.home, entry, buffers),
             surroundings=surroundings,
-            note=self._device_homes.note_seconds,
+            note=self._note,
         )
         stm.trials.tried += 1
         attempt = Attempt(trial, setting.ranks.get(tensor.index, len(setting.ranks)))
@@ -233,7 +242,7 @@ class Speculation:
             for tensor in stm.tensors:
                 pending = tensor.pending
                 if isinstance(pending, Attempt) and pending.tentative and not pending.is_claimed:
-                    self.roll_back(tensor)
+                    stm.residency.roll_back(tensor)
 
     def _update(self, item: Captured, surroundings: Surroundings) -> Update:
         """What does ``item``, which the step has captured: completes its trial, if there was one."""
@@ -277,23 +286,22 @@ class Speculation:
         seconds = self._device_homes.seconds_for(nbytes)
         return forward is not None and seconds is not None and seconds > _HIDDEN * forward
 
-    # -- at any time ----------------------------------------------------------------------------------
 
-    def roll_back(self, tensor: ManagedTensor) -> None:
-        """As if its update had not been tried."""
-        attempt, residency = tensor.pending, self._stm.residency
-        assert isinstance(attempt, Attempt)
-        with plain(), torch.inference_mode(False):
-            self._stm.updates.retract(attempt)
-            if tensor.is_resident:
-                residency.drop(tensor)
-            residency.uploads.wait(tensor, tensor.home)
-            trial: Any = attempt.trial
-            trial.undo()
-            attempt.forget()
-            tensor.pending = None
-        self._stm.trials.taken_back += 1
-        self.forecast.note_taken_back()
+def _roll_back(stm: StatefulTensorMgr, forecast: Forecast, tensor: ManagedTensor) -> None:
+    """As if its update had not been tried."""
+    attempt, residency = tensor.pending, stm.residency
+    assert isinstance(attempt, Attempt)
+    with plain(), torch.inference_mode(False):
+        stm.updates.retract(attempt)
+        if tensor.is_resident:
+            residency.drop(tensor)
+        residency.uploads.wait(tensor, tensor.home)
+        trial: Any = attempt.trial
+        trial.undo()
+        attempt.forget()
+        tensor.pending = None
+    stm.trials.taken_back += 1
+    forecast.note_taken_back()
 
 
 def _is_same_gradient(parameter: torch.Tensor, trial: Trial) -> bool:
