@@ -328,8 +328,7 @@ class HostStep:
         self._stm.roll_back()
         self._stm.finish_updates()
         self._commit()
-        with plain():
-            self._device_homes.bring_states_home()
+        self._device_homes.bring_states_home()
         self._note_moves()
         if writes:
             self._stepped.clear()
