@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hetero.cli.placing import choose_device
 from hetero.report import MemoryStats
 
-__all__ = ["CALIBRATION_BANDWIDTH", "LATENCY", "Chain", "parse", "settable_device", "traffic"]
+__all__ = ["CALIBRATION_BANDWIDTH", "LATENCY", "Chain", "parse", "parser", "settable_device", "traffic"]
 
 LATENCY = 10e-6
 # Bytes moved are counted on a link this fast; then it is set so that their transfer takes the time that is wanted.
@@ -70,16 +70,22 @@ def settable_device() -> torch.device | None:
 
 def parse(description: str | None, *, rounds: int, steps: int) -> argparse.Namespace:
     """The chain's size and how often it is timed; ``rounds`` and ``steps`` unless told otherwise."""
+    arguments = parser(description, rounds=rounds, steps=steps)
+    arguments.add_argument("--share", type=float, default=0.4, help="of the weights that the budget holds")
+    return arguments.parse_args()
+
+
+def parser(description: str | None, *, rounds: int, steps: int) -> argparse.ArgumentParser:
+    """What `parse` parses with, less the budget."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument(
         "--layer-seconds", type=float, default=0.008, help="a layer's pause in forward; backward twice"
     )
-    parser.add_argument("--share", type=float, default=0.4, help="of the weights that the budget holds")
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--steps", type=int, default=steps, help="timed per round and way")
-    return parser.parse_args()
+    return parser
 
 
 def traffic(before: MemoryStats, after: MemoryStats, steps: int) -> dict[str, Any]:

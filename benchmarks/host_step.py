@@ -1,48 +1,74 @@
-"""Step time with the optimizer's step on the host deferred, and done at once; clipping on.
+"""Step time with the optimizer's step on the host: at once, deferred, on the device in part, and begun in backward.
 
-python -m benchmarks host_step
+python -m benchmarks host_step [--rows 1.0@0.4 ...]
 
-The chain of layers of `benchmarks.chain`, trained with clipping by the global norm and an optimizer on the host that
-takes a set time for each parameter. In one process, in turns: managed with deferral off, and with it on. Two
-yardsticks:
+The chain of layers of `benchmarks.chain`, trained with SGD and clipping by the global norm. In one process, in turns:
 
-* ``max``: of compute, the busier direction's transfers and the host's step. No run is faster.
-* ``least``: the best that *exact* clipping allows. No update may begin before the last gradient's norm is known, no
-  layer may be used before its update and upload; so what of step and uploads does not fit under one forward shows.
+* ``at once``: deferral off.
+* ``deferred``: the step is queued, and hides behind the next forward.
+* ``homes``: the same, and the plan may let parameters live on the device, where they are stepped.
+* ``tried``: deferred, and updates are begun in backward, as gradients come, and taken back if the step clips.
+* ``both``: the last two together; what `hetero.manage` does by default.
 
-Operators and updates are mostly pauses, in which the processor is free, as it is when a GPU computes and as a host's
-cores are when there are enough of them.
+A row ``S@B``: the busier direction's transfers take S times the compute time, and so does the host's step, with
+everything at home; the device holds B of the weights. ``S@B!``: with a norm that clips every time, so that no update
+can be begun early. Two yardsticks: ``max`` of compute, transfers and step; and the least that any schedule could reach
+(`benchmarks.step_bounds`).
+
+Emulated: operators and updates on the host are mostly pauses, in which the processor is free, as it is when a GPU
+computes and as a host's cores are when there are enough of them. The device's arithmetic is quick: an update there
+takes no pause. What a trial overwrites is copied first, which these pauses do not stretch: on a host whose memory is
+busy it costs up to as much as the update of SGD does, and less for optimizers with more arithmetic.
 """
 
 import argparse
+import contextlib
+import datetime
+import os
 import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 import hetero
-from benchmarks.chain import CALIBRATION_BANDWIDTH, LATENCY, Chain, parse, settable_device, traffic
-from benchmarks.record import median, write
+from benchmarks.chain import CALIBRATION_BANDWIDTH, LATENCY, Chain, parser, settable_device, traffic
+from benchmarks.record import commit, median, read, write
+from benchmarks.step_bounds import Layers, least_seconds, least_with_homes
 from hetero.devices import virtual
+from hetero.stm import jobs, updates
+from hetero.stm.updates import ParameterUpdate
 
-_WARM_UP = 5
+_WARM_UP = 8
+# Of what `manage` is told, and whether the step is deferred.
+_WAYS: dict[str, dict[str, bool]] = {
+    "at once": {"device_homes": False, "speculate": False, "defers": False},
+    "deferred": {"device_homes": False, "speculate": False, "defers": True},
+    "homes": {"device_homes": True, "speculate": False, "defers": True},
+    "tried": {"device_homes": False, "speculate": True, "defers": True},
+    "both": {"device_homes": True, "speculate": True, "defers": True},
+}
+_ROWS = ("1.0@0.4", "1.0@0.6", "1.0@0.8", "0.333@0.4", "0.167@0.4", "1.0@0.4!")
+_NEVER_CLIPS, _ALWAYS_CLIPS = 1e3, 1e-3
 
 
-class SlowSGD(torch.optim.Optimizer):
-    """SGD whose update of one parameter takes ``seconds`` more."""
+@contextlib.contextmanager
+def slow_updates(seconds: float) -> Iterator[None]:
+    """An update on the host takes ``seconds`` more."""
+    original = updates.run_together
 
-    steps_parameters_independently = True
+    def slow(batch: Sequence[ParameterUpdate]) -> None:
+        time.sleep(seconds * sum(update._home.device.type == "cpu" for update in batch))
+        original(batch)
 
-    def __init__(self, parameters: Any, lr: float, seconds: float) -> None:
-        super().__init__(parameters, {"lr": lr, "seconds": seconds})
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    time.sleep(group["seconds"])
-                    parameter.add_(parameter.grad, alpha=-group["lr"])
+    places: list[Any] = [updates, jobs]
+    for module in places:
+        module.run_together = slow
+    try:
+        yield
+    finally:
+        for module in places:
+            module.run_together = original
 
 
 class Job:
@@ -51,32 +77,41 @@ class Job:
     def __init__(self, device: torch.device, *, layers: int, width: int, seconds: float) -> None:
         self.device = device
         self.model = Chain(layers=layers, width=width, seconds=seconds)
+        self.layers = layers
         self.x = torch.randn(1, width).to(device)
 
     def managed(
-        self, steps: int, *, budget: int, update_seconds: float, defers: bool
+        self, steps: int, *, budget: int, update_seconds: float, most_norm: float, way: str
     ) -> tuple[list[float], dict[str, Any]]:
         """Seconds of each planned step, and what moved in one."""
-        optimizer = SlowSGD(self.model.parameters(), lr=1e-6, seconds=update_seconds)
-        with hetero.manage(self.model, optimizer, device=self.device, device_budget=budget) as manager:
+        keywords = dict(_WAYS[way])
+        defers = keywords.pop("defers")
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-6)
+        if not defers:  # torch's own step has them all
+            optimizer.register_step_pre_hook(lambda *_: time.sleep(update_seconds * self.layers))
+        manager = hetero.manage(self.model, optimizer, device=self.device, device_budget=budget, **keywords)
+        with slow_updates(update_seconds), manager:
             host_step = manager._host_step
             assert host_step is not None
             host_step.defers = defers
             for _ in range(_WARM_UP):
-                self._step(optimizer)
-            before = manager.stats
-            queued = host_step.queued
+                self._step(optimizer, most_norm)
+            before, queued = manager.stats, host_step.queued
             seconds = []
             # Looking at the statistics waited for what was queued: one more step, for what the first one takes over.
-            self._step(optimizer)
+            self._step(optimizer, most_norm)
             for _ in range(steps):
                 begin = time.perf_counter()
-                self._step(optimizer)
+                self._step(optimizer, most_norm)
                 seconds.append(time.perf_counter() - begin)
             after = manager.stats
             return seconds, {
                 **traffic(before, after, steps + 1),
                 "queued": (host_step.queued - queued) / (steps + 1),
+                "tried": (after.tried_updates - before.tried_updates) / (steps + 1),
+                "taken_back": (after.taken_back_updates - before.taken_back_updates) / (steps + 1),
+                "snapshot_bytes": host_step.speculation.snapshots.nbytes,
+                "on_device": len(host_step.on_device),
             }
 
     def compute(self, steps: int) -> float:
@@ -91,93 +126,102 @@ class Job:
         self.model.to("cpu")
         return median(seconds[1:])
 
-    def _step(self, optimizer: SlowSGD) -> None:
+    def _step(self, optimizer: torch.optim.SGD, most_norm: float) -> None:
         self.model(self.x).sum().backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1e-3)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), most_norm)
         optimizer.step()
         optimizer.zero_grad()
 
 
-def least_seconds(*, layers: int, compute: float, update: float, upload: float, download: float) -> float:
-    """Of one iteration: a chain of equal layers, backward twice as long as forward, each number a layer's."""
-    forward = compute / 3
-    down = 0.0  # downloads follow one another, each after its layer's backward; the first updates need the last ones
-    arrived = []
-    for layer in range(layers):
-        down = max(down, (layer + 1) * 2 * forward) + download
-        arrived.append(down)
-    norm_known = layers * 2 * forward
-    updated = sent = done = norm_known
-    for layer in range(layers):
-        updated = max(updated, arrived[layers - 1 - layer]) + update
-        sent = max(sent, updated) + upload
-        done = max(done, sent) + forward
-    return done
-
-
 def main() -> None:
-    arguments = parse(__doc__, rounds=3, steps=4)
+    arguments_parser = parser(__doc__, rounds=2, steps=4)
+    arguments_parser.add_argument(
+        "--rows", nargs="+", default=list(_ROWS), help=f"of {', '.join(_ROWS)}, or alike"
+    )
+    arguments = arguments_parser.parse_args()
     device = settable_device()
     if device is None:
         return
-    rows = []
-    for share in (1.0, 1 / 3, 1 / 6):
-        row = _measure(share, device, arguments)
-        rows.append(row)
-        print(
-            f"transfer = step = {share:.2f} x compute: max {row['max_seconds']:.3f} s, at once x "
-            f"{row['ratio_at_once']:.3f}, deferred x {row['ratio_deferred']:.3f} (exact clipping allows x "
-            f"{row['ratio_least']:.3f}; deferred / that {row['ratio_deferred'] / row['ratio_least']:.3f})",
-            flush=True,
-        )
-    write("host_step", {**vars(arguments), "latency": LATENCY}, rows, device=device)
+    record = read("host_step")
+    rows = {row["row"]: row for row in (record["results"] if record else []) if "row" in row}
+    for name in arguments.rows:
+        rows[name] = row = _measure(name, device, arguments)
+        print(_line(row), flush=True)
+    parameters = {key: value for key, value in vars(arguments).items() if key != "rows"}
+    write("host_step", {**parameters, "latency": LATENCY}, list(rows.values()), device=device)
 
 
-def _measure(share: float, device: torch.device, arguments: argparse.Namespace) -> dict[str, Any]:
-    """``share``: of the compute time that the busier direction's transfers, and the step, are to take."""
+def _line(row: dict[str, Any]) -> str:
+    ratios = ", ".join(
+        f"{way} x {ratio:.3f}" + (f" (least {row['least'][way]:.3f})" if way in row["least"] else "")
+        for way, ratio in row["ratios"].items()
+    )
+    return f"{row['row']}: max {row['max_seconds']:.3f} s; {ratios}"
+
+
+def _measure(name: str, device: torch.device, arguments: argparse.Namespace) -> dict[str, Any]:
+    clips, (share, held) = name.endswith("!"), map(float, name.rstrip("!").split("@"))
+    most_norm = _ALWAYS_CLIPS if clips else _NEVER_CLIPS
     job = Job(device, layers=arguments.layers, width=arguments.width, seconds=arguments.layer_seconds)
-    budget = torch.accelerator.memory_allocated() + int(arguments.share * job.model.nbytes)
+    budget = torch.accelerator.memory_allocated() + int(held * job.model.nbytes)
     virtual.set_link(bandwidth=CALIBRATION_BANDWIDTH, latency=LATENCY)
     compute = job.compute(arguments.steps)
     update = share * compute / arguments.layers
-    _, fast = job.managed(arguments.steps, budget=budget, update_seconds=update, defers=False)
-    busier = max(fast["fetched_bytes"], fast["written_bytes"])
-    bandwidth = busier / (share * compute)
+
+    def run(way: str, steps: int) -> tuple[list[float], dict[str, Any]]:
+        return job.managed(steps, budget=budget, update_seconds=update, most_norm=most_norm, way=way)
+
+    _, fast = run("deferred", 1)
+    bandwidth = max(fast["fetched_bytes"], fast["written_bytes"]) / (share * compute)
     virtual.set_link(bandwidth=bandwidth)
-    ways = {"at_once": False, "deferred": True}
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
-    moved: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
+    seconds: dict[str, list[float]] = {way: [] for way in _WAYS}
+    moved: dict[str, list[dict[str, Any]]] = {way: [] for way in _WAYS}
     for _ in range(arguments.rounds):
-        for way, defers in ways.items():
-            times, facts = job.managed(arguments.steps, budget=budget, update_seconds=update, defers=defers)
+        for way in _WAYS:
+            times, facts = run(way, arguments.steps)
             seconds[way] += times
             moved[way].append(facts)
-    medians = {way: median(times) for way, times in seconds.items()}
     bound = max(compute, share * compute)
+    medians = {way: median(times) for way, times in seconds.items()}
     copy = job.model.nbytes / arguments.layers / bandwidth
-    least = least_seconds(
-        layers=arguments.layers,
+    layers = Layers(
+        count=arguments.layers,
         compute=compute / arguments.layers,
         update=update,
         upload=copy,
         download=copy,
+        room=int(held * arguments.layers),
     )
     return {
+        "row": name,
+        "commit": commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "load": round(os.getloadavg()[0], 2),
         "share": share,
+        "held": held,
+        "clips": clips,
         "bandwidth": bandwidth,
         "device_budget": budget,
         "weights_bytes": job.model.nbytes,
         "compute_seconds": compute,
         "update_seconds": update,
         "max_seconds": bound,
-        "least_seconds": least,
-        "ratio_at_once": medians["at_once"] / bound,
-        "ratio_deferred": medians["deferred"] / bound,
-        "ratio_least": max(least, bound) / bound,
+        "ratios": {way: value / bound for way, value in medians.items()},
+        "least": {way: max(seconds, bound) / bound for way, seconds in _least(layers, clips=clips).items()},
         "medians": medians,
         "samples": seconds,
         "moved": moved,
     }
+
+
+def _least(layers: Layers, *, clips: bool) -> dict[str, float]:
+    ways: dict[str, Callable[[bool], float]] = {
+        "deferred": lambda early: least_seconds(layers, speculates=False),
+        "homes": lambda early: least_with_homes(layers, speculates=False)[0],
+        "tried": lambda early: least_seconds(layers, speculates=early),
+        "both": lambda early: least_with_homes(layers, speculates=early)[0],
+    }
+    return {way: least(not clips) for way, least in ways.items()}
 
 
 if __name__ == "__main__":

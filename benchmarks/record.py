@@ -18,7 +18,7 @@ import torch
 
 from hetero.devices.host import host_memory_total
 
-__all__ = ["RESULTS", "Samples", "interleaved", "median", "read", "write"]
+__all__ = ["RESULTS", "Samples", "commit", "interleaved", "median", "read", "write"]
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -50,7 +50,7 @@ def write(name: str, parameters: Mapping[str, Any], results: Any, *, device: tor
     record = {
         "benchmark": name,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": _commit(),
+        "commit": commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "machine": _machine(device),
@@ -98,7 +98,9 @@ def _accelerator(device: torch.device | None) -> str | None:
     return str(torch.get_device_module(device).get_device_properties(device))
 
 
-def _commit() -> str:
+def commit() -> str:
+    """The commit that is checked out, and whether what is measured was changed since."""
+
     def git(*arguments: str) -> str:
         return subprocess.run(
             ["git", *arguments], cwd=RESULTS.parent, capture_output=True, text=True, check=True

@@ -82,20 +82,29 @@ def prefetch(record: Record) -> str:
 
 def host_step(record: Record) -> str:
     return (
-        "**Step time over max(compute, transfer, host step)**, host step and transfer equally long, clipping on\n\n"
+        "**Step time over max(compute, transfer, host step)**, host step and transfer equally long, clipping on; in "
+        "brackets what no schedule can be below\n\n"
         + _table(
             (
                 "transfer = host step",
+                "device holds",
+                "clips",
                 "step at once",
-                "step deferred",
-                "no exact clipping below",
+                "deferred",
+                "and device homes",
+                "and begun in backward",
+                "both",
             ),
             [
                 (
                     f"{row['share']:.2f} x compute",
-                    f"{row['ratio_at_once']:.3f}",
-                    f"{row['ratio_deferred']:.3f}",
-                    f"{row['ratio_least']:.3f}",
+                    f"{row['held']:.0%}",
+                    "every step" if row["clips"] else "never",
+                    f"{row['ratios']['at once']:.2f}",
+                    *(
+                        f"{row['ratios'][way]:.2f} ({row['least'][way]:.2f})"
+                        for way in ("deferred", "homes", "tried", "both")
+                    ),
                 )
                 for row in record["results"]
             ],

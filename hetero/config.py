@@ -33,6 +33,7 @@ class Config:
     precision: torch.dtype | None
     activations: bool
     device_homes: bool
+    speculate: bool
 
     @property
     def warmup_bytes(self) -> int:
@@ -52,6 +53,7 @@ def resolve(
     precision: torch.dtype | None,
     activations: bool,
     device_homes: bool,
+    speculate: bool,
     device_total: int,
     device_free: Callable[[], int],
     host_total: int,
@@ -73,6 +75,7 @@ def resolve(
         ("pin_memory", pin_memory),
         ("activations", activations),
         ("device_homes", device_homes),
+        ("speculate", speculate),
     ):
         if not isinstance(flag, bool) and not (name == "pin_memory" and flag is None):
             raise ConfigError(f"{name}={flag!r}: expected True or False")
@@ -105,4 +108,5 @@ def resolve(
         precision=precision,
         activations=activations,
         device_homes=device_homes,
+        speculate=speculate,
     )

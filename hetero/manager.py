@@ -57,6 +57,7 @@ def manage(
     precision: torch.dtype | None = None,
     activations: bool = True,
     device_homes: bool = True,
+    speculate: bool = True,
 ) -> "Manager":
     """Train ``model`` on a device that it does not fit on. In place; the training loop does not change.
 
@@ -86,6 +87,9 @@ def manage(
             step them there, as many as make the iteration shortest (`Manager.plan`). A device's kernels may round
             otherwise than the host's, and how many there are depends on measured speeds: False, or
             ``torch.use_deterministic_algorithms(True)``, steps everything at home, as does ``precision``.
+        speculate: where updates at home take longer than the next forward can hide, begin them in backward, and take
+            them back if the step turns out to be another than those before (exact; needs host memory for what is
+            overwritten, within ``host_budget``).
 
     With ``precision``, a floating-point parameter keeps its type at home, for the optimizer, for clipping, in
     checkpoints and wherever it is used outside the model's forward; within forward and backward it, its gradient and
@@ -119,6 +123,7 @@ def manage(
         precision=precision,
         activations=activations,
         device_homes=device_homes,
+        speculate=speculate,
         device_total=accelerator.total_bytes(),
         device_free=lambda: device_memory_free(accelerator),
         host_total=host_memory_total(),
@@ -184,6 +189,7 @@ class Manager:
                 note_states=self._take_optimizer_states,
                 kept_ids=self._homes.kept_ids,
                 uses_device=config.device_homes,
+                speculates=config.speculate,
             )
         try:
             self._attach()

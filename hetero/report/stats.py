@@ -42,6 +42,8 @@ class MemoryStats:
         activations_kept: saved tensors on the device that were not worth moving, or not safe to, since then.
         stall_seconds: time compute waited for copies since `hetero.manage`, as the host saw it.
         unplanned_fetches: fetches that no plan foresaw, since `hetero.manage`; warm-up is not counted.
+        tried_updates, taken_back_updates: updates at home that were begun in backward, and those of them that were not
+            wanted as they were, since `hetero.manage`.
         by_kind: bytes per tier and kind.
         periods: the periods of the last measured iteration.
     """
@@ -61,6 +63,8 @@ class MemoryStats:
     activations_kept: int
     stall_seconds: float
     unplanned_fetches: int
+    tried_updates: int
+    taken_back_updates: int
     by_kind: dict[str, dict[str, int]]
     periods: list[PeriodStats]
 
@@ -87,6 +91,10 @@ class MemoryStats:
                 f"{format_bytes(self.activation_out_bytes)} out, {format_bytes(self.activation_in_bytes)} in",
             ),
             ("unplanned fetches", str(self.unplanned_fetches)),
+            (
+                "updates begun in backward",
+                f"{self.tried_updates}, {self.taken_back_updates} of them taken back",
+            ),
             ("stalled", format_seconds(self.stall_seconds)),
         ):
             table.add_row(name, value)
@@ -141,7 +149,8 @@ def collect_stats(stm: StatefulTensorMgr, accelerator: Accelerator, config: Conf
         - copies
         - saved
         - saved_on_host
-        - stm.registry.twin_bytes,
+        - stm.registry.twin_bytes
+        - stm.trials.snapshot_bytes,
         device_model_bytes=ledger.device_bytes - saved,
         host_model_bytes=ledger.host_bytes - saved_on_host,
         bytes_moved=sum(_moved(period) for period in moved),
@@ -154,6 +163,8 @@ def collect_stats(stm: StatefulTensorMgr, accelerator: Accelerator, config: Conf
         activations_kept=stm.activations.kept,
         stall_seconds=total.stall_seconds,
         unplanned_fetches=total.unplanned_fetches,
+        tried_updates=stm.trials.tried,
+        taken_back_updates=stm.trials.taken_back,
         by_kind={
             tier.name.lower(): {kind.name.lower(): ledger.nbytes(tier, kind) for kind in Kind}
             for tier in Tier

@@ -190,6 +190,10 @@ class Cycles:
         plans = self._plans.values()
         return max(map(self._planner.least, plans)), max(map(self._planner.planned, plans))
 
+    def forward_seconds(self) -> float | None:
+        """Of the forwards of an iteration, as measured; None before there is a plan."""
+        return None if self.last_plan is None else self.last_plan.forward_seconds
+
     def trim(self, budget: int) -> None:
         """Plan anew for ``budget`` bytes of the device, leaving the rest of the budget to others."""
         self._margin = self._budget - budget

@@ -5,6 +5,9 @@ another, each is finished before anybody who waits for it goes on, and an error 
 wait, whichever that is. It does not know what an update does (`hetero.stm.updates`), nor what it writes.
 
 The thread never asks for a lock that a waiting thread may hold, nor touches the books of the manager.
+
+An `Attempt` may be *tried* before it is submitted, while nothing that could be run is waiting: what it writes can be
+taken back until then (`hetero.stm.speculation`).
 """
 
 import os
@@ -14,11 +17,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 
-__all__ = ["Kin", "Update", "UpdateQueue", "finish_everything"]
+__all__ = ["Attempt", "Kin", "Trial", "Update", "UpdateQueue", "finish_everything"]
 
 Run = Callable[[], None]
 
@@ -45,7 +48,7 @@ class Update:
         arrival: of the upload that was asked for, once it has been started.
     """
 
-    __slots__ = ("_company", "_run", "_upload", "_uploading", "arrival", "done", "kin")
+    __slots__ = ("_company", "_run", "_upload", "_uploading", "again", "arrival", "done", "kin")
 
     def __init__(self, run: Run, kin: Kin | None = None) -> None:
         self._run: Run | None = run
@@ -55,7 +58,62 @@ class Update:
         self._upload: Callable[[], torch.Event] | None = None
         self._uploading = False
         self.arrival: torch.Event | None = None
+        # What uploaded the result of a trial, to be called once more if that was wrong.
+        self.again: Callable[[], torch.Event] | None = None
         self.done = False
+
+    # It may still be taken back: nobody but its parameter's manager may know of it.
+    tentative = False
+
+    def can_run(self) -> bool:
+        """Running it now would not wait."""
+        return True
+
+
+class Trial(Protocol):
+    """What an `Attempt` does early."""
+
+    def can_begin(self) -> bool:
+        """Beginning now would not wait."""
+
+    def can_end(self) -> bool:
+        """What decides whether it was right is known."""
+
+    def perform(self) -> None:
+        """Once, on the queue's thread. Raises nothing."""
+
+
+class Attempt(Update):
+    """An update that may be tried before it is known to be wanted; of several, those of lower ``rank`` first.
+
+    ``tentative`` until it is submitted, with `confirm`; ``is_claimed``: it is about to be.
+    """
+
+    __slots__ = ("is_claimed", "rank", "tentative", "trial", "was_tried")
+
+    def __init__(self, trial: Trial, rank: int) -> None:
+        super().__init__(_nothing)
+        self.trial = trial
+        self.rank = rank
+        self.tentative = True
+        self.is_claimed = False
+        self.was_tried = False
+
+    def can_run(self) -> bool:
+        return self.trial.can_begin() and self.trial.can_end()
+
+    def confirm(self, run: Run) -> None:
+        """It is wanted: from now on it is an update like others, which ``run`` completes. Submitted next."""
+        self._run = run
+        self.tentative = False
+
+    def forget(self) -> None:
+        """The trial is settled, one way or the other: hold nothing of its."""
+        del self.trial
+
+
+def _nothing() -> None:
+    """Until it is confirmed."""
 
 
 class UpdateQueue:
@@ -64,6 +122,7 @@ class UpdateQueue:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._waiting: deque[Update] = deque()
+        self._attempts: list[Attempt] = []
         self._current: Update | None = None
         self._errors: list[BaseException] = []
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hetero-step")
@@ -78,24 +137,45 @@ class UpdateQueue:
             return
         with self._changed:
             self._waiting.extend(updates)
-        try:
-            self._worker.submit(self._work)
-        except RuntimeError:  # the interpreter is going down, or there is no thread to be had
-            self._work()
+        self._start()
+
+    def try_early(self, attempt: Attempt) -> None:
+        """Let the thread try ``attempt`` as long as nothing that could be run is waiting."""
+        with self._changed:
+            self._attempts.append(attempt)
+        self._start()
+
+    def retract(self, attempt: Attempt) -> None:
+        """It is not being tried afterwards, nor will it be; what it uploads has been started."""
+        with self._changed:
+            if attempt in self._attempts:
+                self._attempts.remove(attempt)
+            attempt._upload = None
+            self._changed.wait_for(lambda: self._current is not attempt)
 
     def upload_after(self, update: Update, upload: Callable[[], torch.Event]) -> bool:
-        """Let the thread start ``upload`` as soon as ``update`` is done; False if it is done already."""
+        """Let the thread start ``upload`` as soon as ``update`` is done, or tried; False if it is done already."""
         with self._changed:
             if update.done:
                 return False
-            update._upload = upload
+            if isinstance(update, Attempt) and update.tentative and update.was_tried:
+                update.arrival, update.again = upload(), upload
+            else:
+                update._upload = upload
             return True
+
+    def upload_again(self, attempt: Attempt) -> None:
+        """Its trial was wrong: what was uploaded is worthless. For the queue's thread, when ``attempt`` runs."""
+        with self._changed:
+            if attempt.arrival is not None:
+                attempt.arrival, attempt._upload = None, attempt.again
 
     def withdraw(self, update: Update) -> bool:
         """Take back what `upload_after` asked for; False if it has been started already."""
         with self._changed:
-            update._upload = None
+            update._upload = update.again = None
             self._changed.wait_for(lambda: not update._uploading)
+            update.again = None
             return update.arrival is None
 
     def finish(self, update: Update) -> None:
@@ -108,6 +188,7 @@ class UpdateQueue:
     def finish_all(self) -> None:
         """Return once nothing is queued or running. Raises nothing."""
         with self._changed:
+            self._attempts.clear()
             if threading.get_ident() != self._ident:  # as when Python's collector drops a model on our thread
                 self._changed.wait_for(lambda: not self._waiting and self._current is None)
 
@@ -137,23 +218,70 @@ class UpdateQueue:
 
     # -- the thread -----------------------------------------------------------------------------------
 
+    def _start(self) -> None:
+        try:
+            self._worker.submit(self._work)
+        except RuntimeError:  # the interpreter is going down, or there is no thread to be had
+            self._work()
+
     def _work(self) -> None:
         self._ident = threading.get_ident()
         while True:
             with self._changed:
-                if not self._waiting:
+                attempt = self._take_attempt()
+                update: Update
+                if attempt is not None:
+                    update = attempt
+                elif self._waiting:
+                    update, *update._company = self._take(0)
+                else:
                     return
-                update, *update._company = self._take(0)
                 self._current = update
-            self._run(update)
+            if attempt is not None:
+                self._try(attempt)
+            else:
+                self._run(update)
             with self._changed:
                 self._current = None
+                self._changed.notify_all()
+
+    def _take_attempt(self) -> Attempt | None:
+        """What is to be tried now; None: what waits goes first, or nothing is left."""
+        attempts = self._attempts
+        if not attempts or (self._waiting and self._waiting[0].can_run()):
+            return None
+        ready = [attempt for attempt in attempts if attempt.trial.can_begin()]
+        if not ready:
+            if self._waiting:
+                return None
+            ready = attempts[:1]  # gradients come in this order
+        best = min(ready, key=lambda attempt: attempt.rank)
+        attempts.remove(best)
+        return best
+
+    def _try(self, attempt: Attempt) -> None:
+        attempt.trial.perform()
+        while True:
+            with self._changed:
+                upload, attempt._upload = attempt._upload, None
+                if upload is None:
+                    attempt.was_tried = True
+                    return
+                attempt.again, attempt._uploading = upload, True
+            arrival = None
+            try:
+                arrival = upload()
+            except BaseException as error:
+                self._note_failure(error)
+            with self._changed:
+                attempt.arrival, attempt._uploading = arrival, False
                 self._changed.notify_all()
 
     def _take(self, place: int) -> list[Update]:
         """Take the update at ``place`` out of the queue, and what is run together with it."""
         taken = [self._waiting[place]]
         del self._waiting[place]
+        self._attempts = [one for one in self._attempts if one is not taken[0]]  # too late to be tried
         kin = taken[0].kin
         nbytes = 0 if kin is None else kin.nbytes
         while kin is not None and place < len(self._waiting):
@@ -183,6 +311,7 @@ class UpdateQueue:
         with self._changed:
             for one in together:
                 one.done = one._upload is None
+                one.again = None
             self._changed.notify_all()
         for one in together:
             if not one.done:

@@ -88,6 +88,12 @@ class DeviceHomes:
         self._host_bytes += nbytes
         self._host_seconds += seconds
 
+    def seconds_for(self, nbytes: int) -> float | None:
+        """That updating ``nbytes`` of parameters on the host takes; None before as much has been timed."""
+        if self._host_bytes < max(nbytes, 1):
+            return None
+        return nbytes * self._host_seconds / self._host_bytes
+
     def costs(self) -> dict[int, HomeCost]:
         """What each parameter would cost on the device; none before one round of updates has been timed."""
         stepped = self._stepped()

@@ -56,6 +56,8 @@ class Executor:
         # What the schedule wanted and could not have yet: copies still held, prefetches that did not fit.
         self._to_evict: list[int] = []
         self._to_prefetch: list[int] = []
+        # What the next iteration uses first, first.
+        self._to_renew: list[ManagedTensor] = []
         residency.next_use = self._next_use
         residency.enough = self._enough
 
@@ -89,6 +91,7 @@ class Executor:
         if key.phase is not Phase.STEP:  # which uses no copies
             self._residency.follow_stream()
         self._to_evict = []
+        self._to_renew = []
         # A plan that is followed for the first time, or again after something else ran, finds other copies
         # resident than it left behind.
         self._to_prefetch = list(place.missing) if self._plan is not None else []
@@ -131,6 +134,23 @@ class Executor:
         else:
             collector.moment(name, indices)
         self._change_layout(operands, indices, name)
+
+    @property
+    def follows_plan(self) -> bool:
+        """What runs now was planned, has not left its plan, and is not being measured."""
+        return not (
+            self._plan is None or self._has_left_plan or self._is_guarded or self._collector.is_sampling
+        )
+
+    def renew(self, tensor: ManagedTensor) -> None:
+        """Its copy has been dropped, because home is being written: as soon as there is room, order one of the result,
+        if the next iteration uses it among the first, as many as fit together."""
+        plan = self._plan
+        if plan is None or tensor.index not in plan.bytes_through:
+            return
+        if plan.bytes_through[tensor.index] <= plan.step_capacity:
+            self._to_renew.append(tensor)
+            self._to_renew.sort(key=lambda tensor: plan.first_uses.get(tensor.index, 0))
 
     def homes_written(self, tensors: Sequence[ManagedTensor]) -> None:
         """The optimizer has stepped: copies of ``tensors`` are worthless, wherever they were."""
@@ -192,6 +212,7 @@ class Executor:
                     max(0, fetched - sum(index in indices for index in actions.fetch))
                 )
             self._prefetch(actions.fetch, limit)
+            self._renew(limit)
         finally:
             self._residency.wanted = frozenset()
         self._collector.operands_ready()
@@ -223,7 +244,7 @@ class Executor:
         plan, position = self._plan, self._position
         if plan is None or position >= self._stop or plan.undisturbed[position] != operands:
             return False
-        if self._to_evict or self._to_prefetch or self._collector.is_sampling:
+        if self._to_evict or self._to_prefetch or self._to_renew or self._collector.is_sampling:
             return False
         return self._residency.holds(operands, limit=plan.limits[position] - self._drift)
 
@@ -277,6 +298,13 @@ class Executor:
             if not self._bring(index, limit):
                 self._to_prefetch = waiting[place:]  # in order: a later one must not overtake
                 break
+
+    def _renew(self, limit: int) -> None:
+        if self._to_renew and not self._to_prefetch:
+            self._gradients.reclaim(0)
+            limit -= self._gradients.room_left
+            while self._to_renew and not self._residency.exceeds(limit - self._to_renew[0].device_nbytes):
+                self._residency.prefetch(self._to_renew.pop(0), limit=limit)
 
     # Numbers from the parameters' on are the plan's saved tensors.
 

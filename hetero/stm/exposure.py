@@ -15,8 +15,10 @@ import torch
 from torch import nn
 
 __all__ = [
+    "gradient_has_one_name",
     "gradient_is_private",
     "incoming_is_shared",
+    "is_plain_gradient",
     "measure_incoming",
     "memory_is_private",
     "state_is_private",
@@ -34,9 +36,27 @@ def gradient_is_private(parameter: torch.Tensor) -> bool:
     return gradient is not None and _counts(gradient) == _GRADIENT
 
 
+def gradient_has_one_name(parameter: torch.Tensor) -> bool:
+    """As `gradient_is_private`, but its memory may be ours as well."""
+    gradient = parameter.grad
+    return gradient is not None and _counts(gradient)[:2] == _GRADIENT[:2]
+
+
+def is_plain_gradient(gradient: torch.Tensor | None) -> bool:
+    """On the host, of flat memory, and no part of a graph."""
+    return (
+        gradient is not None
+        and gradient.layout is torch.strided
+        and gradient.device.type == "cpu"
+        and not gradient.requires_grad
+    )
+
+
 def incoming_is_shared(gradient: torch.Tensor) -> bool:
     """Somebody besides autograd's node holds ``gradient``, which that node's ``backward`` was given and asks about by
     the name of its argument. ``AccumulateGrad`` would not take such a tensor over, either: it may be written to."""
+    if gradient.layout is not torch.strided:  # it is copied home before anybody goes on
+        return False
     references, uses, _ = _counts(gradient)
     return (references, uses) != measure_incoming()
 

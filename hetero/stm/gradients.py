@@ -28,9 +28,9 @@ from hetero.stm.exposure import gradient_is_private
 from hetero.stm.fetch import plain
 from hetero.stm.norms import GradientNorms
 from hetero.stm.precision import Upcast, expands, landing_place
-from hetero.stm.residency import TransferMeter
 from hetero.stm.state import Kind, Ledger, StatefulTensor, Tier
 from hetero.stm.tensors import ManagedTensor
+from hetero.stm.uploads import TransferMeter
 
 __all__ = ["Factor", "Gradients"]
 
@@ -89,6 +89,11 @@ class Gradients:
         # How many bytes may be on their way at once; 0 hands each gradient over before the next operator runs.
         self.in_flight_limit = 0
 
+    @property
+    def room_left(self) -> int:
+        """What more of them may be on their way at once, bytes."""
+        return max(0, self.in_flight_limit - self._in_flight_bytes)
+
     def hand_over(
         self, tensor: ManagedTensor, gradient: torch.Tensor, *, is_shared: bool = False
     ) -> torch.Tensor | None:
@@ -143,6 +148,11 @@ class Gradients:
         for factor in self._factors.pop(tensor.index, ()):
             assert tensor.parameter.grad is not None
             factor.apply(self._engine, tensor.parameter.grad)
+
+    def unread_arrival(self, tensor: ManagedTensor) -> torch.Event | None:
+        """When the gradient handed over last arrives, if nobody has read it and nothing but a factor may be left to be
+        done to it."""
+        return None if tensor.index in self._upcasts else self._ready.get(tensor.index)
 
     def take_arrival(self, tensor: ManagedTensor) -> tuple[torch.Event | None, tuple[Factor | Upcast, ...]]:
         """What `wait` would wait for, cast and multiply by. The caller does, before the gradient is read."""

@@ -28,13 +28,14 @@ from torch.utils.hooks import RemovableHandle
 
 from hetero.devices import Accelerator
 from hetero.stm.devicehomes import DeviceHomes, DeviceUpdate
-from hetero.stm.exposure import gradient_is_private, state_is_private
+from hetero.stm.exposure import gradient_is_private, is_plain_gradient, state_is_private
 from hetero.stm.fetch import plain
 from hetero.stm.intercept import in_scope, is_managed, managed_of
-from hetero.stm.jobs import Captured, Surroundings, make_update, scale, wait
+from hetero.stm.jobs import Captured, Surroundings, scale, wait
 from hetero.stm.kernels import GroupKernels, count_kernels, is_open, split, takes_fused
 from hetero.stm.manager import StatefulTensorMgr
 from hetero.stm.optimizers import hyper_parameters, make_shell, steps_alone
+from hetero.stm.speculation import Speculation
 from hetero.stm.tensors import ManagedTensor
 from hetero.stm.updates import ParameterUpdate, device_update
 from hetero.stm.watched import WatchedState
@@ -58,6 +59,7 @@ class HostStep:
         note_states: Callable[[], None],
         kept_ids: Callable[[], frozenset[int]],
         uses_device: bool,
+        speculates: bool,
     ) -> None:
         self._optimizer = optimizer
         self._stm = manager
@@ -75,6 +77,15 @@ class HostStep:
         self._captured_here: list[DeviceUpdate] = []
         self._device_homes = DeviceHomes(
             optimizer, manager, accelerator, allowed=uses_device, stepped=lambda: self._stepped
+        )
+        self.speculation = Speculation(
+            optimizer,
+            manager,
+            self._device_homes,
+            allowed=speculates,
+            stepped=lambda: self._stepped,
+            kept_ids=kept_ids,
+            watches=lambda: self.defers and self._attached and self._watch(optimizer),
         )
         self._groups: list[dict[str, Any]] | None = None
         self._written_unseen: list[torch.Tensor] = []
@@ -218,9 +229,9 @@ class HostStep:
             return
         self._stm.finish_updates()
         self._commit()
-        later: dict[int, ManagedTensor] = {}
-        if self._may_defer(optimizer, args, kwargs):
-            later = self._choose(optimizer)
+        defers = self._may_defer(optimizer, args, kwargs)
+        self.speculation.begin_step(optimizer, defers=defers)
+        later = self._choose(optimizer) if defers else {}
         with plain():
             here = self._device_homes.take(later)
         ours = {t.index: t for t in self._managed(optimizer) if t.index not in later}
@@ -246,15 +257,7 @@ class HostStep:
         ranks = self._stm.by_first_use()
         captured.sort(key=lambda item: (ranks.get(item.tensor.index, len(ranks)), item.tensor.index))
         surroundings = Surroundings.of_this_thread()
-        self._stm.await_updates(
-            [
-                (
-                    item.tensor,
-                    make_update(self._stm.engine, item, surroundings, self._device_homes.note_seconds),
-                )
-                for item in captured
-            ]
-        )
+        self.speculation.end_step(captured, surroundings)
         here, self._captured_here = self._captured_here, []
         with plain():
             self._device_homes.run(here, self._note_update)
@@ -277,6 +280,7 @@ class HostStep:
         """The step was left by an exception: what was captured is not done, as it would not have been."""
         captured, self._captured = self._captured, []
         self._captured_here = []
+        self._stm.roll_back()
         for item in captured:
             wait(self._stm.engine, item)
             scale(self._stm.engine, item)
@@ -321,6 +325,7 @@ class HostStep:
     def _before_state_access(self, writes: bool) -> None:
         if self._groups is not None or self._plain is not None or not self._attached:
             return  # the step itself
+        self._stm.roll_back()
         self._stm.finish_updates()
         self._commit()
         self._device_homes.bring_states_home()
@@ -348,7 +353,10 @@ class HostStep:
         chosen = {}
         with plain():
             for tensor in self._managed(optimizer):
-                if tensor.index in self._stepped and _is_plain(tensor.parameter.grad):
+                if tensor.pending is not None:  # being tried, and right so far
+                    chosen[tensor.index] = tensor
+                    continue
+                if tensor.index in self._stepped and is_plain_gradient(tensor.parameter.grad):
                     entry = dict.get(optimizer.state, tensor.parameter)
                     if (
                         gradient_is_private(tensor.parameter)
@@ -435,15 +443,6 @@ class HostStep:
             if update.new_entry is not None:
                 with plain():
                     dict.__setitem__(self._optimizer.state, parameter, update.new_entry)
-
-
-def _is_plain(gradient: torch.Tensor | None) -> bool:
-    return (
-        gradient is not None
-        and gradient.layout is torch.strided
-        and gradient.device.type == "cpu"
-        and not gradient.requires_grad
-    )
 
 
 # The attribute, the local name, and the argument of getrefcount.

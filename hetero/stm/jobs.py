@@ -20,7 +20,7 @@ from hetero.stm.manager import Arrivals
 from hetero.stm.tensors import ManagedTensor
 from hetero.stm.updates import ParameterUpdate, run_together
 
-__all__ = ["Captured", "Surroundings", "make_update", "scale", "wait"]
+__all__ = ["Captured", "Surroundings", "make_job", "make_update", "scale", "wait"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +103,13 @@ def _run_jobs(jobs: Sequence["_Job"]) -> None:
     for job in jobs:
         job.item.tensor.refresh_low()
     jobs[0].note(sum(job.item.tensor.home.nbytes for job in jobs), time.perf_counter() - begin)
+
+
+def make_job(
+    engine: CopyEngine, item: Captured, surroundings: Surroundings, note: Callable[[int, float], None]
+) -> Callable[[], None]:
+    """What `make_update` runs, for one parameter alone."""
+    return _Job(engine, item, surroundings, note)
 
 
 def make_update(

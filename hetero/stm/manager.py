@@ -7,7 +7,7 @@ Thread-safe: autograd runs backward on threads of its own, so one lock guards ev
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,8 +21,9 @@ from hetero.stm.activations import Activations
 from hetero.stm.cycles import Cycles
 from hetero.stm.deferred import Update, UpdateQueue
 from hetero.stm.executor import Executor
-from hetero.stm.exposure import gradient_is_private, measure_incoming
+from hetero.stm.exposure import gradient_has_one_name, gradient_is_private, measure_incoming
 from hetero.stm.fetch import make_identity, plain
+from hetero.stm.forecast import TrialCounts
 from hetero.stm.forks import in_child, watch
 from hetero.stm.gradients import Factor, Gradients
 from hetero.stm.precision import Upcast
@@ -74,6 +75,10 @@ class StatefulTensorMgr:
         self._budget = config.device_budget
         # The optimizer of ours whose step runs.
         self.stepping: torch.optim.Optimizer | None = None
+        # May begin a parameter's update as soon as its gradient leaves; `hetero.stm.speculation` sets this.
+        self.try_early: Callable[[ManagedTensor, torch.Tensor], None] | None = None
+        self.trials = TrialCounts()
+        self.host_budget = config.host_budget
         engine = CopyEngine(accelerator)
         self.engine = engine
         self.registry = Registry(self.ledger, accelerator, engine, arena, config.precision)
@@ -237,7 +242,10 @@ class StatefulTensorMgr:
                 return gradient.to(tensor.parameter.device).to(tensor.parameter.dtype)
             self.segments.enter_backward()
             self.residency.finish_update(tensor)  # autograd may add to the gradient that the queue reads
-            return self.gradients.hand_over(tensor, gradient, is_shared=is_shared)
+            host = self.gradients.hand_over(tensor, gradient, is_shared=is_shared)
+            if self.try_early is not None and host is not None:
+                self.try_early(tensor, host)
+            return host
 
     def write_back(self, tensor: ManagedTensor) -> None:
         """The device copy was written outside a forward."""
@@ -262,9 +270,16 @@ class StatefulTensorMgr:
                 self.residency.settle(tensor)
 
     def finish_updates(self) -> None:
-        """Nothing is queued afterwards. Raises what failed in the queue."""
+        """Nothing is queued afterwards, except what is being tried. Raises what failed in the queue."""
         with self._lock:
             self.residency.finish_updates(self.tensors)
+
+    def roll_back(self, tensors: Sequence[ManagedTensor] | None = None) -> None:
+        """As if no update, or none of those of ``tensors``, had been tried."""
+        with self._lock:
+            for tensor in self.tensors if tensors is None else tensors:
+                if tensor.is_tried:
+                    self.residency.roll_back(tensor)
 
     def is_stepping(self, optimizer: torch.optim.Optimizer) -> bool:
         """``optimizer`` is ours, and its step runs."""
@@ -283,7 +298,7 @@ class StatefulTensorMgr:
             norms = self.gradients.norms
             dtype = tensors[0].home.dtype
             taken = norms.get([tensor.index for tensor in tensors], norm_type)
-            if taken is None or any(tensor.pending is not None for tensor in tensors):
+            if taken is None or any(t.pending is not None and not t.is_tried for t in tensors):
                 norms.want(norm_type, dtype, len(self.tensors))
                 return None
             return taken
@@ -293,16 +308,20 @@ class StatefulTensorMgr:
         with self._lock, plain():
             one = self.gradients.make_factor(factor)
             for tensor in tensors:
-                self.residency.finish_update(tensor)
+                # What is being tried stays right if the factor turns out to be 1.
+                tried = tensor.is_tried and gradient_has_one_name(tensor.parameter)
+                if not tried:
+                    self.residency.finish_update(tensor)
                 self.gradients.norms.forget(tensor.index)
                 self.gradients.scale(tensor, one)
-                if not gradient_is_private(tensor.parameter):
+                if not tried and not gradient_is_private(tensor.parameter):
                     self.gradients.wait(tensor)
 
     def drop_gradient(self, tensor: ManagedTensor) -> None:
         """``p.grad = None``: the queue keeps what it needs of it."""
         with self._lock, plain():
             if tensor.parameter.grad is not None:
+                self.roll_back([tensor])
                 self.gradients.forget_kept(tensor)
                 self.gradients.wait(tensor)
                 self.gradients.forget(tensor)
@@ -310,7 +329,8 @@ class StatefulTensorMgr:
 
     def gradient_set(self, tensor: ManagedTensor) -> None:
         """``p.grad`` is about to be replaced or deleted."""
-        with self._lock:
+        with self._lock, plain():
+            self.roll_back([tensor])
             self.gradients.forget(tensor)
 
     def rebind_home(self, tensor: ManagedTensor, data: torch.Tensor) -> None:
@@ -426,6 +446,7 @@ class StatefulTensorMgr:
 
     def _end_updates(self) -> None:
         """Nothing is queued afterwards. Raises nothing: an update's error waits."""
+        self.roll_back()
         self.updates.finish_all()
         for tensor in self.tensors:
             if tensor.pending is not None and tensor.pending.done:

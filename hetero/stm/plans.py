@@ -6,6 +6,7 @@ schedule is `hetero.eviction`'s.
 """
 
 import bisect
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ Samples = Mapping[SegmentKey, Sequence[Segment]]
 """Measured segments of each key, the latest last."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class CyclePlan:
     """A schedule and where its segments lie in it.
 
@@ -51,6 +52,34 @@ class CyclePlan:
     home_bytes: int
     activations: tuple[tuple[int, ...], ...]
     guarded: tuple[bool, ...]
+
+    @functools.cached_property
+    def step_capacity(self) -> int:
+        """What the optimizer's step leaves to copies, bytes."""
+        return min((moment.capacity for moment in self._moments(Phase.STEP)), default=0)
+
+    @functools.cached_property
+    def forward_seconds(self) -> float:
+        """Of the forwards, as measured."""
+        return sum(moment.seconds for moment in self._moments(Phase.FORWARD))
+
+    def _moments(self, phase: Phase) -> list[Moment]:
+        bounds = zip(self.keys, self.bounds, self.bounds[1:], strict=False)
+        return [
+            moment
+            for key, begin, end in bounds
+            if key.phase is phase
+            for moment in self.trace.moments[begin:end]
+        ]
+
+    @functools.cached_property
+    def bytes_through(self) -> dict[int, int]:
+        """Bytes of the copies of each tensor and of all that are used first before it is."""
+        through, nbytes = {}, 0
+        for index in sorted(self.first_uses, key=self.first_uses.__getitem__):
+            nbytes += self.trace.sizes[index]
+            through[index] = nbytes
+        return through
 
     def find(self, operands: tuple[int, ...], begin: int, end: int) -> int | None:
         """The first moment in ``[begin, end)`` with these operands."""

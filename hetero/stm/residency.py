@@ -13,7 +13,6 @@ copy is attached but has no event, and nobody may read it: whoever uses it waits
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 import torch
 
@@ -24,25 +23,13 @@ from hetero.stm.deferred import Update, UpdateQueue
 from hetero.stm.shortage import too_small
 from hetero.stm.state import Ledger, Tier
 from hetero.stm.tensors import ManagedTensor, refused_write
-from hetero.stm.uploads import Uploads
+from hetero.stm.uploads import TransferMeter, Uploads
 
-__all__ = ["Residency", "TransferMeter"]
+__all__ = ["Residency"]
 
 # Storage identity -> whose copy it is. Shared by all managers of the process, so that the saved-tensor hooks of
 # one model recognise the weights of another that is used inside it.
 RESIDENT: dict[int, ManagedTensor] = {}
-
-
-class TransferMeter(Protocol):
-    """Who wants to know what moved (`hetero.msc.MemStatsCollector`)."""
-
-    def count_fetch(self, nbytes: int) -> None: ...
-
-    def count_eviction(self, nbytes: int, written_back: int) -> None: ...
-
-    def count_stall(self, seconds: float) -> None: ...
-
-    def count_stale(self, index: int) -> None: ...
 
 
 class Residency:
@@ -81,6 +68,8 @@ class Residency:
         # Sends home what lives on the device, at least so many bytes if there are; returns how many.
         # `hetero.stm.devicehomes` sets this.
         self.send_home: Callable[[int], int] = lambda nbytes: 0
+        # Takes back an update that is being tried, or was; `hetero.stm.speculation` sets this.
+        self.roll_back: Callable[[ManagedTensor], None] = lambda tensor: None
         # A budget that all operators fit in, where they have been measured; `hetero.stm.executor` sets this.
         self.enough: Callable[[], int | None] = lambda: None
         # When each tensor is needed next, in moments from now; `hetero.stm.executor` sets this.
@@ -111,6 +100,8 @@ class Residency:
         self._clock += 1
         missing: dict[int, ManagedTensor] = {}
         for tensor in operands:
+            if tensor.is_tried:
+                self.roll_back(tensor)
             if tensor.is_stale:
                 self._meter.count_stale(tensor.index)
                 self.discard(tensor)
@@ -160,18 +151,20 @@ class Residency:
         if tensor.data is None or tensor.users or tensor.stays or tensor.index in self.wanted:
             return False
         self._withdraw(tensor)
+        if not tensor.is_resident:  # what it waited for has turned out to be wrong
+            return True
         if tensor.is_held():
             return False
         written_back = self.write_back(tensor)
         self._meter.count_eviction(tensor.device_nbytes, written_back)
-        self._drop(tensor)
+        self.drop(tensor)
         return True
 
     def discard(self, tensor: ManagedTensor) -> None:
         """Forget a copy that home has overtaken. Whoever still holds it keeps it."""
         if tensor.data is not None:
             tensor.identity = None
-            self._drop(tensor)
+            self.drop(tensor)
 
     def evict_idle(self) -> int:
         """Evict whatever no operator uses; returns the bytes freed."""
@@ -251,9 +244,9 @@ class Residency:
         self._updates.raise_error()
 
     def finish_updates(self, tensors: Iterable[ManagedTensor]) -> None:
-        """As `finish_update`, for all of ``tensors``."""
+        """As `finish_update`, for all of ``tensors``, except that what is being tried may go on."""
         for tensor in tensors:
-            if tensor.pending is not None:
+            if tensor.pending is not None and not tensor.is_tried:
                 self._finish(tensor)
         self._updates.raise_error()
 
@@ -291,7 +284,8 @@ class Residency:
 
     def await_update(self, tensor: ManagedTensor, update: Update) -> None:
         """Home is about to be written, later, by ``update``: what was copied from it is worthless."""
-        self.discard(tensor)
+        if tensor.pending is not update:  # one that was tried has its copy already, or on order
+            self.discard(tensor)
         tensor.identity = None
         tensor.pending = update
 
@@ -352,13 +346,24 @@ class Residency:
 
     def _finish(self, tensor: ManagedTensor) -> None:
         assert tensor.pending is not None
+        if tensor.is_tried:
+            self.roll_back(tensor)
+            return
         self._updates.finish(tensor.pending)
         self.collect(tensor)
 
     def _withdraw(self, tensor: ManagedTensor) -> None:
         """Nothing is on order for it any more."""
-        if tensor.pending is not None and not self._updates.withdraw(tensor.pending):
+        update = tensor.pending
+        if update is None or self._updates.withdraw(update):
+            return
+        if not update.tentative:
             self._finish(tensor)
+        elif update.arrival is not None:  # what was on order is on its way
+            self.uploads.note(update.arrival, tensor)
+            if tensor.data is not None:
+                tensor.ready = update.arrival
+            update.arrival = None
 
     def _wait(self, tensor: ManagedTensor) -> None:
         begin = time.perf_counter()
@@ -371,7 +376,8 @@ class Residency:
         tensor.ready = None
         self._meter.count_stall(time.perf_counter() - begin)
 
-    def _drop(self, tensor: ManagedTensor) -> None:
+    def drop(self, tensor: ManagedTensor) -> None:
+        """Forget the copy, but not its place in graphs."""
         self._withdraw(tensor)
         if tensor.ready is not None:
             # Its memory goes back to compute, which must not write there before the copy has.

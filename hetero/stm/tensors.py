@@ -292,6 +292,11 @@ class ManagedTensor(StatefulTensor):
         return self.data is not None and self.data._version != self.clean_version
 
     @property
+    def is_tried(self) -> bool:
+        """Its update is being tried, or was, and may still be taken back (`hetero.stm.speculation`)."""
+        return self.pending is not None and self.pending.tentative
+
+    @property
     def is_ahead(self) -> bool:
         """It lives on the device, and has been written there since home was brought up to date."""
         return self.stays and self.is_dirty

@@ -81,6 +81,11 @@ class ParameterUpdate:
         """Once. Uses the shell: one at a time."""
         run_together([self])
 
+    def take_over(self, other: "ParameterUpdate") -> None:
+        """``other`` has run in its place."""
+        self._gradient = None
+        self.new_entry = other.new_entry
+
     # -- within a call of step ------------------------------------------------------------------------
 
     def begin(self, state: dict[torch.Tensor, Entry]) -> list[nn.Parameter]:

@@ -6,13 +6,26 @@ started from it.
 
 from collections import defaultdict, deque
 from collections.abc import Iterable
+from typing import Protocol
 
 import torch
 
 from hetero.devices import CopyEngine
 from hetero.stm.tensors import ManagedTensor
 
-__all__ = ["Uploads"]
+__all__ = ["TransferMeter", "Uploads"]
+
+
+class TransferMeter(Protocol):
+    """Who wants to know what moved (`hetero.msc.MemStatsCollector`)."""
+
+    def count_fetch(self, nbytes: int) -> None: ...
+
+    def count_eviction(self, nbytes: int, written_back: int) -> None: ...
+
+    def count_stall(self, seconds: float) -> None: ...
+
+    def count_stale(self, index: int) -> None: ...
 
 
 class Uploads:
@@ -40,6 +53,10 @@ class Uploads:
                 left.append((event, tensor))
         self._started = left
         return taken
+
+    def reading(self, tensor: ManagedTensor) -> list[torch.Event]:
+        """As `take`, of one tensor; they stay known."""
+        return [event for event, other in self._started if other is tensor]
 
     def wait(self, tensor: ManagedTensor, memory: torch.Tensor) -> None:
         """``memory``, its home or that home's twin, may be written afterwards."""

@@ -12,6 +12,7 @@ from hetero.eviction import CapacityError, HomeStep
 from hetero.stm import cycles
 from hetero.stm.deferred import Update, UpdateQueue
 from hetero.stm.devicehomes import DeviceHomes
+from hetero.stm.speculation import Speculation
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -43,6 +44,12 @@ def late_queue(monkeypatch: pytest.MonkeyPatch) -> None:
         original(self, update)
 
     monkeypatch.setattr(UpdateQueue, "_run", late)
+
+
+@pytest.fixture
+def speculating(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every update is tried as soon as its gradient has left, whatever iterations were like and whatever it costs."""
+    monkeypatch.setattr(Speculation, "_is_expected", lambda self: True)
 
 
 @pytest.fixture
