@@ -11,7 +11,9 @@ from hetero.eviction.model import (
     Moment,
     Policy,
     Schedule,
+    Send,
     Trace,
+    Updates,
 )
 from hetero.eviction.planner import plan
 from hetero.eviction.policies import resolve_policy
@@ -27,8 +29,10 @@ __all__ = [
     "Moment",
     "Policy",
     "Schedule",
+    "Send",
     "Simulation",
     "Trace",
+    "Updates",
     "check",
     "choose_device_homes",
     "lower_bound",

@@ -74,6 +74,7 @@ class DeviceHomes:
         self.have_moved = False
         stm.residency.send_home = self.send_home
         stm.cycles.home_costs = self.costs
+        stm.cycles.timings.host_work = lambda: (self._host_bytes, self._host_seconds)
 
     @property
     def names(self) -> frozenset[str]:

@@ -96,7 +96,7 @@ class Executor:
             self._activations.follow((), ())
         else:
             self._activations.follow(place.plan.activations[place.number], place.plan.trace.sizes)
-        self._segment = self._collector.begin_segment(key, sample=place.sample)
+        self._segment = self._collector.begin_segment(key, sample=place.sample, time=place.time)
         self._drift = self._measure_drift(self._position)
         # Before anything is known, a gradient is handed over at once: what is measured is then the operator's
         # own memory. Afterwards copies may overlap, within what the plan reserved for them.
@@ -131,6 +131,7 @@ class Executor:
     def homes_written(self, tensors: Sequence[ManagedTensor]) -> None:
         """The optimizer has stepped: copies of ``tensors`` are worthless, wherever they were."""
         self._collector.moment("stepped", ())
+        self._collector.note_queued(tuple(t.index for t in tensors if t.pending is not None))
         for tensor in tensors:
             self._collector.count_stale(tensor.index)
         self._residency.drop_stale(tensors)
@@ -162,6 +163,8 @@ class Executor:
     def _change_layout(self, operands: list[ManagedTensor], indices: tuple[int, ...], name: object) -> None:
         if self._is_in_place(operands, indices):
             self._position += 1
+            if self._collector.is_clocked:
+                self._collector.operands_ready()
             return
         actions = self._advance(indices)
         self._forget_overtaken(actions)

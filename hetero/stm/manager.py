@@ -72,6 +72,7 @@ class StatefulTensorMgr:
         # The optimizer of ours whose step runs.
         self.stepping: torch.optim.Optimizer | None = None
         engine = CopyEngine(accelerator)
+        engine.meter = self.collector
         self.engine = engine
         self.registry = Registry(self.ledger, accelerator, engine, arena, config.precision)
         self.tensors = self.registry.tensors
@@ -231,6 +232,7 @@ class StatefulTensorMgr:
                 return gradient.to(tensor.parameter.device).to(tensor.parameter.dtype)
             self.segments.enter_backward()
             self.residency.finish_update(tensor)  # autograd may add to the gradient that the queue reads
+            self.collector.note_gradient(tensor.index, gradient.nbytes)
             return self.gradients.hand_over(tensor, gradient)
 
     def write_back(self, tensor: ManagedTensor) -> None:

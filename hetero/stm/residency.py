@@ -11,6 +11,7 @@ the compute stream, and the thread that writes home starts the upload right afte
 copy is attached but has no event, and nobody may read it: whoever uses it waits for the update first.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
@@ -43,6 +44,8 @@ class TransferMeter(Protocol):
     def count_stall(self, seconds: float) -> None: ...
 
     def count_stale(self, index: int) -> None: ...
+
+    def waiting_for_host(self) -> contextlib.AbstractContextManager[None]: ...
 
 
 class Residency:
@@ -363,7 +366,8 @@ class Residency:
     def _wait(self, tensor: ManagedTensor) -> None:
         begin = time.perf_counter()
         if tensor.pending is not None:
-            self._finish(tensor)
+            with self._meter.waiting_for_host():
+                self._finish(tensor)
             if tensor.data is None:
                 self._updates.raise_error()
         assert tensor.ready is not None
