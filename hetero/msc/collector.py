@@ -198,7 +198,8 @@ class MemStatsCollector:
             self._relieving = False
         if self.is_sampling and period.begin is not None:
             self.peaks.next_period()  # what was there before is no peak of what follows
-        self._model_base = self._model_bytes.device_bytes
+        # The period's own records are no model data before it ends: as many as there are now would be forgotten.
+        self._model_base = self._model_bytes.device_bytes - self._own_bytes()
 
     def count_fetch(self, nbytes: int) -> None:
         """A copy to the device was started."""
@@ -275,6 +276,11 @@ class MemStatsCollector:
         self._read_peak(period)
         period.host_bytes = host_memory_used()
         self.largest_growth = max(self.largest_growth, period.peak_bytes - period.used_bytes)
+
+    def _own_bytes(self) -> int:
+        """Of the records that the period has saved so far. One that was shed counts as well: then it is guarded."""
+        period = self._period
+        return sum(nbytes for key, nbytes in period.saved if key not in period.dropped)
 
     def _read_peak(self, period: Period) -> None:
         peak = self.peaks.next_period()

@@ -180,8 +180,9 @@ class Executor:
                 ):
                     self._guard_from_here()
         limit = self._limit()
+        room = limit - self._gradient_room()
         self._evict(actions.evict)
-        self._residency.trim(limit, keep=indices)
+        self._residency.trim(room, keep=indices)
         if self._plan is not None and self._residency.exceeds(limit):
             self._activations.shed(self._residency.excess(limit))
         self._residency.wanted = frozenset(indices)
@@ -193,7 +194,7 @@ class Executor:
                 self._collector.count_unplanned(
                     max(0, fetched - sum(index in indices for index in actions.fetch))
                 )
-            self._prefetch(actions.fetch, limit)
+            self._prefetch(actions.fetch, room)
         finally:
             self._residency.wanted = frozenset()
         self._collector.operands_ready()
@@ -234,7 +235,8 @@ class Executor:
             or self._collector.is_sampling
         ):
             return False
-        return self._residency.holds(operands, limit=plan.limits[position] - self._drift)
+        limit = plan.limits[position] - self._drift - self._gradient_room()
+        return self._residency.holds(operands, limit=limit)
 
     def _advance(self, operands: tuple[int, ...]) -> Actions:
         """The schedule's actions for the moment with these operands; skips moments that did not come."""
@@ -261,6 +263,12 @@ class Executor:
             return self._cycles.unplanned_limit(self._segment)
         limit = self._plan.limits[max(0, self._position - 1)] - self._drift
         return min(limit, self._cycles.unplanned_limit(None)) if self._has_left_plan else limit
+
+    def _gradient_room(self) -> int:
+        """What has to stay free for gradients that will be on their way before the next moment."""
+        if self._plan is None or self._segment is None or self._segment.key.phase is not Phase.BACKWARD:
+            return 0
+        return max(0, self._gradients.in_flight_limit - self._gradients.in_flight_bytes)
 
     def _measure_drift(self, position: int) -> int:
         """How much more non-model data there is than when this moment was measured: tensors the caller keeps, a

@@ -88,6 +88,11 @@ class Gradients:
         # How many bytes may be on their way at once; 0 hands each gradient over before the next operator runs.
         self.in_flight_limit = 0
 
+    @property
+    def in_flight_bytes(self) -> int:
+        """On their way down now, on the device."""
+        return self._in_flight_bytes
+
     def hand_over(self, tensor: ManagedTensor, gradient: torch.Tensor) -> torch.Tensor | None:
         """``gradient`` on the host, perhaps still being copied ([Note: unread gradients]), perhaps never
         ([Note: kept gradients]); None if it has been added to ``p.grad`` already."""
