@@ -230,7 +230,9 @@ class Cycles:
             self._keep_homes()
         elif keys in self._verified:
             if self.timings.learn(keys, segments):
-                if self.timings.wants(keys):  # else they were chosen by times like these, and would be measured again
+                if self.timings.wants(
+                    keys
+                ):  # else they were chosen by times like these, and would be measured again
                     self._homes_chosen.discard(keys)
                 self._replan({keys: self._plans[keys].margin})
             if keys not in self._homes_chosen:

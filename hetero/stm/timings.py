@@ -18,7 +18,7 @@ __all__ = ["Timing", "Timings", "fit_links"]
 
 Keys = tuple[SegmentKey, ...]
 
-_AT_LAST = 3  # iterations timed under the plan that is to stay: medians of so many
+_AT_LAST = 3  # iterations timed under the plan that is to stay; the middle one counts
 _SETTLING = 2  # iterations that are not, after a plan that lets something else live on the device
 
 
@@ -86,7 +86,7 @@ class Timings:
         if state.timing is not None and len(state.rounds) < _AT_LAST:
             return False
         state.is_final = state.timing is not None
-        state.timing = _median(state.rounds, self._links, state.timing, host)
+        state.timing = _middle(state.rounds, self._links, state.timing, host)
         state.rounds = []
         return True
 
@@ -106,25 +106,19 @@ class Timings:
         return (now[1] - seconds) / (now[0] - nbytes) if now[0] > nbytes else 0.0
 
 
-def _median(rounds: Sequence[IterationTimes], probed: Links, before: Timing | None, host: float) -> Timing:
-    """One timing of several rounds."""
-    periods = tuple(
-        tuple(_middle([one.segments[place][row] for one in rounds]) for row in range(len(segment)))
-        for place, segment in enumerate(rounds[-1].segments)
-    )
+def _middle(rounds: Sequence[IterationTimes], probed: Links, before: Timing | None, host: float) -> Timing:
+    """That of several rounds which took the median of own time, as a whole: medians of single periods would add up to
+    less than any round took, because something is late in each. Copies are those of all rounds."""
+    own = [sum(row.seconds for rows in one.segments for row in rows) for one in rounds]
+    one = rounds[own.index(statistics.median_low(own))]
     return Timing(
-        periods=periods,
-        links=fit_links([copy for one in rounds for copy in one.copies], probed),
-        queued=rounds[-1].queued,
+        periods=one.segments,
+        links=fit_links([copy for each in rounds for copy in each.copies], probed),
+        queued=one.queued,
         host_seconds=host or (0.0 if before is None else before.host_seconds),
-        measured_seconds=statistics.median(one.seconds for one in rounds),
-        waited={cause: statistics.median(one.waited[cause] for one in rounds) for cause in Cause},
+        measured_seconds=one.seconds,
+        waited=one.waited,
     )
-
-
-def _middle(rows: Sequence[PeriodTimes]) -> PeriodTimes:
-    """The row of median time."""
-    return sorted(rows, key=lambda row: row.seconds)[len(rows) // 2]
 
 
 def fit_links(copies: Sequence[CopyTime], probed: Links) -> Links:

@@ -154,7 +154,7 @@ def test_plans_are_made_anew_after_the_first_timed_iteration_and_after_three_mor
     assert (timing.periods[0][0].seconds, timing.measured_seconds) == (
         2.0,
         2.0,
-    )  # the median of the last three
+    )  # the middle one of the last three
     assert timing.host_seconds == 0.5  # of a byte, in the last of them
     assert timing.queued == (4,)
     assert not timings.wants(keys)
