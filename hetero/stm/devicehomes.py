@@ -2,10 +2,11 @@
 
 Owns which do, how they come to and go from there, and their step. Which should is the plan's choice
 (`hetero.eviction.device_homes`); they move at a step, and home at once when memory runs short. Invariant: for the user
-nothing is elsewhere: home follows when somebody looks at it, ``p.grad`` likewise, and what cannot be watched is stepped
-at home.
+nothing is elsewhere: home follows when somebody looks at it, ``p.grad`` and states likewise, and what cannot be watched
+is stepped at home.
 """
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -72,14 +73,21 @@ class DeviceHomes:
         self._host_bytes = 0
         self._host_seconds = 0.0
         self.have_moved = False
-        stm.residency.send_home = self.send_home
-        stm.cycles.home_costs = self.costs
-        stm.cycles.timings.host_work = lambda: (self._host_bytes, self._host_seconds)
+        # Weakly: identities keep `stm` where Python's collector cannot see it, and we reach the user's optimizer.
+        me = weakref.ref(self)
+        stm.residency.send_home = lambda nbytes: 0 if (here := me()) is None else here.send_home(nbytes)
+        stm.cycles.home_costs = lambda: {} if (here := me()) is None else here.costs()
+        stm.cycles.timings.host_work = lambda: (0, 0.0) if (here := me()) is None else here.host_work
 
     @property
     def names(self) -> frozenset[str]:
         """Of the parameters that live on the device."""
         return frozenset(tensor.name for tensor in self._here.values())
+
+    @property
+    def host_work(self) -> tuple[int, float]:
+        """Bytes of parameters that the queue's thread has updated, and the seconds it took."""
+        return self._host_bytes, self._host_seconds
 
     def note_seconds(self, nbytes: int, seconds: float) -> None:
         """The queue's thread has updated ``nbytes`` of parameters."""
@@ -130,8 +138,10 @@ class DeviceHomes:
             self._stm.cycles.refuse_device_homes()
         return dict(self._here)
 
-    def run(self, updates: Iterable[DeviceUpdate]) -> None:
-        """Step them. Their states exist."""
+    def run(
+        self, updates: Iterable[DeviceUpdate], note: Callable[[ManagedTensor, ParameterUpdate], None]
+    ) -> None:
+        """Step them, and ``note`` each once it is done: it may have made a state."""
         for item in updates:
             tensor = item.tensor
             gradient = self._stm.gradient_on_device(tensor)
@@ -140,15 +150,25 @@ class DeviceHomes:
                 self.send_home(room)
             if tensor.stays and tensor.data is not None:
                 version = tensor.data._version
-                item.make(tensor.data, gradient).run()
+                update = item.make(tensor.data, gradient)
+                update.run()
                 if tensor.data._version == version:  # fused kernels write without moving it
                     tensor.clean_version -= 1
                 tensor.identity = None  # older graphs reach the parameter by it
             else:  # it had to leave just now
                 del gradient
                 self._stm.before_home_writes([tensor])
-                item.make(tensor.home, cast(torch.Tensor, tensor.parameter.grad)).run()
+                update = item.make(tensor.home, cast(torch.Tensor, tensor.parameter.grad))
+                update.run()
                 tensor.note_write()
+            note(tensor, update)
+
+    def bring_states_home(self) -> None:
+        """Somebody is about to look at them: an alias taken on the device would be stale once they have left it. The
+        next step brings back those that nobody holds."""
+        groups = self._groups()
+        for tensor in self._here.values():
+            self._send_states(tensor, groups)
 
     def send_home(self, nbytes: int) -> int:
         """Memory runs short: free at least ``nbytes``, if there are as many; returns how many."""
@@ -204,10 +224,14 @@ class DeviceHomes:
         self.have_moved = True
         self._stm.residency.move_home(tensor)
         self._stm.gradients.wait(tensor)
+        self._send_states(tensor, groups)
+        self._here.pop(tensor.index, None)
+
+    def _send_states(self, tensor: ManagedTensor, groups: dict[int, _Group]) -> None:
         for state in self._states(tensor, groups):
             if state.device.type != "cpu":
+                self.have_moved = True
                 set_memory(state, state.detach().cpu(), f"a state of {tensor.name}")
-        self._here.pop(tensor.index, None)
 
     def _states(self, tensor: ManagedTensor, groups: dict[int, _Group]) -> list[torch.Tensor]:
         """Those that lie where the parameter does, by the rule of ``Optimizer.load_state_dict``."""

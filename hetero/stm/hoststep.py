@@ -175,9 +175,7 @@ class HostStep:
             self._leave()
             self._abandon()
             self._stm.segments.end_step(complete=complete)
-            if self._stepped_now or self._device_homes.have_moved or not complete:
-                self._device_homes.have_moved = False
-                self._note_states()
+            self._note_moves(always=bool(self._stepped_now) or not complete)
             if complete:
                 self._stepped |= self._stepped_now
         return result
@@ -259,7 +257,13 @@ class HostStep:
         )
         here, self._captured_here = self._captured_here, []
         with plain():
-            self._device_homes.run(here)
+            self._device_homes.run(here, self._note_update)
+
+    def _note_update(self, tensor: ManagedTensor, update: ParameterUpdate) -> None:
+        """One on the device is done. Where nothing was kept so far, it may have made the first state."""
+        if update.new_entry is not None:
+            dict.__setitem__(self._optimizer.state, tensor.parameter, update.new_entry)
+            self._device_homes.have_moved = True
 
     def _leave(self) -> None:
         self._depth = 0
@@ -319,8 +323,17 @@ class HostStep:
             return  # the step itself
         self._stm.finish_updates()
         self._commit()
+        with plain():
+            self._device_homes.bring_states_home()
+        self._note_moves()
         if writes:
             self._stepped.clear()
+
+    def _note_moves(self, *, always: bool = False) -> None:
+        """The books follow states that have gone elsewhere, or, ``always``, may have become others."""
+        if self._device_homes.have_moved or always:
+            self._device_homes.have_moved = False
+            self._note_states()
 
     def _managed(self, optimizer: torch.optim.Optimizer) -> list[ManagedTensor]:
         return [
