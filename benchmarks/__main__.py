@@ -12,6 +12,7 @@ import sys
 NAMES = (
     "overhead",
     "activations",
+    "activations_models",
     "prefetch",
     "host_step",
     "host_bandwidth",

@@ -4,8 +4,8 @@ python -m benchmarks activations
 
 A chain of layers whose saved tensors are far larger than their weights runs forward and backward. Two yardsticks:
 torch's `save_on_cpu` (every saved tensor goes to pinned memory and comes back when it is read), and swapping everything
-beside compute (out on a side stream as soon as it is saved, back a few tensors ahead of backward). hetero gets the
-peak of each as its budget. The weights of the yardsticks stay on the device, and so do their gradients.
+beside compute (`benchmarks.swap_everything`). hetero gets the peak of each as its budget, and its plan's prediction is
+beside what was measured. The weights of the yardsticks stay on the device, and so do their gradients.
 
 Needs the virtual accelerator, because its link can be set. Most of a layer's time is a pause, in which the processor is
 free as it is when a GPU computes (`benchmarks.chain`).
@@ -14,23 +14,21 @@ free as it is when a GPU computes (`benchmarks.chain`).
 import argparse
 import contextlib
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import hetero
 from benchmarks.chain import Pause
 from benchmarks.record import median, write
+from benchmarks.swap_everything import WAYS, Around
 from hetero.cli.placing import choose_device
-from hetero.devices import Accelerator, CopyEngine, HostArena, virtual
+from hetero.devices import virtual
 
 _LATENCY = 10e-6
-_WARM_UP = 3
-_AHEAD = 3
+_WARM_UP = 10  # measured, planned, timed, planned again
 
 
 class Layer(nn.Module):
@@ -46,61 +44,6 @@ class Layer(nn.Module):
         return paused
 
 
-class SwapEverything:
-    """Saved-tensor hooks: each storage out at once beside compute, back ``_AHEAD`` tensors before it is read."""
-
-    def __init__(self, device: torch.device, kept: set[int]) -> None:
-        accelerator = Accelerator(device)
-        self.engine = CopyEngine(accelerator)
-        self.arena = HostArena(accelerator, pin=True)
-        self.kept = kept
-        self.slots: list[Tensor] = []
-        self.entries: list[dict[str, Any]] = []
-        self.leaving: deque[tuple[Tensor, torch.Event]] = deque()
-
-    def pack(self, saved: Tensor) -> Any:
-        if saved.data_ptr() in self.kept or not saved.is_contiguous():
-            return saved
-        place = len(self.entries)
-        if place == len(self.slots):
-            self.slots.append(self.arena.empty_strided(tuple(saved.shape), saved.stride(), saved.dtype))
-        event = self.engine.download(saved.detach(), self.slots[place])
-        self.leaving.append((saved.detach(), event))
-        while self.leaving and (len(self.leaving) > _AHEAD or self.leaving[0][1].query()):
-            self._let_go()
-        self.entries.append({"shape": saved.shape, "dtype": saved.dtype, "copy": None, "event": None})
-        return place
-
-    def unpack(self, packed: Any) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        while self.leaving:
-            self._let_go()
-        for place in range(packed, max(-1, packed - _AHEAD - 1), -1):
-            entry = self.entries[place]
-            if entry["copy"] is None and entry["shape"] is not None:
-                entry["copy"] = torch.empty(
-                    entry["shape"], dtype=entry["dtype"], device=self.engine.accelerator.device
-                )
-                entry["event"] = self.engine.upload(self.slots[place], entry["copy"])
-        entry = self.entries[packed]
-        self.engine.compute_after_upload(entry["event"])
-        copy: Tensor = entry["copy"]
-        entry["copy"] = entry["shape"] = None
-        return copy
-
-    def _let_go(self) -> None:
-        memory, event = self.leaving.popleft()
-        self.engine.free_after_download(event)
-        del memory  # not before
-
-    @contextlib.contextmanager
-    def around(self) -> Any:
-        self.entries.clear()
-        with saved_tensors_hooks(self.pack, self.unpack):
-            yield
-
-
 class Job:
     """The same step again and again."""
 
@@ -111,7 +54,7 @@ class Job:
         self.model = nn.Sequential(*layers)
         self.batch = torch.randn(arguments.rows, arguments.width)
 
-    def step(self, around: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+    def step(self, around: Around) -> None:
         with around():
             out = self.model(self.batch.to(self.device))
         out.backward(torch.ones_like(out))
@@ -120,15 +63,15 @@ class Job:
             parameter.grad = None
 
     def unmanaged(
-        self, steps: int, way: Callable[["Job"], Callable[[], contextlib.AbstractContextManager[Any]]]
+        self, steps: int, way: Callable[[torch.device, nn.Module], Around]
     ) -> tuple[list[float], int]:
         """Seconds of each step, and the peak above what was in use before."""
         before = torch.accelerator.memory_allocated()
         self.model.to(self.device)
-        around = way(self)
+        around = way(self.device, self.model)
         self.step(around)
         torch.accelerator.reset_peak_memory_stats()
-        seconds = _timed(lambda: self.step(around), steps)
+        seconds = timed(lambda: self.step(around), steps)
         peak = torch.accelerator.max_memory_allocated() - before
         self.model.to("cpu")
         return seconds, peak
@@ -140,7 +83,7 @@ class Job:
             for _ in range(_WARM_UP):
                 self.step(contextlib.nullcontext)
             began = manager.stats
-            seconds = _timed(lambda: self.step(contextlib.nullcontext), steps)
+            seconds = timed(lambda: self.step(contextlib.nullcontext), steps)
             ended = manager.stats
             peak = torch.accelerator.max_memory_allocated() - before
             assert peak <= budget
@@ -152,7 +95,7 @@ class Job:
         }
 
 
-def _timed(step: Callable[[], None], count: int) -> list[float]:
+def timed(step: Callable[[], None], count: int) -> list[float]:
     seconds = []
     for _ in range(count):
         begin = time.perf_counter()
@@ -160,18 +103,6 @@ def _timed(step: Callable[[], None], count: int) -> list[float]:
         torch.accelerator.synchronize()
         seconds.append(time.perf_counter() - begin)
     return seconds
-
-
-def _ways() -> dict[str, Any]:
-    return {
-        "unmanaged": lambda job: contextlib.nullcontext,
-        "save_on_cpu": lambda job: lambda: save_on_cpu(pin_memory=True, device_type=job.device.type),
-        "swap_everything": lambda job: (
-            SwapEverything(
-                job.device, {p.data_ptr() for p in job.model.parameters()}
-            ).around
-        ),
-    }  # fmt: skip
 
 
 def main() -> None:
@@ -198,7 +129,7 @@ def _measure(job: Job, arguments: argparse.Namespace) -> dict[str, Any]:
     peaks: dict[str, int] = {}
     facts: dict[str, list[dict[str, Any]]] = {}
     for _ in range(arguments.rounds):
-        for name, way in _ways().items():
+        for name, way in WAYS.items():
             times, peak = job.unmanaged(arguments.steps, way)
             seconds.setdefault(name, []).extend(times)
             # The same budget in every round: a yardstick whose copies are late may need a little more in one.

@@ -17,9 +17,11 @@ not used: it makes the time of reuse, and so the peak, depend on timing. Each wa
 * HOST_AFTER_UP        the host overwrites a source only after the up stream has read it.
 """
 
+import contextlib
 import enum
 import functools
 from types import ModuleType
+from typing import Protocol
 
 import torch
 
@@ -39,6 +41,17 @@ class Wait(enum.Enum):
     HOST_AFTER_UP = enum.auto()
 
 
+class CopyMeter(Protocol):
+    """Measures copies while it ``is_clocked`` (`hetero.msc.MemStatsCollector`)."""
+
+    @property
+    def is_clocked(self) -> bool: ...
+
+    def waiting_for_copy(self, *, is_upload: bool) -> contextlib.AbstractContextManager[None]: ...
+
+    def note_copy(self, nbytes: int, begin: torch.Event, end: torch.Event, *, is_upload: bool) -> None: ...
+
+
 class CopyEngine:
     """Two side streams, up (host to device) and down, and the copies queued on them."""
 
@@ -46,6 +59,8 @@ class CopyEngine:
         self.accelerator = accelerator
         self._up = torch.Stream(device=accelerator.device)
         self._down = torch.Stream(device=accelerator.device)
+        # Who wants to know how long copies take, and how long they are waited for; see `CopyMeter`.
+        self.meter: CopyMeter | None = None
         # Test-only: waits left out, to show that the race detector misses none of them.
         self.left_out: frozenset[Wait] = frozenset()
 
@@ -73,12 +88,12 @@ class CopyEngine:
     def compute_after_upload(self, event: torch.Event) -> None:
         """What compute queues from now on sees the uploaded copy."""
         if Wait.COMPUTE_AFTER_UP not in self.left_out:
-            self.accelerator.compute_stream().wait_event(event)
+            self._hold_compute(event, is_upload=True)
 
     def free_after_download(self, event: torch.Event) -> None:
         """The source of a download may be dropped: compute reuses its memory only after the copy."""
         if Wait.FREE_AFTER_DOWN not in self.left_out:
-            self.accelerator.compute_stream().wait_event(event)
+            self._hold_compute(event, is_upload=False)
 
     def host_after_download(self, event: torch.Event, destination: torch.Tensor | None = None) -> None:
         """Block the host until what came down can be read there."""
@@ -103,10 +118,27 @@ class CopyEngine:
         event.record(stream)
         return event
 
+    def _hold_compute(self, event: torch.Event, *, is_upload: bool) -> None:
+        stream, meter = self.accelerator.compute_stream(), self.meter
+        if meter is None or not meter.is_clocked:
+            stream.wait_event(event)
+        else:
+            with meter.waiting_for_copy(is_upload=is_upload):
+                stream.wait_event(event)
+
     def _copy(self, stream: torch.Stream, source: torch.Tensor, destination: torch.Tensor) -> torch.Event:
+        meter = self.meter
+        if meter is None or not meter.is_clocked:
+            with torch.no_grad(), stream:
+                destination.copy_(source, non_blocking=True)
+            return self._mark(stream)
+        begin, end = (torch.Event(device=self.accelerator.device, enable_timing=True) for _ in range(2))
+        begin.record(stream)
         with torch.no_grad(), stream:
             destination.copy_(source, non_blocking=True)
-        return self._mark(stream)
+        end.record(stream)
+        meter.note_copy(source.nbytes, begin, end, is_upload=stream is self._up)
+        return end
 
     @functools.cached_property
     def _virtual(self) -> ModuleType | None:

@@ -13,7 +13,9 @@ from hetero.eviction.model import (
     Moment,
     Policy,
     Schedule,
+    Send,
     Trace,
+    Updates,
 )
 from hetero.eviction.planner import plan
 from hetero.eviction.policies import resolve_policy
@@ -29,8 +31,10 @@ __all__ = [
     "Moment",
     "Policy",
     "Schedule",
+    "Send",
     "Simulation",
     "Trace",
+    "Updates",
     "check",
     "choose_device_homes",
     "compete",

@@ -94,6 +94,8 @@ def _seconds(
     sizes: Sequence[int],
 ) -> float:
     """The iteration: copies as simulated, and the next forward held up by updates that are not done in time."""
+    if trace.updates is not None:  # the simulation knows of them, and of gradients
+        return schedule.predicted_seconds
     begins: dict[int, float] = {}
     clock = 0.0
     for moment in trace.moments:

@@ -26,7 +26,9 @@ __all__ = [
     "Moment",
     "Policy",
     "Schedule",
+    "Send",
     "Trace",
+    "Updates",
 ]
 
 
@@ -55,6 +57,27 @@ def _capacity_error(moment: int, needed: int, capacity: int) -> CapacityError:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Send:
+    """``nbytes`` go home, ``seconds`` after an operator has begun: the gradient of ``tensor``."""
+
+    tensor: int
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Updates:
+    """What the host does to tensors at home, one after another: ``seconds[i]`` for ``tensors[i]``, whose gradient
+    has to be there. They are queued at moment ``queued``, and done before moment ``finished`` is reached again; a
+    tensor that has not been updated cannot be fetched."""
+
+    tensors: tuple[int, ...]
+    seconds: tuple[float, ...]
+    queued: int
+    finished: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
     """A sampling moment (before an operator) and the period that follows it.
 
@@ -64,6 +87,7 @@ class Moment:
     ``dirties``: operands whose device copy the operator writes; evicting them later costs a write back.
     ``invalidates``: tensors whose device copies become worthless here, before the operator.
     ``produces``: operands that come into being here, on the device, and need no fetch: they have no copy before.
+    ``sends``: gradients that go home, in the order of their times.
     """
 
     operands: tuple[int, ...]
@@ -72,6 +96,7 @@ class Moment:
     dirties: tuple[int, ...] = ()
     invalidates: tuple[int, ...] = ()
     produces: tuple[int, ...] = ()
+    sends: tuple[Send, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,12 +104,15 @@ class Trace:
     """One iteration. ``sizes[i]`` is the bytes of tensor ``i``'s device copy.
 
     ``cyclic``: the iteration repeats, and what is resident at its end is resident at the start of the next.
-    Otherwise it starts with nothing resident. Raises `PlanError` naming the first field that makes no sense.
+    Otherwise it starts with nothing resident. ``sending_bytes``: of gradients that may be on their way at once.
+    ``updates``: None if nothing is known of them. Raises `PlanError` naming the first field that makes no sense.
     """
 
     sizes: tuple[int, ...]
     moments: tuple[Moment, ...]
     cyclic: bool = True
+    sending_bytes: int = 0
+    updates: Updates | None = None
 
     def __post_init__(self) -> None:
         if any(size < 0 for size in self.sizes):

@@ -4,13 +4,16 @@ Owns the timing model. Operators run one after another. Each direction of the li
 time, first come first served. A fetch may start once its moment is reached and, if the same tensor is being
 written back, once that has ended. An operator waits for its operands. A written-back copy occupies memory
 until the transfer has ended; a moment waits for the oldest write backs only as long as its capacity demands
-it. It assumes a valid schedule.
+it. Gradients go home by the same link, in the middle of a period, and are waited for when too many are on their way.
+The host updates one tensor after another, each when its gradient is there; a tensor that waits for its update is
+fetched when that is done, and fetches that could start meanwhile go first. It assumes a valid schedule.
 """
 
+import heapq
 from collections import deque
 from dataclasses import dataclass
 
-from hetero.eviction.model import Links, Schedule, Trace
+from hetero.eviction.model import Links, Moment, Schedule, Trace, Updates
 
 __all__ = ["Simulation", "simulate"]
 
@@ -21,14 +24,15 @@ _MOST_ITERATIONS = 8  # a cyclic schedule settles in two or three; a link that l
 class Simulation:
     """One steady-state iteration (the first, if the trace is not cyclic).
 
-    ``stall_seconds[t]``: time that the operator of moment ``t`` waited for transfers. ``model_bytes[t]``:
-    copies resident, on their way, or not yet written back when it ran.
+    ``host_seconds``: of the host's updates. ``stall_seconds[t]``: time that the operator of moment ``t`` waited, or
+    the host for its sake. ``model_bytes[t]``: copies resident, on their way, or not yet written back when it ran.
     """
 
     step_seconds: float
     compute_seconds: float
     h2d_seconds: float
     d2h_seconds: float
+    host_seconds: float
     stall_seconds: tuple[float, ...]
     model_bytes: tuple[int, ...]
     leaving_bytes: tuple[int, ...]
@@ -40,7 +44,7 @@ class Simulation:
     @property
     def bound_seconds(self) -> float:
         """No overlap, however perfect, makes these bytes and operators faster than this."""
-        return max(self.compute_seconds, self.h2d_seconds, self.d2h_seconds)
+        return max(self.compute_seconds, self.h2d_seconds, self.d2h_seconds, self.host_seconds)
 
 
 def simulate(trace: Trace, schedule: Schedule, links: Links) -> Simulation:
@@ -69,16 +73,30 @@ class _Run:
         self.dirty: set[int] = set()
         self.leaving: deque[tuple[float, int]] = deque()
         self.leaving_bytes = 0
+        self.sending: deque[tuple[float, int]] = deque()
+        self.sending_bytes = 0
+        self.landed: dict[int, float] = {}  # when gradients were home
+        self.updated: dict[int, float] = {}
+        self.host_free = 0.0
+        self.ordered: list[tuple[float, int, int]] = []  # fetches of what is not updated yet: when it will be
+        self.on_order: set[int] = set()
 
     def iteration(self) -> Simulation:
         began = self.clock
         down = up = compute = 0.0
+        updates = self.trace.updates
+        host = 0.0 if updates is None else sum(updates.seconds)
         stalls: list[float] = []
         held: list[int] = []
         leaving: list[int] = []
         arrival = self.arrival
-        for moment, actions in zip(self.trace.moments, self.schedule.actions, strict=True):
+        for now, (moment, actions) in enumerate(zip(self.trace.moments, self.schedule.actions, strict=True)):
             reached = self.clock
+            if updates is not None:
+                if now == updates.finished:
+                    self.clock = max(reached, self.host_free)
+                if now == updates.queued:
+                    self._update(updates)
             if moment.invalidates:
                 self._invalidate(moment.invalidates)
             if actions.evict:
@@ -97,6 +115,8 @@ class _Run:
             if actions.fetch:
                 down += self._fetch(actions.fetch)
             start = self.clock
+            if self.on_order:
+                self._release_for(moment.operands)
             if arrival:
                 for x in moment.operands:
                     if x in arrival:
@@ -104,22 +124,68 @@ class _Run:
                         start = arrived if arrived > start else start
             stalls.append(start - reached)
             held.append(self.resident + self.leaving_bytes)
-            self.clock = start + moment.seconds
+            if moment.sends:
+                up += self._send(moment, start)
+                stalls[-1] += self.clock - start - moment.seconds
+            else:
+                self.clock = start + moment.seconds
             compute += moment.seconds
             if moment.dirties:
                 self.dirty.update(moment.dirties)
         # While a backlog is still growing or draining, one iteration alone may be shorter than the steady
         # state.
-        step = max(self.clock - began, compute, down, up) if self.trace.cyclic else self.clock - began
+        step = max(self.clock - began, compute, down, up, host) if self.trace.cyclic else self.clock - began
         return Simulation(
             step_seconds=step,
             compute_seconds=compute,
             h2d_seconds=down,
             d2h_seconds=up,
+            host_seconds=host,
             stall_seconds=tuple(stalls),
             model_bytes=tuple(held),
             leaving_bytes=tuple(leaving),
         )
+
+    def _update(self, updates: Updates) -> None:
+        """The host begins to update what it was given, in order."""
+        free = max(self.host_free, self.clock)
+        for x, seconds in zip(updates.tensors, updates.seconds, strict=True):
+            free = max(free, self.landed.get(x, 0.0)) + seconds
+            self.updated[x] = free
+        self.host_free = free
+
+    def _send(self, moment: Moment, start: float) -> float:
+        """Run the operator, sending gradients home on the way; returns how long these keep the link busy."""
+        busy = run = 0.0
+        self.clock = start
+        for send in moment.sends:
+            self.clock += send.seconds - run
+            run = send.seconds
+            seconds = self.links.latency + send.nbytes / self.links.d2h_bandwidth
+            self.up_free = self.landed[send.tensor] = max(self.up_free, self.clock) + seconds
+            busy += seconds
+            self.sending.append((self.up_free, send.nbytes))
+            self.sending_bytes += send.nbytes
+            while self.sending and (
+                self.sending[0][0] <= self.clock or self.sending_bytes > self.trace.sending_bytes
+            ):
+                landed, nbytes = self.sending.popleft()
+                self.clock = max(self.clock, landed)
+                self.sending_bytes -= nbytes
+        self.clock += moment.seconds - run
+        return busy
+
+    def _release_for(self, operands: tuple[int, ...]) -> None:
+        """Place the fetches on the link that could start by now, and those of ``operands``."""
+        wanted = self.on_order.intersection(operands)
+        while self.ordered and (wanted or self.ordered[0][0] <= self.clock):
+            ready, _, x = heapq.heappop(self.ordered)
+            if x not in self.on_order:
+                continue
+            self.on_order.discard(x)
+            wanted.discard(x)
+            seconds = self.links.latency + self.trace.sizes[x] / self.links.h2d_bandwidth
+            self.down_free = self.arrival[x] = max(self.down_free, ready) + seconds
 
     def _invalidate(self, tensors: tuple[int, ...]) -> None:
         for x in tensors:
@@ -128,6 +194,7 @@ class _Run:
                 self.present.discard(x)
                 self.resident -= self.trace.sizes[x]
                 self.arrival.pop(x, None)
+                self.on_order.discard(x)
 
     def _evict(self, tensors: tuple[int, ...]) -> float:
         busy = 0.0
@@ -136,6 +203,7 @@ class _Run:
             self.present.discard(x)
             self.resident -= nbytes
             self.arrival.pop(x, None)
+            self.on_order.discard(x)
             if x not in self.dirty:
                 continue
             self.dirty.discard(x)
@@ -162,9 +230,16 @@ class _Run:
         busy = 0.0
         latency, bandwidth = self.links.latency, self.links.h2d_bandwidth
         sizes, saved = self.trace.sizes, self.saved
+        if self.on_order:
+            self._release_for(())
         free = max(self.down_free, self.clock)
         for x in tensors:
             seconds = latency + sizes[x] / bandwidth
+            if self.updated.get(x, 0.0) > self.clock:
+                self.on_order.add(x)
+                heapq.heappush(self.ordered, (self.updated[x], len(self.ordered), x))
+                busy += seconds
+                continue
             if x in saved:  # home is current only once the write back has ended
                 free = max(free, saved.pop(x))
             free += seconds

@@ -4,17 +4,26 @@ A *sampling moment* is the instant before an operator, before any layout change;
 them (Gemini). The collector measures and remembers; it changes no layout.
 """
 
-from hetero.msc.collector import MemStatsCollector, Segment, period_stats
+from hetero.msc.collector import Copy, MemStatsCollector, Segment, period_stats
 from hetero.msc.peaks import PeakKeeper
-from hetero.msc.periods import Period, PeriodStats, Phase, SegmentKey
+from hetero.msc.periods import Cause, Gradient, Period, PeriodStats, Phase, SegmentKey, Wait
+from hetero.msc.timing import CopyTime, IterationTimes, PeriodTimes, read_times
 
 __all__ = [
+    "Cause",
+    "Copy",
+    "CopyTime",
+    "Gradient",
+    "IterationTimes",
     "MemStatsCollector",
     "PeakKeeper",
     "Period",
     "PeriodStats",
+    "PeriodTimes",
     "Phase",
     "Segment",
     "SegmentKey",
+    "Wait",
     "period_stats",
+    "read_times",
 ]

@@ -15,9 +15,9 @@ import torch
 
 from hetero.devices import Accelerator, host_memory_used
 from hetero.msc.peaks import PeakKeeper
-from hetero.msc.periods import Period, PeriodStats, SegmentKey
+from hetero.msc.periods import Cause, Gradient, Period, PeriodStats, SegmentKey, Wait
 
-__all__ = ["MemStatsCollector", "ModelBytes", "Segment", "period_stats"]
+__all__ = ["Copy", "MemStatsCollector", "ModelBytes", "Segment", "period_stats"]
 
 
 class ModelBytes(Protocol):
@@ -34,14 +34,33 @@ class ModelBytes(Protocol):
         """Of the two above, saved tensors: on the device and on the host."""
 
 
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One transfer, between two events on its stream."""
+
+    is_upload: bool
+    nbytes: int
+    begin: torch.Event
+    end: torch.Event
+
+
 @dataclass(slots=True)
 class Segment:
-    """One forward, backward or step, as it happened. ``complete`` stays False if it was left by an exception."""
+    """One forward, backward or step, as it happened. ``complete`` stays False if it was left by an exception.
+
+    ``sampled``: its memory was measured, period by period, which takes time. ``timed``: it was not, and its periods'
+    times were, from ``opened`` to ``closed``; so were its ``copies``.
+    """
 
     key: SegmentKey
     sampled: bool
     complete: bool = False
     periods: list[Period] = field(default_factory=list)
+    timed: bool = False
+    opened: torch.Event | None = None
+    closed: torch.Event | None = None
+    copies: list[Copy] = field(default_factory=list)
+    queued: tuple[int, ...] = ()  # parameters whose updates were left to be done later, in order
 
 
 class MemStatsCollector:
@@ -54,6 +73,7 @@ class MemStatsCollector:
         self._segment: Segment | None = None
         self._period = Period(operands=())
         self._relieving = False
+        self._is_clocked = False
         self._model_base = 0  # model data on the device since the period began, or was relieved
         self.total = Period(operands=())  # sums over the manager's life
         self.largest_growth = 0
@@ -63,12 +83,20 @@ class MemStatsCollector:
         """The current segment's memory is being measured."""
         return self._segment is not None and self._segment.sampled
 
-    def begin_segment(self, key: SegmentKey, *, sample: bool) -> Segment:
+    @property
+    def is_clocked(self) -> bool:
+        """The times of the current segment's periods are being measured."""
+        return self._is_clocked
+
+    def begin_segment(self, key: SegmentKey, *, sample: bool, time: bool = False) -> Segment:
         """What follows belongs to a new segment. Its first period has no operands."""
         assert self._segment is None, "the segment before has not been ended"
-        self._segment = Segment(key, sample)
+        self._segment = Segment(key, sample, timed=time and not sample)
+        self._is_clocked = sample or time
         if sample:
             self.peaks.begin()
+        elif time:
+            self._segment.opened = self._event()
         else:
             # Nobody asks for the single periods of an iteration that is not measured: one for all of them.
             self._segment.periods.append(self._period)
@@ -81,9 +109,12 @@ class MemStatsCollector:
             return
         self._close_period()
         self._segment = None
+        self._is_clocked = False
         self._period = Period(operands=())
         if segment.sampled:
             self.peaks.end()
+        elif segment.timed:
+            segment.closed = self._event()
 
     def moment(
         self,
@@ -97,7 +128,7 @@ class MemStatsCollector:
         ``held``, ``held_saved``: what cannot leave during this period although the operator does not name it.
         """
         segment = self._segment
-        if segment is None or not segment.sampled:
+        if segment is None or not (segment.sampled or segment.timed):
             return
         self._close_period()
         self._period = Period(operands=operands, held=held, name=name, held_saved=held_saved)
@@ -114,6 +145,41 @@ class MemStatsCollector:
             period.host_model_bytes -= on_host
             period.begin = self._event()
             period.used_bytes = self._accelerator.used_bytes()
+        elif segment is not None and segment.timed:
+            self._period.begin = self._event()
+
+    @contextlib.contextmanager
+    def waiting(self, cause: Cause) -> Iterator[None]:
+        """Around what makes compute wait, or the host for compute's sake; while `is_clocked`."""
+        period = self._period
+        before = self._event()
+        yield
+        period.waits.append(Wait(cause, before, self._event(), period.begin is not None))
+
+    def waiting_for_copy(self, *, is_upload: bool) -> contextlib.AbstractContextManager[None]:
+        """As `waiting`, for one that comes, or one that leaves."""
+        return self.waiting(Cause.UP if is_upload else Cause.DOWN)
+
+    def waiting_for_host(self) -> contextlib.AbstractContextManager[None]:
+        """As `waiting`, for a parameter's update; nothing while not `is_clocked`."""
+        return self.waiting(Cause.HOST) if self._is_clocked else contextlib.nullcontext()
+
+    def note_gradient(self, index: int, nbytes: int) -> None:
+        """A parameter's gradient is complete on the device and about to go home."""
+        if self._is_clocked:
+            period = self._period
+            period.gradients.append(Gradient(index, nbytes, self._event(), len(period.waits)))
+
+    def note_queued(self, indices: tuple[int, ...]) -> None:
+        """The updates of these parameters are done later, in this order."""
+        if self._segment is not None:
+            self._segment.queued = indices
+
+    def note_copy(self, nbytes: int, begin: torch.Event, end: torch.Event, *, is_upload: bool) -> None:
+        """A transfer was queued between these events, while `is_clocked`."""
+        segment = self._segment
+        if segment is not None and segment.timed:
+            segment.copies.append(Copy(is_upload, nbytes, begin, end))
 
     @contextlib.contextmanager
     def evicting(self, *, for_operator: bool) -> Iterator[None]:
@@ -132,7 +198,8 @@ class MemStatsCollector:
             self._relieving = False
         if self.is_sampling and period.begin is not None:
             self.peaks.next_period()  # what was there before is no peak of what follows
-        self._model_base = self._model_bytes.device_bytes
+        # The period's own records are no model data before it ends: as many as there are now would be forgotten.
+        self._model_base = self._model_bytes.device_bytes - self._own_bytes()
 
     def count_fetch(self, nbytes: int) -> None:
         """A copy to the device was started."""
@@ -209,6 +276,11 @@ class MemStatsCollector:
         self._read_peak(period)
         period.host_bytes = host_memory_used()
         self.largest_growth = max(self.largest_growth, period.peak_bytes - period.used_bytes)
+
+    def _own_bytes(self) -> int:
+        """Of the records that the period has saved so far. One that was shed counts as well: then it is guarded."""
+        period = self._period
+        return sum(nbytes for key, nbytes in period.saved if key not in period.dropped)
 
     def _read_peak(self, period: Period) -> None:
         peak = self.peaks.next_period()

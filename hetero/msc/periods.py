@@ -1,6 +1,10 @@
 """The period: what happened between two sampling moments.
 
 Owns the two records of it: `Period`, filled while it runs, and `PeriodStats`, the frozen one users see.
+
+[Note: own time]
+A period's own time is what it would take if nothing had to be waited for: the time between two events on the compute
+stream, without that between the events around each wait in between. The plan's simulation adds waits of its own.
 """
 
 import dataclasses
@@ -10,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-__all__ = ["Period", "PeriodStats", "Phase", "SegmentKey"]
+__all__ = ["Cause", "Gradient", "Period", "PeriodStats", "Phase", "SegmentKey", "Wait"]
 
 
 class Phase(enum.StrEnum):
@@ -19,6 +23,38 @@ class Phase(enum.StrEnum):
     FORWARD = "forward"
     BACKWARD = "backward"
     STEP = "step"
+
+
+class Cause(enum.StrEnum):
+    """What compute waits for."""
+
+    UP = "up"  # a copy that comes
+    DOWN = "down"  # memory of a copy that leaves
+    HOST = "host"  # a parameter's update
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Compute waited, between two events on its stream. ``within``: the operator had begun."""
+
+    cause: Cause
+    before: torch.Event
+    after: torch.Event
+    within: bool
+
+    @property
+    def seconds(self) -> float:
+        return max(0.0, self.before.elapsed_time(self.after) / 1e3)
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """Parameter ``index`` got its gradient on the device, and sent ``nbytes`` home; after ``waits`` waits."""
+
+    index: int
+    nbytes: int
+    event: torch.Event
+    waits: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +77,9 @@ class Period:
     ``used_bytes``: on the device when the operator began, ``peak_bytes``: at most until the period's end;
     ``non_model_bytes``: at most of what is no model data. ``relieved``: it ran out of memory until copies were
     evicted in its middle; ``lost_own``: among them what it had saved itself.
+
+    ``seconds``: its own time ([Note: own time]). ``waits`` and ``gradients``: in the order in which they came;
+    ``sends``: of each gradient parameter, bytes and seconds of own time until then, once settled.
 
     Saved tensors go by (which forward, which record of it): ``saved`` with their bytes, ``used`` by backward and
     ``dropped`` within the period, ``held_saved`` by somebody else when it began.
@@ -73,6 +112,9 @@ class Period:
     used: list[tuple[int, int]] = field(default_factory=list)
     dropped: list[tuple[int, int]] = field(default_factory=list)
     held_saved: tuple[tuple[int, int], ...] = ()
+    waits: list[Wait] = field(default_factory=list)
+    gradients: list[Gradient] = field(default_factory=list)
+    sends: tuple[tuple[int, int, float], ...] = ()
 
     @property
     def label(self) -> str:
@@ -88,8 +130,26 @@ class Period:
         """Turn the events into seconds; waits for the device to reach the period's end."""
         if self.begin is not None and self.end is not None:
             self.end.synchronize()
-            self.seconds = self.begin.elapsed_time(self.end) / 1e3
+            self.read_times(self.end)
         self.begin = self.end = None
+        self.waits, self.gradients = [], []
+
+    def read_times(self, end: torch.Event, *, after: "Period | None" = None) -> None:
+        """Own time from ``begin`` to ``end``, which the device has reached. ``after``: the period that begins there;
+        what its operands were waited for is no time of this one's."""
+        assert self.begin is not None
+        waits = [wait for wait in self.waits if wait.within]
+        within = [wait.seconds for wait in waits]
+        before = 0.0 if after is None else sum(wait.seconds for wait in after.waits if not wait.within)
+        self.seconds = max(0.0, self.begin.elapsed_time(end) / 1e3 - sum(within) - before)
+        skipped = len(self.waits) - len(waits)
+        self.sends = tuple(
+            (g.index, g.nbytes, self._own(g.event, sum(within[: g.waits - skipped]))) for g in self.gradients
+        )
+
+    def _own(self, event: torch.Event, waited: float) -> float:
+        assert self.begin is not None
+        return min(self.seconds, max(0.0, self.begin.elapsed_time(event) / 1e3 - waited))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,7 +38,7 @@ class TimeBounds:
 
 def bound_times(stm: StatefulTensorMgr, plan: CyclePlan) -> TimeBounds:
     """Of the iteration that ``plan`` is for."""
-    links, costs = stm.cycles.links, stm.cycles.home_costs()
+    links, costs = stm.cycles.timings.links(plan.keys), stm.cycles.home_costs()
     at_home = [t for t in stm.tensors if t.index not in set(plan.device_homes) and t.parameter.requires_grad]
     return TimeBounds(
         operators=sum(moment.seconds for moment in plan.trace.moments),

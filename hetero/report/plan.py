@@ -60,7 +60,8 @@ class Plan:
         host_kernels: of each of the optimizer's groups, how many of the parameters at home torch's fused kernels
             step, how many whatever else the group says, and whether the choice was ours, ``fused`` and ``foreach``
             being None.
-        predicted_seconds: simulated time of the iteration without the optimizer's step.
+        predicted_seconds: simulated time of the iteration, updates on the host included, by times measured where such
+            a plan was followed (before that, by those of the first iterations).
         lower_bounds: what no schedule is faster than, by what would hold it up; ``seconds`` is the slowest of them.
         moments: what moves when.
     """

@@ -22,15 +22,16 @@ __all__ = ["Cycles", "Place"]
 class Place:
     """Where a segment lies in a plan, and whether to measure it.
 
-    ``missing``: what the plan expects to be resident and may not be, because something else ran before.
-    ``guarded``: it may need more memory than is left beside what is resident (`hetero.stm.guard`). ``number``: of
-    segments before it in its iteration.
+    ``missing``: what the plan expects to be resident and may not be, because something else ran before. ``time``:
+    measure its times instead (`hetero.stm.timings`). ``guarded``: it may need more memory than is left beside what is
+    resident (`hetero.stm.guard`). ``number``: of segments before it in its iteration.
     """
 
     plan: CyclePlan | None
     begin: int = 0
     end: int = 0
     sample: bool
+    time: bool = False
     guarded: bool
     missing: tuple[int, ...] = ()
     number: int
@@ -72,7 +73,6 @@ class Cycles:
         self._budget = budget
         self._warmup_bytes = warmup_bytes
         self._warmup_steps = warmup_steps
-        self.links = links
         self._planner = PlanMaker(
             tensors,
             budget=budget,
@@ -82,6 +82,7 @@ class Cycles:
             fixed_bytes=fixed_bytes,
             host_room=host_room,
         )
+        self.timings = self._planner.timings
         self._headroom = headroom
         self._activation_bytes = activation_bytes
         self._ends_with_backward = ends_with_backward
@@ -127,6 +128,7 @@ class Cycles:
             begin=plan.bounds[place],
             end=plan.bounds[place + 1],
             sample=not sampled or plan.keys not in self._verified,
+            time=plan.keys in self._verified and self.timings.wants(plan.keys),
             missing=tuple(x for x in plan.schedule.start if x < len(self._tensors)) if place == 0 else (),
             number=place,
             guarded=history.has_left_plan or plan.guarded[place],
@@ -237,8 +239,15 @@ class Cycles:
                 self._most_home_bytes = (0 if plan is None else plan.home_bytes) // 2
             self._has_lost_homes = self._has_refused_homes = False
             self._keep_homes()
-        elif keys in self._verified and keys not in self._homes_chosen:
-            self._choose_homes(keys)
+        elif keys in self._verified:
+            if self.timings.learn(keys, segments):
+                if self.timings.wants(
+                    keys
+                ):  # else they were chosen by times like these, and would be measured again
+                    self._homes_chosen.discard(keys)
+                self._replan({keys: self._plans[keys].margin})
+            if keys not in self._homes_chosen:
+                self._choose_homes(keys)
 
     def _measure_again(self, keys: tuple[SegmentKey, ...]) -> None:
         """Iterations with these keys are no longer what they were: forget them at the 1st, 2nd, 4th, 8th ... that
@@ -249,6 +258,7 @@ class Cycles:
             if plan is self.last_plan:
                 self.last_plan = None
             self._verified.discard(keys)
+            self.timings.forget(keys)
             for key in keys:
                 self._samples.pop(key, None)
 
@@ -290,7 +300,7 @@ class Cycles:
             costs,
             [tensor.device_nbytes for tensor in self._tensors],
             most_bytes=min(self._most_home_bytes, self._budget - plan.margin),
-            links=self.links,
+            links=self.timings.links(keys),
             plan=planned,
         )
         # Each kind of iteration has its own best number; all of them have to live with the least.
@@ -309,6 +319,8 @@ class Cycles:
     def _set_homes(self, homes: tuple[int, ...]) -> None:
         if homes != self.device_homes:
             self.device_homes = homes
+            for keys in self._plans:
+                self.timings.note_moved(keys)
             self._replan({keys: plan.margin for keys, plan in self._plans.items()})
 
     def _replan(self, margins: dict[tuple[SegmentKey, ...], int]) -> None:

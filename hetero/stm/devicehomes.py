@@ -77,11 +77,17 @@ class DeviceHomes:
         me = weakref.ref(self)
         stm.residency.send_home = lambda nbytes: 0 if (here := me()) is None else here.send_home(nbytes)
         stm.cycles.home_costs = lambda: {} if (here := me()) is None else here.costs()
+        stm.cycles.timings.host_work = lambda: (0, 0.0) if (here := me()) is None else here.host_work
 
     @property
     def names(self) -> frozenset[str]:
         """Of the parameters that live on the device."""
         return frozenset(tensor.name for tensor in self._here.values())
+
+    @property
+    def host_work(self) -> tuple[int, float]:
+        """Bytes of parameters that the queue's thread has updated, and the seconds it took."""
+        return self._host_bytes, self._host_seconds
 
     def note_seconds(self, nbytes: int, seconds: float) -> None:
         """The queue's thread has updated ``nbytes`` of parameters."""

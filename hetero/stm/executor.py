@@ -100,7 +100,7 @@ class Executor:
             self._activations.follow((), ())
         else:
             self._activations.follow(place.plan.activations[place.number], place.plan.trace.sizes)
-        self._segment = self._collector.begin_segment(key, sample=place.sample)
+        self._segment = self._collector.begin_segment(key, sample=place.sample, time=place.time)
         self._drift = self._measure_drift(self._position)
         # Before anything is known, a gradient is handed over at once: what is measured is then the operator's
         # own memory. Afterwards copies may overlap, within what the plan reserved for them.
@@ -118,11 +118,14 @@ class Executor:
     def before_operator(self, operands: list[ManagedTensor], name: object) -> None:
         """The pre-op sampling moment: measure, then change the layout as planned, then make operands resident."""
         self._activations.settle()
+        collector = self._collector
         if self._is_in_place(operands):
             self._position += 1
+            if collector.is_clocked:
+                collector.moment(name, ())
+                collector.operands_ready()
             return
         indices = tuple([tensor.index for tensor in operands])
-        collector = self._collector
         if collector.is_sampling:
             self._gradients.reclaim(0)
             held = tuple(
@@ -155,6 +158,7 @@ class Executor:
     def homes_written(self, tensors: Sequence[ManagedTensor]) -> None:
         """The optimizer has stepped: copies of ``tensors`` are worthless, wherever they were."""
         self._collector.moment("stepped", ())
+        self._collector.note_queued(tuple(t.index for t in tensors if t.pending is not None))
         for tensor in tensors:
             self._collector.count_stale(tensor.index)
         self._residency.drop_stale(tensors)
@@ -198,8 +202,9 @@ class Executor:
                 ):
                     self._guard_from_here()
         limit = self._limit()
+        room = limit - self._gradient_room()
         self._evict(actions.evict)
-        self._residency.trim(limit, keep=indices)
+        self._residency.trim(room, keep=indices)
         if self._plan is not None and self._residency.exceeds(limit):
             self._activations.shed(self._residency.excess(limit))
         self._residency.wanted = frozenset(indices)
@@ -211,8 +216,8 @@ class Executor:
                 self._collector.count_unplanned(
                     max(0, fetched - sum(index in indices for index in actions.fetch))
                 )
-            self._prefetch(actions.fetch, limit)
-            self._renew(limit)
+            self._prefetch(actions.fetch, room)
+            self._renew(room)
         finally:
             self._residency.wanted = frozenset()
         self._collector.operands_ready()
@@ -246,7 +251,8 @@ class Executor:
             return False
         if self._to_evict or self._to_prefetch or self._to_renew or self._collector.is_sampling:
             return False
-        return self._residency.holds(operands, limit=plan.limits[position] - self._drift)
+        limit = plan.limits[position] - self._drift - self._gradient_room()
+        return self._residency.holds(operands, limit=limit)
 
     def _advance(self, operands: tuple[int, ...]) -> Actions:
         """The schedule's actions for the moment with these operands; skips moments that did not come."""
@@ -273,6 +279,12 @@ class Executor:
             return self._cycles.unplanned_limit(self._segment)
         limit = self._plan.limits[max(0, self._position - 1)] - self._drift
         return min(limit, self._cycles.unplanned_limit(None)) if self._has_left_plan else limit
+
+    def _gradient_room(self) -> int:
+        """What has to stay free for gradients that will be on their way before the next moment."""
+        if self._plan is None or self._segment is None or self._segment.key.phase is not Phase.BACKWARD:
+            return 0
+        return max(0, self._gradients.in_flight_limit - self._gradients.in_flight_bytes)
 
     def _measure_drift(self, position: int) -> int:
         """How much more non-model data there is than when this moment was measured: tensors the caller keeps, a

@@ -94,6 +94,11 @@ class Gradients:
         """What more of them may be on their way at once, bytes."""
         return max(0, self.in_flight_limit - self._in_flight_bytes)
 
+    @property
+    def in_flight_bytes(self) -> int:
+        """On their way down now, on the device."""
+        return self._in_flight_bytes
+
     def hand_over(
         self, tensor: ManagedTensor, gradient: torch.Tensor, *, is_shared: bool = False
     ) -> torch.Tensor | None:

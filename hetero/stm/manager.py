@@ -80,6 +80,7 @@ class StatefulTensorMgr:
         self.trials = TrialCounts()
         self.host_budget = config.host_budget
         engine = CopyEngine(accelerator)
+        engine.meter = self.collector
         self.engine = engine
         self.registry = Registry(self.ledger, accelerator, engine, arena, config.precision)
         self.tensors = self.registry.tensors
@@ -242,6 +243,7 @@ class StatefulTensorMgr:
                 return gradient.to(tensor.parameter.device).to(tensor.parameter.dtype)
             self.segments.enter_backward()
             self.residency.finish_update(tensor)  # autograd may add to the gradient that the queue reads
+            self.collector.note_gradient(tensor.index, gradient.nbytes)
             host = self.gradients.hand_over(tensor, gradient, is_shared=is_shared)
             if self.try_early is not None and host is not None:
                 self.try_early(tensor, host)

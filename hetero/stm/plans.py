@@ -11,10 +11,22 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from hetero.eviction import CapacityError, HomeCost, Links, Moment, Policy, Schedule, Trace, plan_iteration
-from hetero.msc import Period, Phase, Segment, SegmentKey
+from hetero.eviction import (
+    CapacityError,
+    HomeCost,
+    Links,
+    Moment,
+    Policy,
+    Schedule,
+    Send,
+    Trace,
+    Updates,
+    plan_iteration,
+)
+from hetero.msc import Period, PeriodTimes, Phase, Segment, SegmentKey
 from hetero.stm.lives import Lives, read_lives
 from hetero.stm.tensors import ManagedTensor
+from hetero.stm.timings import Timing, Timings
 
 __all__ = ["CyclePlan", "PlanMaker", "Samples"]
 
@@ -112,7 +124,7 @@ class PlanMaker:
     ) -> None:
         self._tensors = tensors
         self._budget = budget
-        self._links = links
+        self.timings = Timings(links)
         self._policy = policy
         self._prefetch = prefetch
         self._fixed_bytes = fixed_bytes
@@ -142,13 +154,14 @@ class PlanMaker:
             self._spare_in_backward(keys, samples, margin + home_bytes, sizes, lives),
         )
         fixed = self._fixed_bytes() + home_bytes
+        timing = self._timing(keys, samples)
         moments: list[Moment] = []
         operands: list[tuple[int, ...]] = []
         limits: list[int] = []
         non_model: list[int] = []
         bounds = [0]
         guarded: list[bool] = []
-        for key in keys:
+        for place, key in enumerate(keys):
             measured = samples[key]
             guarded.append(False)
             for index, period in enumerate(measured[-1].periods):
@@ -166,10 +179,11 @@ class PlanMaker:
                 )
                 if not homes:  # these did fit when they were measured, with gradients handed over at once
                     capacity = max(capacity, least)
+                times = _times(period) if timing is None else timing.periods[place][index]
                 moments.append(
                     Moment(
                         operands=mandatory,
-                        seconds=period.seconds,
+                        seconds=times.seconds,
                         capacity=capacity,
                         dirties=lives.produced[now],
                         produces=lives.produced[now],
@@ -177,16 +191,22 @@ class PlanMaker:
                             *(t for t in dict.fromkeys(period.invalidates) if t in at_home),
                             *lives.ended[now],
                         ),
+                        sends=_sends(times, at_home),
                     )
                 )
                 operands.append(period.operands)
                 limits.append(limit)
                 non_model.append(period.used_bytes - period.model_bytes)
             bounds.append(len(moments))
-        trace = Trace(sizes=sizes, moments=tuple(moments))
+        trace = Trace(
+            sizes=sizes,
+            moments=tuple(moments),
+            sending_bytes=reserve,
+            updates=None if timing is None else self._updates(timing, keys, bounds, operands, homes),
+        )
         schedule = plan_iteration(
             trace,
-            links=self._links,
+            links=self.timings.links(keys),
             policy=self._policy,
             prefetch=self._prefetch,
             host_room=self._host_room(),
@@ -213,6 +233,35 @@ class PlanMaker:
             home_bytes=home_bytes,
             activations=lives.indices,
             guarded=tuple(guarded),
+        )
+
+    def _timing(self, keys: tuple[SegmentKey, ...], samples: Samples) -> Timing | None:
+        """Times of iterations that followed a plan, if they had the periods that were measured."""
+        timing = self.timings.get(keys)
+        counts = [len(samples[key][-1].periods) for key in keys]
+        return timing if timing and [len(periods) for periods in timing.periods] == counts else None
+
+    def _updates(
+        self,
+        timing: Timing,
+        keys: tuple[SegmentKey, ...],
+        bounds: Sequence[int],
+        operands: Sequence[tuple[int, ...]],
+        homes: tuple[int, ...],
+    ) -> Updates | None:
+        """What the host does later, in the order of first use."""
+        steps = [place for place, key in enumerate(keys) if key.phase is Phase.STEP]
+        if not steps:
+            return None
+        ranks = _first_uses(operands)
+        queued = {index for index in timing.queued if index not in homes}
+        order = sorted(queued, key=lambda index: (ranks.get(index, len(ranks)), index))
+        nbytes = [self._tensors[index].home.nbytes for index in order]
+        return Updates(
+            tensors=tuple(order),
+            seconds=tuple(size * timing.host_seconds for size in nbytes),
+            queued=bounds[steps[-1] + 1] - 1,
+            finished=bounds[steps[-1]],
         )
 
     def least(self, plan: CyclePlan) -> int:
@@ -285,6 +334,19 @@ class PlanMaker:
                     needs.append(beside + sum(sizes[tensor] for tensor in mandatory))
                 now += 1
         return max(0, self._budget - margin - self._fixed_bytes() - max(needs, default=0))
+
+
+def _times(period: Period) -> PeriodTimes:
+    """As measured with memory, while nothing better is known."""
+    return PeriodTimes(seconds=period.seconds, sends=period.sends)
+
+
+def _sends(times: PeriodTimes, at_home: frozenset[int]) -> tuple[Send, ...]:
+    return tuple(
+        Send(tensor=index, nbytes=nbytes, seconds=seconds)
+        for index, nbytes, seconds in times.sends
+        if index in at_home
+    )
 
 
 def _mandatory(period: Period, lives: Lives, moment: int) -> tuple[int, ...]:

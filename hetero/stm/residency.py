@@ -368,7 +368,8 @@ class Residency:
     def _wait(self, tensor: ManagedTensor) -> None:
         begin = time.perf_counter()
         if tensor.pending is not None:
-            self._finish(tensor)
+            with self._meter.waiting_for_host():
+                self._finish(tensor)
             if tensor.data is None:
                 self._updates.raise_error()
         assert tensor.ready is not None

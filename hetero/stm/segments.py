@@ -91,7 +91,8 @@ class Segments:
     def begin_step(self) -> None:
         """The optimizer's step begins; what the one before it left to be done is done."""
         with self._lock:
-            self._residency.finish_updates(self._tensors)
+            with self._collector.waiting_for_host():
+                self._residency.finish_updates(self._tensors)
             self._executor.begin_segment(SegmentKey(Phase.STEP, True, None))
             self._pending_forwards.clear()
             self._gradients.reclaim(0)

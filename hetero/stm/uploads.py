@@ -4,6 +4,7 @@ Owns the list of them. Invariant: whoever writes a home has waited, through here
 started from it.
 """
 
+import contextlib
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from typing import Protocol
@@ -26,6 +27,8 @@ class TransferMeter(Protocol):
     def count_stall(self, seconds: float) -> None: ...
 
     def count_stale(self, index: int) -> None: ...
+
+    def waiting_for_host(self) -> contextlib.AbstractContextManager[None]: ...
 
 
 class Uploads:

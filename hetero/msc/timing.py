@@ -1,0 +1,109 @@
+"""What an iteration's times say: each period's own time, gradients' ways home, how fast copies really were.
+
+Owns the reading of timed segments (`hetero.msc.collector`). Invariant: own times and what compute waited for add up to
+the time from the iteration's first event to its last.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hetero.msc.collector import Copy, Segment
+from hetero.msc.periods import Cause, Period
+
+__all__ = ["CopyTime", "IterationTimes", "PeriodTimes", "read_times"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeriodTimes:
+    """``seconds``: own time, until the next operator begins: the library's work at sampling moments included.
+    ``sends``: parameters whose gradients go home, their bytes, and own time until then."""
+
+    seconds: float
+    sends: tuple[tuple[int, int, float], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyTime:
+    """One transfer."""
+
+    is_upload: bool
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IterationTimes:
+    """``segments``: the periods of each. ``seconds``: from the first event to the last. ``waited``: of these, by cause.
+    ``queued``: parameters whose updates were left to be done later, in order."""
+
+    segments: tuple[tuple[PeriodTimes, ...], ...]
+    seconds: float
+    waited: dict[Cause, float]
+    copies: tuple[CopyTime, ...]
+    queued: tuple[int, ...]
+
+
+def read_times(segments: Sequence[Segment]) -> IterationTimes | None:
+    """The times of an iteration that was timed as a whole and is over; None if some of it was not.
+
+    Waits for the device to reach the end. The segments' events are dropped.
+    """
+    periods = [period for segment in segments for period in segment.periods]
+    opened, closed = segments[0].opened, segments[-1].closed
+    whole = all(segment.timed and segment.complete for segment in segments)
+    if not whole or opened is None or closed is None or any(period.begin is None for period in periods):
+        return None
+    closed.synchronize()
+    for period, following in zip(periods, [*periods[1:], None], strict=True):
+        end = closed if following is None else following.begin
+        assert end is not None
+        period.read_times(end, after=following)
+    lead = _lead(periods[0], opened)
+    rows = [PeriodTimes(seconds=period.seconds, sends=period.sends) for period in periods]
+    # What the library does before the iteration's first operator comes, around the cycle, after its last one.
+    rows[-1] = PeriodTimes(seconds=rows[-1].seconds + lead, sends=rows[-1].sends)
+    times = IterationTimes(
+        segments=_by_segment(rows, segments),
+        seconds=opened.elapsed_time(closed) / 1e3,
+        waited=_waited(periods),
+        copies=tuple(_copy_time(copy) for segment in segments for copy in segment.copies if copy.end.query()),
+        queued=next((segment.queued for segment in reversed(segments) if segment.queued), ()),
+    )
+    for segment in segments:
+        segment.opened = segment.closed = None
+        segment.copies = []
+        for period in segment.periods:
+            period.begin = period.end = None
+            period.waits, period.gradients = [], []
+    return times
+
+
+def _lead(first: Period, opened: torch.Event) -> float:
+    waited = sum(wait.seconds for wait in first.waits if not wait.within)
+    assert first.begin is not None
+    return max(0.0, opened.elapsed_time(first.begin) / 1e3 - waited)
+
+
+def _by_segment(
+    rows: Sequence[PeriodTimes], segments: Sequence[Segment]
+) -> tuple[tuple[PeriodTimes, ...], ...]:
+    found, begin = [], 0
+    for segment in segments:
+        found.append(tuple(rows[begin : begin + len(segment.periods)]))
+        begin += len(segment.periods)
+    return tuple(found)
+
+
+def _waited(periods: Sequence[Period]) -> dict[Cause, float]:
+    waited = dict.fromkeys(Cause, 0.0)
+    for period in periods:
+        for wait in period.waits:
+            waited[wait.cause] += wait.seconds
+    return waited
+
+
+def _copy_time(copy: Copy) -> CopyTime:
+    seconds = max(0.0, copy.begin.elapsed_time(copy.end) / 1e3)
+    return CopyTime(is_upload=copy.is_upload, nbytes=copy.nbytes, seconds=seconds)

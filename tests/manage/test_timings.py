@@ -1,0 +1,218 @@
+"""What plans are made of: own times without waits, copies as fast as they were, updates on the host. Clocks are set."""
+
+import math
+
+import pytest
+import torch
+from loops import mlp
+from twins import device
+
+import hetero
+from hetero.eviction import Links, simulate
+from hetero.msc import (
+    Cause,
+    CopyTime,
+    Gradient,
+    IterationTimes,
+    Period,
+    PeriodTimes,
+    Phase,
+    Segment,
+    SegmentKey,
+    Wait,
+    read_times,
+)
+from hetero.msc.collector import Copy
+from hetero.stm.timings import Timings, fit_links
+
+PROBED = Links(h2d_bandwidth=100.0, d2h_bandwidth=50.0, latency=0.5)
+KEY = SegmentKey(Phase.FORWARD, True, None)
+
+
+class At:
+    """An event that the device reaches at ``seconds``."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def elapsed_time(self, later):
+        return (later.seconds - self.seconds) * 1e3
+
+    def synchronize(self):
+        pass
+
+    def query(self):
+        return True
+
+
+def period(begin, *, before=(), within=(), gradients=()):
+    """``before``, ``within``: waits (from, to), before the operator and after its begin."""
+    waits = [Wait(Cause.UP, At(a), At(b), False) for a, b in before]
+    waits += [Wait(Cause.DOWN, At(a), At(b), True) for a, b in within]
+    made = Period(operands=(), waits=waits, gradients=list(gradients))
+    made.begin = At(begin)
+    return made
+
+
+def segment(*periods, opened=None, closed=None, copies=(), complete=True, timed=True):
+    return Segment(
+        KEY,
+        sampled=False,
+        timed=timed,
+        complete=complete,
+        periods=list(periods),
+        opened=At(opened),
+        closed=At(closed),
+        copies=list(copies),
+    )
+
+
+def test_own_times_and_waits_add_up_to_the_iteration():
+    times = read_times(
+        [
+            segment(
+                period(1.0, before=[(0.25, 0.5)]), period(4.0, before=[(2.0, 3.5)]), opened=0.0, closed=5.0
+            ),
+            segment(period(8.0, within=[(9.0, 9.5), (10.0, 10.25)]), opened=5.0, closed=12.0),
+        ]
+    )
+    assert times is not None
+    # 1 to 4 less the wait for the next one's operands; 4 to 8; 8 to 12 less two waits, and 0 to 1 less one.
+    assert [row.seconds for rows in times.segments for row in rows] == [1.5, 4.0, 3.25 + 0.75]
+    assert times.waited == {Cause.UP: 1.75, Cause.DOWN: 0.75, Cause.HOST: 0.0}
+    assert times.seconds == 12.0
+    own = sum(row.seconds for rows in times.segments for row in rows)
+    assert own + sum(times.waited.values()) == times.seconds
+
+
+def test_a_gradient_goes_home_after_so_much_own_time():
+    gradients = [Gradient(0, 40, At(2.0), waits=1), Gradient(1, 60, At(6.0), waits=2)]
+    only = period(1.0, before=[(0.0, 1.0)], within=[(3.0, 5.0)], gradients=gradients)
+    times = read_times([segment(only, opened=0.0, closed=7.0)])
+    assert times is not None
+    assert times.segments == ((PeriodTimes(seconds=4.0, sends=((0, 40, 1.0), (1, 60, 3.0))),),)
+
+
+def test_an_iteration_that_was_not_timed_as_a_whole_says_nothing():
+    whole = segment(period(1.0), opened=0.0, closed=2.0)
+    assert read_times([whole, segment(period(3.0), opened=2.0, closed=4.0, timed=False)]) is None
+    assert read_times([segment(period(3.0), opened=2.0, closed=4.0, complete=False)]) is None
+
+
+def test_copies_and_queued_updates_are_read():
+    made = segment(
+        period(0.0), opened=0.0, closed=1.0, copies=[Copy(True, 30, At(0.25), At(0.5))], complete=True
+    )
+    made.queued = (2, 0)
+    times = read_times([made])
+    assert times is not None
+    assert times.copies == (CopyTime(is_upload=True, nbytes=30, seconds=0.25),)
+    assert times.queued == (2, 0)
+
+
+def copies(*triples):
+    return [CopyTime(is_upload=up, nbytes=nbytes, seconds=seconds) for up, nbytes, seconds in triples]
+
+
+def test_links_are_as_fast_as_their_copies_were():
+    seen = copies((True, 100, 2.5), (True, 50, 1.5), (False, 30, 3.5))
+    links = fit_links(seen, PROBED)
+    assert links == Links(h2d_bandwidth=150 / 3.0, d2h_bandwidth=10.0, latency=0.5)
+    taken = [links.latency + c.nbytes / (links.h2d_bandwidth if c.is_upload else 10.0) for c in seen]
+    assert math.isclose(sum(taken), 7.5)
+
+
+def test_a_copy_faster_than_the_probed_latency_bounds_it():
+    assert fit_links(copies((True, 100, 0.25), (True, 100, 0.75)), PROBED).latency == 0.25
+
+
+def test_without_copies_links_are_as_probed():
+    assert fit_links([], PROBED) == PROBED
+
+
+def times_of(seconds, *, queued=()):
+    return IterationTimes(
+        segments=((PeriodTimes(seconds=seconds, sends=()),),),
+        seconds=seconds,
+        waited=dict.fromkeys(Cause, 0.0),
+        copies=(),
+        queued=queued,
+    )
+
+
+def test_plans_are_made_anew_after_the_first_timed_iteration_and_after_three_more(monkeypatch):
+    rounds = iter([times_of(5.0), times_of(1.0), None, times_of(3.0), times_of(2.0, queued=(4,))])
+    monkeypatch.setattr("hetero.stm.timings.read_times", lambda segments: next(rounds))
+    timings = Timings(PROBED)
+    work = iter([(10, 2.0), (10, 2.0), (10, 2.0), (10, 2.0), (40, 17.0)])
+    timings.host_work = lambda: next(work)
+    keys = (KEY,)
+    assert timings.wants(keys)
+    assert [timings.learn(keys, []) for _ in range(5)] == [True, False, False, False, True]
+    timing = timings.get(keys)
+    assert timing is not None
+    assert (timing.periods[0][0].seconds, timing.measured_seconds) == (
+        2.0,
+        2.0,
+    )  # the middle one of the last three
+    assert timing.host_seconds == 0.5  # of a byte, in the last of them
+    assert timing.queued == (4,)
+    assert not timings.wants(keys)
+    timings.note_moved(keys)
+    assert not timings.wants(keys)  # until what moves has moved
+    timings.forget(keys)
+    assert timings.wants(keys)
+
+
+@pytest.fixture
+def planned():
+    """A manager whose plan is final, with a schedule that moves copies, gradients and saved tensors."""
+    target = device(bandwidth="1GiB/s", latency="20us")
+    torch.manual_seed(0)
+    model = mlp(depth=6)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with hetero.manage(
+        model, optimizer, device=target, device_budget="512KiB", device_homes=False
+    ) as manager:
+        for _ in range(9):
+            model(torch.randn(64, 64).to(target)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        manager._stm.settle()
+        yield manager
+
+
+def test_the_prediction_is_the_simulation_of_what_was_timed(planned):
+    cycles = planned._stm.cycles
+    plan = cycles.last_plan
+    timing = cycles.timings.get(plan.keys)
+    assert timing is not None
+    assert not cycles.timings.wants(plan.keys)
+    rows = [row for rows in timing.periods for row in rows]
+    assert [moment.seconds for moment in plan.trace.moments] == [row.seconds for row in rows]
+    result = simulate(plan.trace, plan.schedule, timing.links)
+    assert planned.plan.predicted_seconds == result.step_seconds
+    assert result.compute_seconds == pytest.approx(sum(row.seconds for row in rows))
+
+
+def test_every_gradient_and_every_update_is_in_the_trace(planned):
+    tensors = planned._stm.tensors
+    trace = planned._stm.cycles.last_plan.trace
+    everyone = {tensor.index for tensor in tensors}
+    sent = [send for moment in trace.moments for send in moment.sends]
+    assert {send.tensor for send in sent} == everyone
+    assert sum(send.nbytes for send in sent) == sum(tensor.home.nbytes for tensor in tensors)
+    assert set(trace.updates.tensors) == everyone
+    assert all(seconds > 0.0 for seconds in trace.updates.seconds)
+    step = [
+        moment for moment, key in enumerate(planned._stm.cycles.last_plan.keys) if key.phase is Phase.STEP
+    ]
+    bounds = planned._stm.cycles.last_plan.bounds
+    assert bounds[step[0]] == trace.updates.finished < trace.updates.queued == bounds[step[0] + 1] - 1
+
+
+def test_an_iteration_that_is_not_timed_records_nothing(planned):
+    for each in planned._stm.cycles.last:
+        assert not each.timed
+        assert each.copies == []
+        assert all(not period.waits and period.begin is None for period in each.periods)
