@@ -44,6 +44,8 @@ class MemoryStats:
         activations_kept: saved tensors on the device that were not worth moving, or not safe to, since then.
         stall_seconds: time compute waited for copies since `hetero.manage`, as the host saw it.
         unplanned_fetches: fetches that no plan foresaw, since `hetero.manage`; warm-up is not counted.
+        settled_forwards: forwards that ran without interception because everything fits, since `hetero.manage`; each
+            after one check of its inputs and of the memory in use.
         by_kind: bytes per tier and kind.
         periods: the periods of the last measured iteration.
     """
@@ -63,6 +65,7 @@ class MemoryStats:
     activations_kept: int
     stall_seconds: float
     unplanned_fetches: int
+    settled_forwards: int
     by_kind: dict[str, dict[str, int]]
     periods: list[PeriodStats]
 
@@ -129,7 +132,9 @@ class MemoryStats:
         return table
 
 
-def collect_stats(stm: StatefulTensorMgr, accelerator: Accelerator, config: Config) -> MemoryStats:
+def collect_stats(
+    stm: StatefulTensorMgr, accelerator: Accelerator, config: Config, *, settled_forwards: int
+) -> MemoryStats:
     """A snapshot of a manager's numbers. Waits for the device if an iteration was being measured."""
     accelerator.synchronize()
     stm.settle()
@@ -161,6 +166,7 @@ def collect_stats(stm: StatefulTensorMgr, accelerator: Accelerator, config: Conf
         activations_kept=stm.activations.kept,
         stall_seconds=total.stall_seconds,
         unplanned_fetches=total.unplanned_fetches,
+        settled_forwards=settled_forwards,
         by_kind={
             tier.name.lower(): {kind.name.lower(): ledger.nbytes(tier, kind) for kind in Kind}
             for tier in Tier

@@ -149,6 +149,37 @@ class DeviceHomes:
                 item.make(tensor.home, cast(torch.Tensor, tensor.parameter.grad)).run()
                 tensor.note_write()
 
+    def is_whole(self) -> bool:
+        """All that were ever stepped live here, with their states."""
+        if not self._can_step() or not self._stepped() <= self._here.keys():
+            return False
+        groups = self._groups()
+        states = (state for tensor in self._stm.tensors for state in self._states(tensor, groups))
+        return all(state.device.type != "cpu" for state in states)
+
+    def whole_bytes(self) -> int:
+        """Of all states on the device, those included that have yet to be made."""
+        groups, stepped = self._groups(), self._stepped()
+        known, missing, most = 0, 0, 0.0
+        for tensor in self._stm.tensors:
+            if id(tensor.parameter) not in groups:
+                continue
+            states = self._states(tensor, groups)
+            nbytes = sum(self._accelerator.allocated_size(state.nbytes) for state in states)
+            if states or tensor.index in stepped:
+                known += nbytes + self._accelerator.allocated_size(1)  # its number of steps
+                most = max(most, nbytes / max(tensor.device_nbytes, 1))
+            elif tensor.parameter.requires_grad:
+                missing += tensor.device_nbytes
+        return known + int(missing * most)
+
+    def adopt(self, indices: Iterable[int]) -> None:
+        """They are on the device, with their states (`hetero.stm.settled`)."""
+        for index in indices:
+            tensor = self._stm.tensors[index]
+            tensor.stays = True
+            self._here[index] = tensor
+
     def send_home(self, nbytes: int) -> int:
         """Memory runs short: free at least ``nbytes``, if there are as many; returns how many."""
         before = self._accelerator.used_bytes()

@@ -59,7 +59,7 @@ class HostStep:
         kept_ids: Callable[[], frozenset[int]],
         uses_device: bool,
     ) -> None:
-        self._optimizer = optimizer
+        self.optimizer = self._optimizer = optimizer
         self._stm = manager
         self._note_states = note_states
         self._kept_ids = kept_ids
@@ -70,10 +70,11 @@ class HostStep:
         # Parameters whose state exists, by index.
         self._stepped: set[int] = set()
         self._stepped_now: set[int] = set()
+        self._had_entry: dict[int, bool] = {}  # of those, when `pause` was called
         self._without_entry: list[tuple[Any, ParameterUpdate]] = []
         self._captured: list[Captured] = []
         self._captured_here: list[DeviceUpdate] = []
-        self._device_homes = DeviceHomes(
+        self.device_homes = DeviceHomes(
             optimizer, manager, accelerator, allowed=uses_device, stepped=lambda: self._stepped
         )
         self._groups: list[dict[str, Any]] | None = None
@@ -89,7 +90,7 @@ class HostStep:
     @property
     def on_device(self) -> frozenset[str]:
         """Names of the parameters that live on the device."""
-        return self._device_homes.names
+        return self.device_homes.names
 
     # -- attaching ------------------------------------------------------------------------------------
 
@@ -102,12 +103,12 @@ class HostStep:
 
         @wraps(inner)
         def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if not host_step._attached:
+            if not host_step._attached or host_step._step_method is not method:
                 return inner(*args, **kwargs)
             return host_step._step(inner, args, kwargs)
 
         # Schedulers wrap ``step.__func__``: only a bound method has one.
-        self._step_method = optimizer.__dict__["step"] = types.MethodType(step, optimizer)
+        self._step_method = method = optimizer.__dict__["step"] = types.MethodType(step, optimizer)
         self._load_hook = optimizer.register_load_state_dict_post_hook(self._after_load)
         self._attached = True
 
@@ -129,12 +130,37 @@ class HostStep:
         if isinstance(state, WatchedState) and sys.getrefcount(state) == _STATE_REFERENCES:
             optimizer.state = state.plain()
 
+    def can_pause(self) -> bool:
+        """Nothing is left for it to do but what the optimizer does by itself: `hetero.stm.settled`."""
+        state = self._optimizer.state
+        watched = isinstance(state, WatchedState)
+        if watched and (state.watcher is not self or sys.getrefcount(state) != _STATE_REFERENCES):
+            return False
+        return self._attached and self.device_homes.is_whole()
+
+    def pause(self) -> None:
+        """The step is the optimizer's own, until `resume`."""
+        self.detach()
+        state = self._optimizer.state
+        self._had_entry = {i: bool(state.get(self._stm.tensors[i].parameter)) for i in self._stepped}
+
+    def resume(self) -> None:
+        """Parameters are ours again and live where they are, with the states that the optimizer has made there."""
+        optimizer = self._optimizer
+        with plain():
+            entries = {t.index for t in self._managed(optimizer) if dict.get(optimizer.state, t.parameter)}
+        self.attach()
+        self._watch(optimizer)
+        self._stepped = entries | {i for i, had_entry in self._had_entry.items() if not had_entry}
+        self.device_homes.adopt(self._stepped)
+        self._note_states()
+
     def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
         """``load_state_dict`` has put other states in the place of those that were known."""
         self._without_entry.clear()
         self._stepped.clear()
         with plain():
-            self._device_homes.take({})  # the next steps bring back those that the plan wants there
+            self.device_homes.take({})  # the next steps bring back those that the plan wants there
         self._note_states()
 
     @property
@@ -175,8 +201,8 @@ class HostStep:
             self._leave()
             self._abandon()
             self._stm.segments.end_step(complete=complete)
-            if self._stepped_now or self._device_homes.have_moved or not complete:
-                self._device_homes.have_moved = False
+            if self._stepped_now or self.device_homes.have_moved or not complete:
+                self.device_homes.have_moved = False
                 self._note_states()
             if complete:
                 self._stepped |= self._stepped_now
@@ -204,7 +230,7 @@ class HostStep:
 
         self._stm.settle_homes()
         self._commit()
-        self._device_homes.take({})
+        self.device_homes.take({})
         try:
             result = inner(evaluate, *args[1:], **{k: v for k, v in kwargs.items() if k != "closure"})
         finally:
@@ -224,7 +250,7 @@ class HostStep:
         if self._may_defer(optimizer, args, kwargs):
             later = self._choose(optimizer)
         with plain():
-            here = self._device_homes.take(later)
+            here = self.device_homes.take(later)
         ours = {t.index: t for t in self._managed(optimizer) if t.index not in later}
         if later:
             self._capture(optimizer, later, here)
@@ -252,14 +278,14 @@ class HostStep:
             [
                 (
                     item.tensor,
-                    make_update(self._stm.engine, item, surroundings, self._device_homes.note_seconds),
+                    make_update(self._stm.engine, item, surroundings, self.device_homes.note_seconds),
                 )
                 for item in captured
             ]
         )
         here, self._captured_here = self._captured_here, []
         with plain():
-            self._device_homes.run(here)
+            self.device_homes.run(here)
 
     def _leave(self) -> None:
         self._depth = 0

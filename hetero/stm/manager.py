@@ -9,6 +9,7 @@ Thread-safe: autograd runs backward on threads of its own, so one lock guards ev
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -39,6 +40,24 @@ __all__ = ["Arrivals", "StatefulTensorMgr"]
 _PORTIONS = 8  # in which saved tensors leave when memory is short
 
 
+class SettledState(Protocol):
+    """`hetero.stm.settled.Settled`, as far as it is known here."""
+
+    is_on: bool
+
+    def version(self, tensor: ManagedTensor) -> int:
+        """Of a parameter, for graphs from before."""
+
+    def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """It has parameters of ours."""
+
+    def forbid(self) -> None:
+        """Never settle."""
+
+    def abandon(self) -> None:
+        """The manager is gone."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrivals:
     """What has to happen before a parameter's update may run: its gradient down and scaled, copies of its home up."""
@@ -65,7 +84,11 @@ class StatefulTensorMgr:
         self.ledger = Ledger()
         self.collector = MemStatsCollector(accelerator, self.ledger)
         self._accelerator = accelerator
-        self._lock = threading.RLock()
+        self.lock = self._lock = threading.RLock()
+        # Whether everything fits, and nothing is intercepted (`hetero.stm.settled`); and whether somebody has had
+        # something of home in hands since `looked_home` was asked last.
+        self.settled: SettledState | None = None
+        self._has_looked = False
         self._closed = False
         self.is_in_child = False
         self._budget = config.device_budget
@@ -214,6 +237,10 @@ class StatefulTensorMgr:
         with self._lock:
             if self._closed:  # a graph from before: the parameter is wherever it lives now
                 return tensor.parameter.detach().to(self.device)
+            if self.settled is not None and self.settled.is_on:  # likewise
+                if self.settled.version(tensor) != version:
+                    raise modified_in_place(tensor.parameter, self.settled.version(tensor), version)
+                return tensor.parameter.detach()
             self.residency.finish_update(tensor)
             if tensor.version != version:
                 raise modified_in_place(tensor.home, tensor.version, version)
@@ -229,9 +256,27 @@ class StatefulTensorMgr:
         with self._lock:
             if self._closed:
                 return gradient.to(tensor.parameter.device).to(tensor.parameter.dtype)
+            if self.settled is not None and self.settled.is_on:  # a graph from before: it ends at home
+                return gradient.to(tensor.home.device)
             self.segments.enter_backward()
             self.residency.finish_update(tensor)  # autograd may add to the gradient that the queue reads
             return self.gradients.hand_over(tensor, gradient)
+
+    def note_look(self, *, for_good: bool = False) -> None:
+        """Somebody has combined home with a tensor on the host, or may do so."""
+        self._has_looked = True
+        if for_good and self.settled is not None:
+            self.settled.forbid()
+
+    def looked_home(self) -> bool:
+        """Whether `note_look` was called since this was asked last."""
+        looked, self._has_looked = self._has_looked, False
+        return looked
+
+    def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer`` has parameters of ours."""
+        if self.settled is not None:
+            self.settled.note_optimizer(optimizer)
 
     def write_back(self, tensor: ManagedTensor) -> None:
         """The device copy was written outside a forward."""
@@ -369,6 +414,18 @@ class StatefulTensorMgr:
             if segment is not None and segment.key.phase is Phase.STEP:
                 self.executor.finish_segment()
                 self.cycles.finish()
+
+    def close_iteration(self) -> bool:
+        """Close the books of what ran last; False if it goes on, or has left something to be done."""
+        self.executor.finish_segment()
+        self.cycles.finish()
+        return not (self.cycles.is_under_way or self.updates.has_failed or self.activations.has_records)
+
+    def begin_anew(self) -> None:
+        """What ran meanwhile was none of ours."""
+        self.executor.finish_segment()
+        self.cycles.begin_anew()
+        self.segments.forget_forwards()
 
     # -- forks (`hetero.stm.forks`) --------------------------------------------------------------------
 

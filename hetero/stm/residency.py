@@ -275,6 +275,22 @@ class Residency:
         self.settle(tensor)
         tensor.stays = False
 
+    def lend(self, tensor: ManagedTensor) -> None:
+        """Its copy has become the parameter itself (`hetero.stm.settled`). The bytes still count."""
+        RESIDENT.pop(tensor.storage_key, None)
+        self.resident.pop(tensor.index, None)
+        tensor.identity = tensor.data = None
+        tensor.storage_key = 0
+
+    def take_back(self, tensor: ManagedTensor, copy: torch.Tensor, *, written: bool) -> None:
+        """``copy`` is its copy again; ``written``: home does not have its bytes."""
+        tensor.attach(copy)
+        if written:
+            tensor.clean_version -= 1
+        RESIDENT[tensor.storage_key] = tensor
+        self.resident[tensor.index] = tensor
+        tensor.fetched_at = tensor.last_use = self._clock
+
     def collect(self, tensor: ManagedTensor) -> None:
         """Its update, if it had one, is done: what was on order is an ordinary copy now."""
         update = tensor.pending

@@ -105,6 +105,12 @@ class Owner(Protocol):
     def check_process(self) -> None:
         """Raises in a forked child, which can neither reach the device nor write homes."""
 
+    def note_look(self, *, for_good: bool = False) -> None:
+        """Somebody has combined home with a tensor on the host, or may do so; ``for_good``: at any time."""
+
+    def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer`` has parameters of ours, or other states."""
+
     def hand_over(self, tensor: "ManagedTensor", gradient: torch.Tensor) -> torch.Tensor | None:
         """The gradient is complete on the device; what autograd takes for it at home, if anything."""
 

@@ -1,0 +1,466 @@
+"""The settled state: everything fits, so parameters are ordinary ones on the device and nothing is intercepted.
+
+Owns the way there and back. Invariant: while settled, model and optimizer are what ``model.to(device)`` would have
+made of them, so every number is the unmanaged run's. What stays is one check at each forward of the model, `enter`: of
+the inputs' signature, which must have been measured, of the flags of frozen parameters, and of the device's memory
+counter; it ends the state where the iteration to come may need more than the budget has.
+
+[Note: exchange]
+``p`` keeps its identity and exchanges its implementation with a shadow, as ``torch.utils.swap_tensors`` does: the one
+at home is kept for the way back, and is behind until then. No byte moves. A graph holds implementations; if it is
+still alive, what it accumulates into the shadow is handed on to ``p`` (`_redirect`).
+
+[Note: who looks]
+A settled parameter's device is another than before, so whoever combined it with a tensor on the host no longer can.
+Nobody settles who was seen to do so, or to keep a copy of home, in the iteration before; a copy of the model, and
+another optimizer over its parameters, count for good.
+"""
+
+import gc
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hetero.devices import Accelerator
+from hetero.errors import BudgetError, ManageError
+from hetero.stm.compiled import CompiledCalls
+from hetero.stm.devicehomes import TEMPORARIES
+from hetero.stm.exposure import gradient_is_private, memory_is_private
+from hetero.stm.fetch import plain
+from hetero.stm.fits import Growth, Kind, read_growth
+from hetero.stm.functions import HomeHook
+from hetero.stm.hoststep import HostStep
+from hetero.stm.intercept import ManagedParameter, in_scope, is_managed, managed_of
+from hetero.stm.manager import StatefulTensorMgr
+from hetero.stm.ownstep import OwnStep, step_bytes
+from hetero.stm.plans import CyclePlan
+from hetero.stm.tensors import ManagedTensor
+
+__all__ = ["Settled", "before_change", "note_optimizer", "record_of"]
+
+_settled: list["Settled"] = []
+_by_id: dict[int, ManagedTensor] = {}
+_requires_grad = operator.attrgetter("requires_grad")
+_LONGEST_WAIT = 32  # forwards between two attempts
+
+
+def record_of(parameter: object) -> ManagedTensor | None:
+    """The record behind a parameter that a manager has, settled or not."""
+    return managed_of(parameter) if is_managed(parameter) else _by_id.get(id(parameter))
+
+
+def before_change(optimizer: torch.optim.Optimizer) -> None:
+    """It is about to get other states, or another group."""
+    for settled in list(_settled):
+        if settled.optimizer is optimizer:
+            settled.leave()
+
+
+def note_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Its last group is new, or it has other states."""
+    for parameter in optimizer.param_groups[-1]["params"] if optimizer.param_groups else ():
+        tensor = record_of(parameter)
+        if tensor is not None:
+            tensor.owner.note_optimizer(optimizer)
+
+
+class Settled:
+    """Of one manager. ``rest``, ``wake``: called where interception ends, and begins again."""
+
+    def __init__(
+        self,
+        stm: StatefulTensorMgr,
+        accelerator: Accelerator,
+        budget: int,
+        *,
+        step: HostStep | None,
+        compiled: CompiledCalls,
+        allowed: bool,
+        rest: Callable[[], None],
+        wake: Callable[[], None],
+    ) -> None:
+        self._stm = stm
+        self._accelerator = accelerator
+        self._budget = budget
+        self._step = step
+        self._compiled = compiled
+        self._rest = rest
+        self._wake = wake
+        self.optimizer = None if step is None else step.optimizer
+        self._own_step = None if self.optimizer is None else OwnStep(self.optimizer)
+        # False for good: by the user, or because memory ran short.
+        self._allowed = allowed
+        self._has_searched = False
+        self._wait = 0
+        self._failures = 0
+        self._too_much: list[CyclePlan] = []
+        self.is_on = False
+        # Forwards that ran settled, each after one check.
+        self.forwards = 0
+        self._must_leave = False
+        self._running: list[None] = []  # forwards that run now, of all threads
+        self._growth = Growth(peak=0, by_kind={})
+        self._gradient_bytes = 0
+        self._probe: nn.Parameter | None = None
+        self._frozen: list[nn.Parameter] = []
+        self._shadows: list[nn.Parameter] = []
+        # Of each parameter: its version for autograd before, and its own when it settled.
+        self._versions: list[tuple[int, int]] = []
+        stm.settled = self
+        stm.cycles.everything_fits = lambda: self._fits() is not None
+
+    # -- the model's forward --------------------------------------------------------------------------
+
+    def enter(self, trains: bool, signature: object) -> bool:
+        """A forward of the model begins: whether as the user's own. Settles, or leaves, before."""
+        kind = (trains, signature)
+        if self.is_on:
+            return self._admits(kind) or not self.leave()
+        if not self._allowed or self._stm.cycles.last_plan is None:
+            return False
+        if self._wait > 0:
+            self._wait -= 1
+            return False
+        if self._settle(kind):
+            self._failures = 0
+            return True
+        return False
+
+    def run(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The user's own forward."""
+        self.forwards += 1
+        self._running.append(None)
+        try:
+            return inner(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            self._must_leave, self._allowed = True, False
+            raise
+        finally:
+            self._running.pop()
+
+    def _admits(self, kind: Kind) -> bool:
+        growth = self._growth.by_kind.get(kind)
+        if growth is None or self._must_leave or any(map(_requires_grad, self._frozen)):
+            return False
+        if kind[0] and self._probe is not None and self._probe.grad is None:
+            growth += self._gradient_bytes
+        return self._accelerator.used_bytes() + growth <= self._limit
+
+    @property
+    def _limit(self) -> int:
+        return self._budget - self._stm.cycles.margin
+
+    # -- whether --------------------------------------------------------------------------------------
+
+    def _fits(self) -> Growth | None:
+        """What iterations need beside model data, if that is there."""
+        plans = list(self._stm.cycles.plans)
+        if len(plans) == len(self._too_much) and all(map(operator.is_, plans, self._too_much)):
+            return None
+        sizes = {id(t.parameter): t.device_nbytes for t in self._stm.tensors}
+        parameters = sum(sizes.values())
+        trained = [t for t in self._stm.tensors if t.parameter.requires_grad]
+        self._gradient_bytes = sum(t.device_nbytes for t in trained)
+        model = parameters + self._gradient_bytes + self._stm.registry.buffer_bytes()
+        temporary = 0
+        if self._step is not None:
+            model += self._step.device_homes.whole_bytes()
+            trained_sizes = {id(t.parameter): t.device_nbytes for t in trained}
+            temporary = step_bytes(self._step.optimizer, trained_sizes, TEMPORARIES)
+        growth = read_growth(plans, budget=self._budget, step_bytes=temporary)
+        # A gradient that autograd cannot take over as it is, is there twice for a moment.
+        model += max(sizes.values(), default=0)
+        if any(t.cast is not None for t in self._stm.tensors) or any(_autocasts(k) for k in growth.by_kind):
+            model += parameters // 2
+        if model + growth.peak > self._limit:
+            self._too_much = plans
+            return None
+        return growth
+
+    def _settle(self, kind: Kind) -> bool:
+        stm = self._stm
+        if in_scope() or self._running or torch._C._current_graph_task_id() != -1:
+            return False
+        with stm.lock, torch.inference_mode(False), torch.no_grad(), plain():
+            if not stm.close_iteration() or stm.looked_home():
+                return False
+            growth = self._fits()
+            if growth is None or kind not in growth.by_kind or not self._may_settle(growth):
+                return False
+            if not self._is_private() or not self._begin_step():
+                self._failures += 1
+                self._wait = min(_LONGEST_WAIT, 1 << self._failures)
+                return False
+            self._growth = growth
+            gradients = {t.index: stm.gradients.give(t) for t in stm.tensors if t.parameter.grad is not None}
+            if not self._exchange_all():
+                self._end_step()
+                for index, gradient in gradients.items():
+                    stm.gradients.adopt(stm.tensors[index], gradient)
+                return False
+            for tensor in stm.tensors:
+                tensor.parameter.grad = gradients.get(tensor.index)
+            self._finish_settling()
+            return True
+
+    def _may_settle(self, growth: Growth) -> bool:
+        """As far as it needs no look at every reference."""
+        stm = self._stm
+        if self._step is not None:
+            if not self._step.can_pause():
+                return False
+        elif any(t.parameter.requires_grad for t in stm.tensors) and any(k[0] for k in growth.by_kind):
+            return False  # whoever steps these expects gradients at home
+        if any(t.used_at_home or t.low is not None or t.pending is not None or t.users for t in stm.tensors):
+            return False
+        missing = sum(t.device_nbytes for t in stm.tensors if not t.is_resident)
+        most = max(growth.by_kind.values()) + self._gradient_bytes + missing
+        if self._accelerator.used_bytes() + most > self._limit:
+            return False
+        if not self._has_searched:
+            self._has_searched = True
+            if _has_other_optimizer(self.optimizer, {id(t.parameter) for t in stm.tensors}):
+                self._allowed = False
+        return self._allowed
+
+    def _is_private(self) -> bool:
+        """Nobody holds memory that would be left behind; and every copy is there."""
+        stm = self._stm
+        for tensor in stm.tensors:
+            if not tensor.is_private():
+                return False
+            if tensor.parameter.grad is not None and not gradient_is_private(tensor.parameter):
+                return False
+        try:
+            stm.residency.require(stm.tensors, limit=self._budget, operator=lambda: "settling")
+        except BudgetError:
+            return False
+        return True
+
+    # -- there ----------------------------------------------------------------------------------------
+
+    def _begin_step(self) -> bool:
+        if self._step is None or self._own_step is None:
+            return True
+        self._step.pause()
+        try:
+            self._own_step.begin(self._stm.tensors, self._accelerator.device)
+        except ManageError:  # somebody holds a state
+            self._end_step()
+            return False
+        return True
+
+    def _end_step(self) -> None:
+        if self._step is not None and self._own_step is not None:
+            self._own_step.end()
+            self._step.resume()
+
+    def _exchange_all(self) -> bool:
+        self._shadows, self._versions = [], []
+        for tensor in self._stm.tensors:
+            parameter = tensor.parameter
+            version = tensor.version
+            tensor.cast = None
+            data = tensor.data
+            assert data is not None
+            shadow = nn.Parameter(data.detach(), parameter.requires_grad)
+            del data
+            try:
+                _exchange(parameter, shadow)
+            except RuntimeError:  # a weak reference to the implementation
+                for done, other in zip(self._stm.tensors, self._shadows, strict=False):
+                    _exchange(done.parameter, other)
+                    other.grad = None
+                self._shadows = []
+                return False
+            self._shadows.append(shadow)
+            self._versions.append((version, parameter._version))
+        return True
+
+    def trim(self) -> int:
+        """Give back what the allocator caches; returns how many bytes."""
+        before = self._accelerator.reserved_bytes()
+        self._accelerator.release_cached()
+        return max(0, before - self._accelerator.reserved_bytes())
+
+    def _finish_settling(self) -> None:
+        stm = self._stm
+        for tensor, shadow in zip(stm.tensors, self._shadows, strict=True):
+            parameter = tensor.parameter
+            stm.residency.lend(tensor)
+            hooks = parameter._post_accumulate_grad_hooks
+            for key in list(hooks or ()):
+                if isinstance(hooks[key], HomeHook):
+                    hooks[key] = hooks[key].inner
+            parameter.__class__ = nn.Parameter
+            parameter.__dict__.pop("_hetero", None)
+            _by_id[id(parameter)] = tensor
+            _redirect(shadow, tensor)
+        trained = [t.parameter for t in stm.tensors if t.parameter.requires_grad]
+        self._probe = trained[-1] if trained else None
+        self._frozen = [t.parameter for t in stm.tensors if not t.parameter.requires_grad]
+        stm.gradients.norms.stop()
+        stm.executor.release_cap()
+        self._compiled.pause()
+        self._must_leave = False
+        self.is_on = True
+        _settled.append(self)
+        self._rest()
+
+    # -- and back -------------------------------------------------------------------------------------
+
+    def leave(self, *, force: bool = False) -> bool:
+        """Intercept again; False if somebody's alias of a parameter's memory would be left behind. ``force``: then too."""
+        if not self.is_on:
+            return True
+        stm = self._stm
+        with stm.lock, torch.inference_mode(False), torch.no_grad(), plain():
+            if not force and (self._running or in_scope() or not self._may_leave()):
+                return False
+            self._wake()
+            self._compiled.resume()
+            for tensor, shadow in zip(stm.tensors, self._shadows, strict=True):
+                self._leave_one(tensor, shadow)
+            self._end_step()
+            self._shadows, self._versions, self._frozen, self._probe = [], [], [], None
+            self.is_on = False
+            _settled.remove(self)
+            stm.begin_anew()
+        return True
+
+    def _leave_one(self, tensor: ManagedTensor, shadow: nn.Parameter) -> None:
+        parameter = tensor.parameter
+        _by_id.pop(id(parameter), None)
+        if not _is_like(parameter, tensor.home, self._accelerator.device):
+            return  # ``p.data`` was replaced by something else; only close() comes here
+        gradient, parameter.grad = parameter.grad, None
+        version, requires_grad = parameter._version, parameter.requires_grad
+        _exchange(parameter, shadow)
+        parameter.requires_grad_(requires_grad)
+        parameter.__class__ = ManagedParameter
+        parameter.__dict__["_hetero"] = tensor
+        hooks = parameter._post_accumulate_grad_hooks
+        for key in list(hooks or ()):
+            if not isinstance(hooks[key], HomeHook):
+                hooks[key] = HomeHook(hooks[key])
+        written = tensor.stays or version != self._versions[tensor.index][1]
+        self._stm.residency.take_back(tensor, shadow.detach(), written=written)
+        if gradient is not None:
+            self._stm.gradients.adopt(tensor, gradient)
+        _redirect(shadow, tensor)
+
+    def _may_leave(self) -> bool:
+        held: set[int] = set()
+        has_graph = False
+        for tensor in self._stm.tensors:
+            parameter = tensor.parameter
+            if not _is_like(parameter, tensor.home, self._accelerator.device):
+                return False
+            if parameter.grad is not None and not gradient_is_private(parameter):
+                return False
+            has_graph |= parameter._use_count() > 1  # type: ignore[attr-defined]
+            if not memory_is_private(parameter, 0):
+                held.add(parameter.untyped_storage()._cdata)
+        if not held:
+            return True
+        # Without a graph it is the user who holds them. With one it may be the graph: its views are not Python's.
+        return has_graph and not _has_alias(held, {id(t.parameter) for t in self._stm.tensors})
+
+    # -- others ---------------------------------------------------------------------------------------
+
+    def version(self, tensor: ManagedTensor) -> int:
+        """`ManagedTensor.version`, as graphs from before know it."""
+        before, then = self._versions[tensor.index]
+        return before + tensor.parameter._version - then
+
+    def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer`` has parameters of ours. [Note: who looks]"""
+        if optimizer is not self.optimizer:
+            self._must_leave, self._allowed = True, False
+
+    def forbid(self) -> None:
+        """[Note: who looks]: for good."""
+        self._must_leave, self._allowed = True, False
+
+    def abandon(self) -> None:
+        """The manager is gone, with its model."""
+        if self.is_on:
+            _settled.remove(self)
+            for tensor in self._stm.tensors:
+                _by_id.pop(id(tensor.parameter), None)
+            if self._own_step is not None:
+                self._own_step.end()
+            self.is_on = False
+
+
+def _exchange(parameter: nn.Parameter, shadow: nn.Parameter) -> None:
+    """Swap implementations ([Note: exchange]); what hangs on the Python objects stays with them."""
+    hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    torch._C._swap_tensor_impl(parameter, shadow)  # type: ignore[attr-defined]
+    parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks
+
+
+def _redirect(shadow: nn.Parameter, tensor: ManagedTensor) -> None:
+    """What graphs from before accumulate into the implementation that ``shadow`` has now is the parameter's."""
+    if shadow._use_count() <= 1:  # type: ignore[attr-defined]
+        return
+
+    def hand_on(leaf: torch.Tensor) -> None:
+        with torch.no_grad(), plain():
+            gradient, leaf.grad = leaf.grad, None
+            parameter = tensor.parameter
+            if gradient is None:
+                return
+            gradient = gradient.to(parameter.device)
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                if is_managed(parameter):
+                    tensor.owner.wait_for_gradient(tensor)
+                parameter.grad += gradient
+            for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+                hook(parameter)
+
+    shadow._post_accumulate_grad_hooks = None
+    shadow.register_post_accumulate_grad_hook(hand_on)
+
+
+def _is_like(parameter: torch.Tensor, home: torch.Tensor, device: torch.device) -> bool:
+    return (
+        parameter.device == device
+        and parameter.dtype == home.dtype
+        and parameter.shape == home.shape
+        and parameter.layout is torch.strided
+    )
+
+
+def _has_alias(storages: set[int], parameters: set[int]) -> bool:
+    """A tensor that Python knows shares one of these storages."""
+    for found in gc.get_objects():
+        if issubclass(type(found), torch.Tensor) and id(found) not in parameters:
+            try:
+                if found.untyped_storage()._cdata in storages:
+                    return True
+            except (NotImplementedError, RuntimeError):  # fake, sparse: memory of another kind
+                continue
+    return False
+
+
+def _has_other_optimizer(ours: torch.optim.Optimizer | None, parameters: set[int]) -> bool:
+    """Somebody may step these parameters, with states of which we would not know. Wrappers of ours are ours."""
+    for found in gc.get_objects():
+        if not issubclass(type(found), torch.optim.Optimizer) or found is ours:
+            continue
+        groups: Iterable[dict[str, Any]] = vars(found).get("param_groups") or ()
+        wraps = vars(found).get("optimizer") is ours or (ours and vars(ours).get("optimizer") is found)
+        if not wraps and any(id(p) in parameters for group in groups for p in group["params"]):
+            return True
+    return False
+
+
+def _autocasts(kind: Kind) -> bool:
+    signature = kind[1]
+    return isinstance(signature, tuple) and len(signature) > 1 and signature[1] is True
