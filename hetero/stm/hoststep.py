@@ -133,8 +133,9 @@ class HostStep:
     def can_pause(self) -> bool:
         """Nothing is left for it to do but what the optimizer does by itself: `hetero.stm.settled`."""
         state = self._optimizer.state
-        watched = isinstance(state, WatchedState)
-        if watched and (state.watcher is not self or sys.getrefcount(state) != _STATE_REFERENCES):
+        if isinstance(state, WatchedState) and (
+            state.watcher is not self or sys.getrefcount(state) != _STATE_REFERENCES
+        ):
             return False
         return self._attached and self.device_homes.is_whole()
 

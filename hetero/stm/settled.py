@@ -5,20 +5,14 @@ made of them, so every number is the unmanaged run's. What stays is one check at
 the inputs' signature, which must have been measured, of the flags of frozen parameters, and of the device's memory
 counter; it ends the state where the iteration to come may need more than the budget has.
 
-[Note: exchange]
-``p`` keeps its identity and exchanges its implementation with a shadow, as ``torch.utils.swap_tensors`` does: the one
-at home is kept for the way back, and is behind until then. No byte moves. A graph holds implementations; if it is
-still alive, what it accumulates into the shadow is handed on to ``p`` (`_redirect`).
-
 [Note: who looks]
 A settled parameter's device is another than before, so whoever combined it with a tensor on the host no longer can.
 Nobody settles who was seen to do so, or to keep a copy of home, in the iteration before; a copy of the model, and
 another optimizer over its parameters, count for good.
 """
 
-import gc
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,7 +22,8 @@ from hetero.devices import Accelerator
 from hetero.errors import BudgetError, ManageError
 from hetero.stm.compiled import CompiledCalls
 from hetero.stm.devicehomes import TEMPORARIES
-from hetero.stm.exposure import gradient_is_private, memory_is_private
+from hetero.stm.exchange import exchange, has_other_optimizer, is_like, may_go_back, redirect
+from hetero.stm.exposure import gradient_is_private
 from hetero.stm.fetch import plain
 from hetero.stm.fits import Growth, Kind, read_growth
 from hetero.stm.functions import HomeHook
@@ -222,7 +217,7 @@ class Settled:
             return False
         if not self._has_searched:
             self._has_searched = True
-            if _has_other_optimizer(self.optimizer, {id(t.parameter) for t in stm.tensors}):
+            if has_other_optimizer(self.optimizer, {id(t.parameter) for t in stm.tensors}):
                 self._allowed = False
         return self._allowed
 
@@ -269,10 +264,10 @@ class Settled:
             shadow = nn.Parameter(data.detach(), parameter.requires_grad)
             del data
             try:
-                _exchange(parameter, shadow)
+                exchange(parameter, shadow)
             except RuntimeError:  # a weak reference to the implementation
                 for done, other in zip(self._stm.tensors, self._shadows, strict=False):
-                    _exchange(done.parameter, other)
+                    exchange(done.parameter, other)
                     other.grad = None
                 self._shadows = []
                 return False
@@ -298,7 +293,7 @@ class Settled:
             parameter.__class__ = nn.Parameter
             parameter.__dict__.pop("_hetero", None)
             _by_id[id(parameter)] = tensor
-            _redirect(shadow, tensor)
+            redirect(shadow, tensor)
         trained = [t.parameter for t in stm.tensors if t.parameter.requires_grad]
         self._probe = trained[-1] if trained else None
         self._frozen = [t.parameter for t in stm.tensors if not t.parameter.requires_grad]
@@ -313,12 +308,12 @@ class Settled:
     # -- and back -------------------------------------------------------------------------------------
 
     def leave(self, *, force: bool = False) -> bool:
-        """Intercept again; False if somebody's alias of a parameter's memory would be left behind. ``force``: then too."""
+        """Intercept again; False if somebody's alias of a parameter would be left behind. ``force``: then too."""
         if not self.is_on:
             return True
-        stm = self._stm
+        stm, device = self._stm, self._accelerator.device
         with stm.lock, torch.inference_mode(False), torch.no_grad(), plain():
-            if not force and (self._running or in_scope() or not self._may_leave()):
+            if not force and (self._running or in_scope() or not may_go_back(stm.tensors, device)):
                 return False
             self._wake()
             self._compiled.resume()
@@ -334,11 +329,11 @@ class Settled:
     def _leave_one(self, tensor: ManagedTensor, shadow: nn.Parameter) -> None:
         parameter = tensor.parameter
         _by_id.pop(id(parameter), None)
-        if not _is_like(parameter, tensor.home, self._accelerator.device):
+        if not is_like(parameter, tensor.home, self._accelerator.device):
             return  # ``p.data`` was replaced by something else; only close() comes here
         gradient, parameter.grad = parameter.grad, None
         version, requires_grad = parameter._version, parameter.requires_grad
-        _exchange(parameter, shadow)
+        exchange(parameter, shadow)
         parameter.requires_grad_(requires_grad)
         parameter.__class__ = ManagedParameter
         parameter.__dict__["_hetero"] = tensor
@@ -350,24 +345,7 @@ class Settled:
         self._stm.residency.take_back(tensor, shadow.detach(), written=written)
         if gradient is not None:
             self._stm.gradients.adopt(tensor, gradient)
-        _redirect(shadow, tensor)
-
-    def _may_leave(self) -> bool:
-        held: set[int] = set()
-        has_graph = False
-        for tensor in self._stm.tensors:
-            parameter = tensor.parameter
-            if not _is_like(parameter, tensor.home, self._accelerator.device):
-                return False
-            if parameter.grad is not None and not gradient_is_private(parameter):
-                return False
-            has_graph |= parameter._use_count() > 1  # type: ignore[attr-defined]
-            if not memory_is_private(parameter, 0):
-                held.add(parameter.untyped_storage()._cdata)
-        if not held:
-            return True
-        # Without a graph it is the user who holds them. With one it may be the graph: its views are not Python's.
-        return has_graph and not _has_alias(held, {id(t.parameter) for t in self._stm.tensors})
+        redirect(shadow, tensor)
 
     # -- others ---------------------------------------------------------------------------------------
 
@@ -394,71 +372,6 @@ class Settled:
             if self._own_step is not None:
                 self._own_step.end()
             self.is_on = False
-
-
-def _exchange(parameter: nn.Parameter, shadow: nn.Parameter) -> None:
-    """Swap implementations ([Note: exchange]); what hangs on the Python objects stays with them."""
-    hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
-    torch._C._swap_tensor_impl(parameter, shadow)  # type: ignore[attr-defined]
-    parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks
-
-
-def _redirect(shadow: nn.Parameter, tensor: ManagedTensor) -> None:
-    """What graphs from before accumulate into the implementation that ``shadow`` has now is the parameter's."""
-    if shadow._use_count() <= 1:  # type: ignore[attr-defined]
-        return
-
-    def hand_on(leaf: torch.Tensor) -> None:
-        with torch.no_grad(), plain():
-            gradient, leaf.grad = leaf.grad, None
-            parameter = tensor.parameter
-            if gradient is None:
-                return
-            gradient = gradient.to(parameter.device)
-            if parameter.grad is None:
-                parameter.grad = gradient
-            else:
-                if is_managed(parameter):
-                    tensor.owner.wait_for_gradient(tensor)
-                parameter.grad += gradient
-            for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
-                hook(parameter)
-
-    shadow._post_accumulate_grad_hooks = None
-    shadow.register_post_accumulate_grad_hook(hand_on)
-
-
-def _is_like(parameter: torch.Tensor, home: torch.Tensor, device: torch.device) -> bool:
-    return (
-        parameter.device == device
-        and parameter.dtype == home.dtype
-        and parameter.shape == home.shape
-        and parameter.layout is torch.strided
-    )
-
-
-def _has_alias(storages: set[int], parameters: set[int]) -> bool:
-    """A tensor that Python knows shares one of these storages."""
-    for found in gc.get_objects():
-        if issubclass(type(found), torch.Tensor) and id(found) not in parameters:
-            try:
-                if found.untyped_storage()._cdata in storages:
-                    return True
-            except (NotImplementedError, RuntimeError):  # fake, sparse: memory of another kind
-                continue
-    return False
-
-
-def _has_other_optimizer(ours: torch.optim.Optimizer | None, parameters: set[int]) -> bool:
-    """Somebody may step these parameters, with states of which we would not know. Wrappers of ours are ours."""
-    for found in gc.get_objects():
-        if not issubclass(type(found), torch.optim.Optimizer) or found is ours:
-            continue
-        groups: Iterable[dict[str, Any]] = vars(found).get("param_groups") or ()
-        wraps = vars(found).get("optimizer") is ours or (ours and vars(ours).get("optimizer") is found)
-        if not wraps and any(id(p) in parameters for group in groups for p in group["params"]):
-            return True
-    return False
 
 
 def _autocasts(kind: Kind) -> bool:
