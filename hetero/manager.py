@@ -6,7 +6,7 @@ everything as it was; after `Manager.close` nothing shows that it was there.
 
 import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -175,7 +175,7 @@ class Manager:
                 optimizer,
                 self._stm,
                 accelerator,
-                note_states=self._take_optimizer_states,
+                note_states=_weakly(self._take_optimizer_states),
                 kept_ids=self._homes.kept_ids,
                 uses_device=config.device_homes,
             )
@@ -369,6 +369,17 @@ class Manager:
                     states.append((f"{name}.{key}", value))
         self._stm.registry.set_states(states)
         self._homes.forget_states({id(state) for _, state in states})
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """As ``method``, without keeping its object."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        if (present := reference()) is not None:
+            present()
+
+    return call
 
 
 def _make_plain(manager: stm.StatefulTensorMgr) -> None:

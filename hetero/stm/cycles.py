@@ -118,7 +118,8 @@ class Cycles:
         return bool(self._training.keys or self._inference.keys)
 
     def begin_anew(self) -> None:
-        """Forget how far iterations went."""
+        """Forget how far iterations went; others may have been trained meanwhile."""
+        self._homes_chosen.clear()
         for history in (self._inference, self._training):
             self._current = history
             self.abandon()
@@ -261,6 +262,7 @@ class Cycles:
             if plan is self.last_plan:
                 self.last_plan = None
             self._verified.discard(keys)
+            self._homes_chosen.discard(keys)
             for key in keys:
                 self._samples.pop(key, None)
 

@@ -150,10 +150,16 @@ class DeviceHomes:
                 tensor.note_write()
 
     def is_whole(self) -> bool:
-        """All that were ever stepped live here, with their states."""
-        if not self._can_step() or not self._stepped() <= self._here.keys():
-            return False
+        """All that are stepped live here."""
+        away = self._stepped() - self._here.keys()
+        return self._can_step() and not any(self._stm.tensors[i].parameter.requires_grad for i in away)
+
+    def complete(self) -> bool:
+        """Bring what is not stepped any more; False if any state is left at home."""
         groups = self._groups()
+        for index in self._stepped() - self._here.keys():
+            if not self._bring(self._stm.tensors[index], groups):
+                return False
         states = (state for tensor in self._stm.tensors for state in self._states(tensor, groups))
         return all(state.device.type != "cpu" for state in states)
 

@@ -20,7 +20,7 @@ from hetero.stm.fetch import plain
 from hetero.stm.intercept import is_managed
 from hetero.stm.tensors import ManagedTensor
 
-__all__ = ["exchange", "has_other_optimizer", "is_like", "may_go_back", "redirect"]
+__all__ = ["exchange", "has_other_optimizer", "is_like", "let_go", "may_go_back", "redirect"]
 
 
 def exchange(parameter: nn.Parameter, shadow: nn.Parameter) -> None:
@@ -30,9 +30,16 @@ def exchange(parameter: nn.Parameter, shadow: nn.Parameter) -> None:
     parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks
 
 
+def let_go(shadow: nn.Parameter, placeholder: torch.Tensor) -> None:
+    """Its memory is somebody else's now: a graph that has been gone through, of which losses that the user keeps hold
+    the ends, is not to keep it. ``placeholder``: one number of that type on that device."""
+    if shadow._use_count() == 2:  # type: ignore[attr-defined]  # the name and the end of a graph, which reads nothing
+        shadow.data = placeholder.expand(shadow.shape)
+
+
 def redirect(shadow: nn.Parameter, tensor: ManagedTensor) -> None:
     """What graphs from before accumulate into the implementation that ``shadow`` has now is the parameter's."""
-    if shadow._use_count() <= 1:  # type: ignore[attr-defined]
+    if not shadow.requires_grad or shadow._use_count() <= 1:  # type: ignore[attr-defined]
         return
 
     def hand_on(leaf: torch.Tensor) -> None:

@@ -12,6 +12,7 @@ another optimizer over its parameters, count for good.
 """
 
 import operator
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,7 @@ from hetero.devices import Accelerator
 from hetero.errors import BudgetError, ManageError
 from hetero.stm.compiled import CompiledCalls
 from hetero.stm.devicehomes import TEMPORARIES
-from hetero.stm.exchange import exchange, has_other_optimizer, is_like, may_go_back, redirect
+from hetero.stm.exchange import exchange, has_other_optimizer, is_like, let_go, may_go_back, redirect
 from hetero.stm.exposure import gradient_is_private
 from hetero.stm.fetch import plain
 from hetero.stm.fits import Growth, Kind, read_growth
@@ -36,8 +37,9 @@ from hetero.stm.tensors import ManagedTensor
 
 __all__ = ["Settled", "before_change", "note_optimizer", "record_of"]
 
-_settled: list["Settled"] = []
-_by_id: dict[int, ManagedTensor] = {}
+# Weakly: whoever drops a settled model without closing drops all of it.
+_settled: "weakref.WeakSet[Settled]" = weakref.WeakSet()
+_by_id: "weakref.WeakValueDictionary[int, ManagedTensor]" = weakref.WeakValueDictionary()
 _requires_grad = operator.attrgetter("requires_grad")
 _LONGEST_WAIT = 32  # forwards between two attempts
 
@@ -81,7 +83,8 @@ class Settled:
         self._accelerator = accelerator
         self._budget = budget
         self._step = step
-        self._compiled = compiled
+        # Nothing here may lead to the model: whoever drops it without closing is noticed by that.
+        self._compiled = weakref.ref(compiled)
         self._rest = rest
         self._wake = wake
         self.optimizer = None if step is None else step.optimizer
@@ -102,6 +105,7 @@ class Settled:
         self._probe: nn.Parameter | None = None
         self._frozen: list[nn.Parameter] = []
         self._shadows: list[nn.Parameter] = []
+        self._placeholders: dict[torch.dtype, torch.Tensor] = {}
         # Of each parameter: its version for autograd before, and its own when it settled.
         self._versions: list[tuple[int, int]] = []
         stm.settled = self
@@ -240,6 +244,8 @@ class Settled:
     def _begin_step(self) -> bool:
         if self._step is None or self._own_step is None:
             return True
+        if not self._step.device_homes.complete():
+            return False
         self._step.pause()
         try:
             self._own_step.begin(self._stm.tensors, self._accelerator.device)
@@ -299,10 +305,11 @@ class Settled:
         self._frozen = [t.parameter for t in stm.tensors if not t.parameter.requires_grad]
         stm.gradients.norms.stop()
         stm.executor.release_cap()
-        self._compiled.pause()
+        if (compiled := self._compiled()) is not None:
+            compiled.pause()
         self._must_leave = False
         self.is_on = True
-        _settled.append(self)
+        _settled.add(self)
         self._rest()
 
     # -- and back -------------------------------------------------------------------------------------
@@ -316,13 +323,15 @@ class Settled:
             if not force and (self._running or in_scope() or not may_go_back(stm.tensors, device)):
                 return False
             self._wake()
-            self._compiled.resume()
+            if (compiled := self._compiled()) is not None:
+                compiled.resume()
             for tensor, shadow in zip(stm.tensors, self._shadows, strict=True):
                 self._leave_one(tensor, shadow)
             self._end_step()
             self._shadows, self._versions, self._frozen, self._probe = [], [], [], None
+            self._placeholders.clear()
             self.is_on = False
-            _settled.remove(self)
+            _settled.discard(self)
             stm.begin_anew()
         return True
 
@@ -346,6 +355,12 @@ class Settled:
         if gradient is not None:
             self._stm.gradients.adopt(tensor, gradient)
         redirect(shadow, tensor)
+        let_go(shadow, self._placeholder(shadow.dtype))
+
+    def _placeholder(self, dtype: torch.dtype) -> torch.Tensor:
+        if dtype not in self._placeholders:
+            self._placeholders[dtype] = torch.empty((), dtype=dtype, device=self._accelerator.device)
+        return self._placeholders[dtype]
 
     # -- others ---------------------------------------------------------------------------------------
 
@@ -366,7 +381,7 @@ class Settled:
     def abandon(self) -> None:
         """The manager is gone, with its model."""
         if self.is_on:
-            _settled.remove(self)
+            _settled.discard(self)
             for tensor in self._stm.tensors:
                 _by_id.pop(id(tensor.parameter), None)
             if self._own_step is not None:

@@ -122,6 +122,7 @@ class ManagedTensor(StatefulTensor):
     """A parameter under management. Created by `hetero.stm.manager.StatefulTensorMgr`."""
 
     __slots__ = (
+        "__weakref__",
         "_alias",
         "_fetch_nodes",
         "_source",
