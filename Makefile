@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+JOBS ?= 2
 BIN := $(VENV)/bin
 
 .PHONY: demo test test-cuda check bench clean
@@ -17,9 +18,10 @@ demo: $(VENV)/.ready
 	$(BIN)/python -m hetero demo $(ARGS)
 
 test: $(VENV)/.ready
-	@# A process each: the virtual device, its link and autograd's threads are the process's own. Real devices are
-	@# hidden: everything runs on the virtual accelerator.
-	set -e; for file in tests/*/test_*.py; do CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest $$file $(ARGS); done
+	@# A process for each file: the virtual device, its link and autograd's threads are the process's own. JOBS of
+	@# them run at a time. Real devices are hidden: everything runs on the virtual accelerator.
+	@printf '%s\n' tests/*/test_*.py | CUDA_VISIBLE_DEVICES= xargs -P $(JOBS) -I FILE sh -c ' \
+		output=$$($(BIN)/python -m pytest FILE $(ARGS) 2>&1); code=$$?; printf "FILE\n%s\n" "$$output"; exit $$code'
 
 # The tests marked cuda, on a machine that has such a device.
 test-cuda: $(VENV)/.ready

@@ -5,15 +5,14 @@ Owns the user's view of a `hetero.stm.plans.CyclePlan`: names in the place of in
 
 import bisect
 import dataclasses
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from hetero.eviction import lower_bound
+from hetero.report.text import as_text
 from hetero.stm import StatefulTensorMgr
 from hetero.stm.kernels import GroupKernels
 from hetero.stm.plans import CyclePlan
@@ -21,7 +20,6 @@ from hetero.units import format_bytes, format_seconds
 
 __all__ = ["Plan", "PlannedMoment", "describe_plan"]
 
-_WIDTH = 160
 _ROWS = 40  # of a printed table; the rest is in `moments`
 
 
@@ -83,11 +81,7 @@ class Plan:
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        text = io.StringIO()
-        console = Console(file=text, width=_WIDTH)
-        console.print(self._summary())
-        console.print(self._table())
-        return text.getvalue()
+        return as_text(self._summary(), self._table())
 
     def _summary(self) -> Table:
         table = Table(show_header=False, box=None)

@@ -4,23 +4,21 @@ Owns the user's view of the numbers; they are counted in `hetero.msc` and `heter
 """
 
 import dataclasses
-import io
 from dataclasses import dataclass
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from hetero.config import Config
 from hetero.devices import Accelerator
 from hetero.eviction import lower_bound
 from hetero.msc import Period, PeriodStats, period_stats
+from hetero.report.text import as_text
 from hetero.stm import Kind, StatefulTensorMgr, Tier
 from hetero.units import format_bytes, format_seconds
 
 __all__ = ["MemoryStats", "collect_stats"]
 
-_WIDTH = 160
 _ROWS = 40  # of a printed table; the rest is in `to_dict`
 
 
@@ -74,12 +72,7 @@ class MemoryStats:
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        text = io.StringIO()
-        console = Console(file=text, width=_WIDTH)
-        console.print(self._summary())
-        if self.periods:
-            console.print(self._table())
-        return text.getvalue()
+        return as_text(self._summary(), *([self._table()] if self.periods else []))
 
     def _summary(self) -> Table:
         table = Table(show_header=False, box=None)

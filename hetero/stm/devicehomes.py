@@ -80,6 +80,11 @@ class DeviceHomes:
         """Of the parameters that live on the device."""
         return frozenset(tensor.name for tensor in self._here.values())
 
+    @property
+    def stepped(self) -> set[int]:
+        """Indices of the parameters whose states exist, if they need any."""
+        return self._stepped()
+
     def note_seconds(self, nbytes: int, seconds: float) -> None:
         """The queue's thread has updated ``nbytes`` of parameters."""
         self._host_bytes += nbytes
@@ -129,8 +134,10 @@ class DeviceHomes:
             self._stm.cycles.refuse_device_homes()
         return dict(self._here)
 
-    def run(self, updates: Iterable[DeviceUpdate]) -> None:
-        """Step them. Their states exist."""
+    def run(
+        self, updates: Iterable[DeviceUpdate], note: Callable[[ManagedTensor, ParameterUpdate], None]
+    ) -> None:
+        """Step them, and ``note`` each once it is done: it may have made a state."""
         for item in updates:
             tensor = item.tensor
             gradient = self._stm.gradient_on_device(tensor)
@@ -139,15 +146,18 @@ class DeviceHomes:
                 self.send_home(room)
             if tensor.stays and tensor.data is not None:
                 version = tensor.data._version
-                item.make(tensor.data, gradient).run()
+                update = item.make(tensor.data, gradient)
+                update.run()
                 if tensor.data._version == version:  # fused kernels write without moving it
                     tensor.clean_version -= 1
                 tensor.identity = None  # older graphs reach the parameter by it
             else:  # it had to leave just now
                 del gradient
                 self._stm.before_home_writes([tensor])
-                item.make(tensor.home, cast(torch.Tensor, tensor.parameter.grad)).run()
+                update = item.make(tensor.home, cast(torch.Tensor, tensor.parameter.grad))
+                update.run()
                 tensor.note_write()
+            note(tensor, update)
 
     def is_whole(self) -> bool:
         """All that are stepped live here."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["gradient_is_private", "memory_is_private", "state_is_private"]
+__all__ = ["gradient_is_plain", "gradient_is_private", "memory_is_private", "state_is_private"]
 
 
 def memory_is_private(tensor: torch.Tensor, aliases: int) -> bool:
@@ -25,6 +25,16 @@ def gradient_is_private(parameter: torch.Tensor) -> bool:
     """Only ``parameter.grad`` holds its gradient. Call without ``__torch_function__`` dispatch."""
     gradient = parameter.grad
     return gradient is not None and _counts(gradient) == _GRADIENT
+
+
+def gradient_is_plain(gradient: torch.Tensor | None) -> bool:
+    """An ordinary tensor at home. Call likewise."""
+    return (
+        gradient is not None
+        and gradient.layout is torch.strided
+        and gradient.device.type == "cpu"
+        and not gradient.requires_grad
+    )
 
 
 def state_is_private(entry: dict[str, Any], kept: frozenset[int]) -> bool:

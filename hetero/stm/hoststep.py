@@ -18,7 +18,7 @@ thread does not inherit, inside a forward or a backward.
 import sys
 import types
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial, wraps
 from typing import Any
 
@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hetero.devices import Accelerator
 from hetero.stm.devicehomes import DeviceHomes, DeviceUpdate
-from hetero.stm.exposure import gradient_is_private, state_is_private
+from hetero.stm.exposure import gradient_is_plain, gradient_is_private, state_is_private
 from hetero.stm.fetch import plain
 from hetero.stm.intercept import in_scope, is_managed, managed_of
 from hetero.stm.jobs import Captured, Surroundings, make_update, scale, wait
@@ -70,11 +70,10 @@ class HostStep:
         # Parameters whose state exists, by index.
         self._stepped: set[int] = set()
         self._stepped_now: set[int] = set()
-        self._had_entry: dict[int, bool] = {}  # of those, when `pause` was called
         self._without_entry: list[tuple[Any, ParameterUpdate]] = []
         self._captured: list[Captured] = []
         self._captured_here: list[DeviceUpdate] = []
-        self.device_homes = DeviceHomes(
+        self.device_homes = self._device_homes = DeviceHomes(
             optimizer, manager, accelerator, allowed=uses_device, stepped=lambda: self._stepped
         )
         self._groups: list[dict[str, Any]] | None = None
@@ -90,7 +89,7 @@ class HostStep:
     @property
     def on_device(self) -> frozenset[str]:
         """Names of the parameters that live on the device."""
-        return self.device_homes.names
+        return self._device_homes.names
 
     # -- attaching ------------------------------------------------------------------------------------
 
@@ -133,26 +132,15 @@ class HostStep:
     def can_pause(self) -> bool:
         """Nothing is left for it to do but what the optimizer does by itself: `hetero.stm.settled`."""
         state = self._optimizer.state
-        if isinstance(state, WatchedState) and (
-            state.watcher is not self or sys.getrefcount(state) != _STATE_REFERENCES
-        ):
+        if isinstance(state, WatchedState) and state.watcher is not self:
             return False
-        return self._attached and self.device_homes.is_whole()
+        return self._attached and sys.getrefcount(state) == _STATE_REFERENCES
 
-    def pause(self) -> None:
-        """The step is the optimizer's own, until `resume`."""
-        self.detach()
-        state = self._optimizer.state
-        self._had_entry = {i: bool(state.get(self._stm.tensors[i].parameter)) for i in self._stepped}
-
-    def resume(self) -> None:
-        """Parameters are ours again and live where they are, with the states that the optimizer has made there."""
-        optimizer = self._optimizer
-        with plain():
-            entries = {t.index for t in self._managed(optimizer) if dict.get(optimizer.state, t.parameter)}
+    def resume(self, stepped: Iterable[int]) -> None:
+        """After `detach`: parameters are ours again and live where they are. ``stepped``: those with a state."""
         self.attach()
-        self._watch(optimizer)
-        self._stepped = entries | {i for i, had_entry in self._had_entry.items() if not had_entry}
+        self._watch(self._optimizer)
+        self._stepped = set(stepped)
         self.device_homes.adopt(self._stepped)
         self._note_states()
 
@@ -161,7 +149,7 @@ class HostStep:
         self._without_entry.clear()
         self._stepped.clear()
         with plain():
-            self.device_homes.take({})  # the next steps bring back those that the plan wants there
+            self._device_homes.take({})  # the next steps bring back those that the plan wants there
         self._note_states()
 
     @property
@@ -202,8 +190,8 @@ class HostStep:
             self._leave()
             self._abandon()
             self._stm.segments.end_step(complete=complete)
-            if self._stepped_now or self.device_homes.have_moved or not complete:
-                self.device_homes.have_moved = False
+            if self._stepped_now or self._device_homes.have_moved or not complete:
+                self._device_homes.have_moved = False
                 self._note_states()
             if complete:
                 self._stepped |= self._stepped_now
@@ -231,7 +219,7 @@ class HostStep:
 
         self._stm.settle_homes()
         self._commit()
-        self.device_homes.take({})
+        self._device_homes.take({})
         try:
             result = inner(evaluate, *args[1:], **{k: v for k, v in kwargs.items() if k != "closure"})
         finally:
@@ -251,7 +239,7 @@ class HostStep:
         if self._may_defer(optimizer, args, kwargs):
             later = self._choose(optimizer)
         with plain():
-            here = self.device_homes.take(later)
+            here = self._device_homes.take(later)
         ours = {t.index: t for t in self._managed(optimizer) if t.index not in later}
         if later:
             self._capture(optimizer, later, here)
@@ -279,14 +267,20 @@ class HostStep:
             [
                 (
                     item.tensor,
-                    make_update(self._stm.engine, item, surroundings, self.device_homes.note_seconds),
+                    make_update(self._stm.engine, item, surroundings, self._device_homes.note_seconds),
                 )
                 for item in captured
             ]
         )
         here, self._captured_here = self._captured_here, []
         with plain():
-            self.device_homes.run(here)
+            self._device_homes.run(here, self._note_update)
+
+    def _note_update(self, tensor: ManagedTensor, update: ParameterUpdate) -> None:
+        """One on the device is done. Where nothing was kept so far, it may have made the first state."""
+        if update.new_entry is not None:
+            dict.__setitem__(self._optimizer.state, tensor.parameter, update.new_entry)
+            self._device_homes.have_moved = True
 
     def _leave(self) -> None:
         self._depth = 0
@@ -363,7 +357,7 @@ class HostStep:
         chosen = {}
         with plain():
             for tensor in self._managed(optimizer):
-                if tensor.index in self._stepped and _is_plain(tensor.parameter.grad):
+                if tensor.index in self._stepped and gradient_is_plain(tensor.parameter.grad):
                     entry = dict.get(optimizer.state, tensor.parameter)
                     if (
                         gradient_is_private(tensor.parameter)
@@ -450,15 +444,6 @@ class HostStep:
             if update.new_entry is not None:
                 with plain():
                     dict.__setitem__(self._optimizer.state, parameter, update.new_entry)
-
-
-def _is_plain(gradient: torch.Tensor | None) -> bool:
-    return (
-        gradient is not None
-        and gradient.layout is torch.strided
-        and gradient.device.type == "cpu"
-        and not gradient.requires_grad
-    )
 
 
 # The attribute, the local name, and the argument of getrefcount.

@@ -9,7 +9,6 @@ Thread-safe: autograd runs backward on threads of its own, so one lock guards ev
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -32,30 +31,12 @@ from hetero.stm.residency import Residency
 from hetero.stm.saved import modified_in_place
 from hetero.stm.segments import Segments
 from hetero.stm.state import Ledger
-from hetero.stm.tensors import ManagedTensor
+from hetero.stm.tensors import ManagedTensor, SettledState
 from hetero.units import format_bytes
 
 __all__ = ["Arrivals", "StatefulTensorMgr"]
 
 _PORTIONS = 8  # in which saved tensors leave when memory is short
-
-
-class SettledState(Protocol):
-    """`hetero.stm.settled.Settled`, as far as it is known here."""
-
-    is_on: bool
-
-    def version(self, tensor: ManagedTensor) -> int:
-        """Of a parameter, for graphs from before."""
-
-    def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """It has parameters of ours."""
-
-    def forbid(self) -> None:
-        """Never settle."""
-
-    def abandon(self) -> None:
-        """The manager is gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,10 +66,7 @@ class StatefulTensorMgr:
         self.collector = MemStatsCollector(accelerator, self.ledger)
         self._accelerator = accelerator
         self.lock = self._lock = threading.RLock()
-        # Whether everything fits, and nothing is intercepted (`hetero.stm.settled`); and whether somebody has had
-        # something of home in hands since `looked_home` was asked last.
-        self.settled: SettledState | None = None
-        self._has_looked = False
+        self.settled: SettledState | None = None  # `hetero.stm.settled`
         self._closed = False
         self.is_in_child = False
         self._budget = config.device_budget
@@ -261,22 +239,6 @@ class StatefulTensorMgr:
             self.segments.enter_backward()
             self.residency.finish_update(tensor)  # autograd may add to the gradient that the queue reads
             return self.gradients.hand_over(tensor, gradient)
-
-    def note_look(self, *, for_good: bool = False) -> None:
-        """Somebody has combined home with a tensor on the host, or may do so."""
-        self._has_looked = True
-        if for_good and self.settled is not None:
-            self.settled.forbid()
-
-    def looked_home(self) -> bool:
-        """Whether `note_look` was called since this was asked last."""
-        looked, self._has_looked = self._has_looked, False
-        return looked
-
-    def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """``optimizer`` has parameters of ours."""
-        if self.settled is not None:
-            self.settled.note_optimizer(optimizer)
 
     def write_back(self, tensor: ManagedTensor) -> None:
         """The device copy was written outside a forward."""

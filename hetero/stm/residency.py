@@ -277,19 +277,13 @@ class Residency:
 
     def lend(self, tensor: ManagedTensor) -> None:
         """Its copy has become the parameter itself (`hetero.stm.settled`). The bytes still count."""
-        RESIDENT.pop(tensor.storage_key, None)
-        self.resident.pop(tensor.index, None)
+        del RESIDENT[tensor.storage_key], self.resident[tensor.index]
         tensor.identity = tensor.data = None
-        tensor.storage_key = 0
 
-    def take_back(self, tensor: ManagedTensor, copy: torch.Tensor, *, written: bool) -> None:
-        """``copy`` is its copy again; ``written``: home does not have its bytes."""
+    def take_back(self, tensor: ManagedTensor, copy: torch.Tensor) -> None:
+        """``copy`` is its copy again."""
         tensor.attach(copy)
-        if written:
-            tensor.clean_version -= 1
-        RESIDENT[tensor.storage_key] = tensor
-        self.resident[tensor.index] = tensor
-        tensor.fetched_at = tensor.last_use = self._clock
+        RESIDENT[tensor.storage_key] = self.resident[tensor.index] = tensor
 
     def collect(self, tensor: ManagedTensor) -> None:
         """Its update, if it had one, is done: what was on order is an ordinary copy now."""

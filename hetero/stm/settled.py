@@ -60,8 +60,8 @@ def note_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Its last group is new, or it has other states."""
     for parameter in optimizer.param_groups[-1]["params"] if optimizer.param_groups else ():
         tensor = record_of(parameter)
-        if tensor is not None:
-            tensor.owner.note_optimizer(optimizer)
+        if tensor is not None and tensor.owner.settled is not None:
+            tensor.owner.settled.note_optimizer(optimizer)
 
 
 class Settled:
@@ -96,9 +96,11 @@ class Settled:
         self._failures = 0
         self._too_much: list[CyclePlan] = []
         self.is_on = False
+        self.has_looked = False
         # Forwards that ran settled, each after one check.
         self.forwards = 0
         self._must_leave = False
+        self._without_state: set[int] = set()  # parameters that have been stepped, and need none
         self._running: list[None] = []  # forwards that run now, of all threads
         self._growth = Growth(peak=0, by_kind={})
         self._gradient_bytes = 0
@@ -184,7 +186,8 @@ class Settled:
         if in_scope() or self._running or torch._C._current_graph_task_id() != -1:
             return False
         with stm.lock, torch.inference_mode(False), torch.no_grad(), plain():
-            if not stm.close_iteration() or stm.looked_home():
+            looked, self.has_looked = self.has_looked, False
+            if not stm.close_iteration() or looked:
                 return False
             growth = self._fits()
             if growth is None or kind not in growth.by_kind or not self._may_settle(growth):
@@ -209,7 +212,7 @@ class Settled:
         """As far as it needs no look at every reference."""
         stm = self._stm
         if self._step is not None:
-            if not self._step.can_pause():
+            if not (self._step.can_pause() and self._step.device_homes.is_whole()):
                 return False
         elif any(t.parameter.requires_grad for t in stm.tensors) and any(k[0] for k in growth.by_kind):
             return False  # whoever steps these expects gradients at home
@@ -246,7 +249,8 @@ class Settled:
             return True
         if not self._step.device_homes.complete():
             return False
-        self._step.pause()
+        self._without_state = self._step.device_homes.stepped - self._with_state(self._step.optimizer)
+        self._step.detach()
         try:
             self._own_step.begin(self._stm.tensors, self._accelerator.device)
         except ManageError:  # somebody holds a state
@@ -257,7 +261,10 @@ class Settled:
     def _end_step(self) -> None:
         if self._step is not None and self._own_step is not None:
             self._own_step.end()
-            self._step.resume()
+            self._step.resume(self._with_state(self._step.optimizer) | self._without_state)
+
+    def _with_state(self, optimizer: torch.optim.Optimizer) -> set[int]:
+        return {t.index for t in self._stm.tensors if dict.get(optimizer.state, t.parameter)}
 
     def _exchange_all(self) -> bool:
         self._shadows, self._versions = [], []
@@ -351,7 +358,9 @@ class Settled:
             if not isinstance(hooks[key], HomeHook):
                 hooks[key] = HomeHook(hooks[key])
         written = tensor.stays or version != self._versions[tensor.index][1]
-        self._stm.residency.take_back(tensor, shadow.detach(), written=written)
+        self._stm.residency.take_back(tensor, shadow.detach())
+        if written:  # home does not have its bytes
+            tensor.clean_version -= 1
         if gradient is not None:
             self._stm.gradients.adopt(tensor, gradient)
         redirect(shadow, tensor)

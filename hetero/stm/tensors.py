@@ -28,7 +28,7 @@ from hetero.stm.exposure import memory_is_private
 from hetero.stm.precision import LowTwin
 from hetero.stm.state import Kind, Ledger, StatefulTensor
 
-__all__ = ["WRAPPER_USES", "Cast", "ManagedTensor", "Owner", "refused_write"]
+__all__ = ["WRAPPER_USES", "Cast", "ManagedTensor", "Owner", "SettledState", "refused_write"]
 
 
 @dataclass(slots=True)
@@ -56,10 +56,33 @@ def _reference_baselines() -> tuple[int, int]:
 _ONLY_OURS, WRAPPER_USES = _reference_baselines()
 
 
+class SettledState(Protocol):
+    """Whether everything fits, and nothing is intercepted (`hetero.stm.settled.Settled`).
+
+    ``has_looked``: somebody has combined home with a tensor on the host, or may do so, since it was False.
+    """
+
+    is_on: bool
+    has_looked: bool
+
+    def version(self, tensor: "ManagedTensor") -> int:
+        """Of a parameter, for graphs from before."""
+
+    def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """It has parameters of ours."""
+
+    def forbid(self) -> None:
+        """Never settle."""
+
+    def abandon(self) -> None:
+        """The manager is gone."""
+
+
 class Owner(Protocol):
     """The manager behind a tensor, as interception sees it (`hetero.stm.manager.StatefulTensorMgr`)."""
 
     device: torch.device
+    settled: SettledState | None
 
     def begin_operator(self, operands: list["ManagedTensor"], name: object) -> None:
         """The pre-op sampling moment; operands are resident and in COMPUTE afterwards."""
@@ -104,12 +127,6 @@ class Owner(Protocol):
 
     def check_process(self) -> None:
         """Raises in a forked child, which can neither reach the device nor write homes."""
-
-    def note_look(self, *, for_good: bool = False) -> None:
-        """Somebody has combined home with a tensor on the host, or may do so; ``for_good``: at any time."""
-
-    def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """``optimizer`` has parameters of ours, or other states."""
 
     def hand_over(self, tensor: "ManagedTensor", gradient: torch.Tensor) -> torch.Tensor | None:
         """The gradient is complete on the device; what autograd takes for it at home, if anything."""

@@ -5,12 +5,12 @@ import gc
 import pytest
 import torch
 from accelerators import ON_CUDA
+from racing import listening
 from test_activations import ROWS, WIDTH, deep, shed_all
 from twins import device
 
 import hetero
 from hetero.devices import Wait, virtual
-from hetero.errors import StreamRaceError
 
 if ON_CUDA:
     pytest.skip("only the virtual accelerator detects races", allow_module_level=True)
@@ -24,32 +24,22 @@ def run(left_out: frozenset[Wait]) -> str:
     torch.manual_seed(0)
     model = deep(3).requires_grad_(False)  # no gradient of a parameter, whose copies would race as well
     manager = hetero.manage(model, device=target, device_budget="32MiB")
-    engine = manager._stm.engine
-    said = ""
-    try:
-        for turn in range(3):  # the second has a plan, under which everything is resident and stays
-            x = torch.randn(ROWS, WIDTH).to(target).requires_grad_()
-            loss = model(x).square().sum()
-            if turn == 2:
-                engine.left_out = left_out
-                assert shed_all(manager) > 0
-                for _ in range(8):
-                    torch.ones(ROWS, 2 * WIDTH, device=target)  # written where saved tensors were
-            loss.backward()
-            torch.accelerator.synchronize()
-    except StreamRaceError as race:
-        said = str(race)
-    engine.left_out = frozenset()
-    said = said or "".join(virtual.races())
-    virtual.clear_races()
-    loss = x = None
-    try:
-        manager.close()
-    except StreamRaceError as race:  # a free that could not raise where it happened
-        said = said or str(race)
-        manager.close()
-    virtual.clear_races()
-    return said
+    with listening(manager) as said:
+        three_turns(model, manager, target, left_out)
+    return said.text
+
+
+def three_turns(model, manager, target, left_out):
+    for turn in range(3):  # the second has a plan, under which everything is resident and stays
+        x = torch.randn(ROWS, WIDTH).to(target).requires_grad_()
+        loss = model(x).square().sum()
+        if turn == 2:
+            manager._stm.engine.left_out = left_out
+            assert shed_all(manager) > 0
+            for _ in range(8):
+                torch.ones(ROWS, 2 * WIDTH, device=target)  # written where saved tensors were
+        loss.backward()
+        torch.accelerator.synchronize()
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,18 @@ def loaded_in_mid_training(job, load, *, late=False):
     return [losses, nested(job.checkpoint())]
 
 
+def seen_alike(load):
+    """What ``load`` left in ``job.seen``, which is the same unmanaged and managed, as are all numbers."""
+    twin = unmanaged_job()
+    expected = loaded_in_mid_training(twin, load)
+    job = managed_job()
+    with job.manager:
+        got = loaded_in_mid_training(job, load, late=True)
+    assert job.seen == twin.seen
+    assert_same(got, expected, "after")
+    return twin.seen
+
+
 def moved(saved, target):
     def move(value):
         if isinstance(value, torch.Tensor):
@@ -218,14 +230,7 @@ def test_missing_unexpected_and_misshapen_keys_are_told_and_loaded_as_without_he
             seen.append([told.missing_keys, told.unexpected_keys])
         job.seen = seen
 
-    twin = unmanaged_job()
-    expected = loaded_in_mid_training(twin, load)
-    job = managed_job()
-    with job.manager:
-        got = loaded_in_mid_training(job, load, late=True)
-    assert job.seen == twin.seen
-    assert [kind for kind, _ in twin.seen[:3]] == ["RuntimeError"] * 3
-    assert_same(got, expected, "after")
+    assert [kind for kind, _ in seen_alike(load)[:3]] == ["RuntimeError"] * 3
 
 
 def test_param_groups_that_differ_are_loaded_or_refused_as_without_hetero():
@@ -241,14 +246,7 @@ def test_param_groups_that_differ_are_loaded_or_refused_as_without_hetero():
         job.step()
         job.optimizer.load_state_dict(copy.deepcopy(job.optimizer.state_dict()))
 
-    twin = unmanaged_job()
-    expected = loaded_in_mid_training(twin, load)
-    job = managed_job()
-    with job.manager:
-        got = loaded_in_mid_training(job, load, late=True)
-    assert job.seen == twin.seen
-    assert job.seen[0] == "ValueError"
-    assert_same(got, expected, "after")
+    assert seen_alike(load)[0] == "ValueError"
 
 
 def test_states_that_a_queued_step_made_do_not_replace_those_that_are_loaded():

@@ -8,7 +8,7 @@ import signal
 import pytest
 import torch
 from checkpoint_jobs import VOCABULARY, WIDTH
-from lateness import pending
+from lateness import pending, stopped
 from test_checkpoints import managed_job, queued, unmanaged_job
 
 import hetero
@@ -134,13 +134,14 @@ def test_an_error_in_the_queue_outlives_a_fork():
     with job.manager:
         job.steps(2)
         backward(job)
-        job.optimizer.step()
-        tensor = next(t for t in job.manager._stm.tensors if t.pending is not None)
-        job.manager._stm.updates._note_failure(ValueError("half-way"))
-        assert in_child(lambda: 1) == "1"
-        assert tensor.pending is None
-        with pytest.raises(ValueError, match="half-way"):
-            job.model.embedding.weight.sum()
+        with stopped(job.manager):
+            job.optimizer.step()
+            tensor = next(t for t in job.manager._stm.tensors if t.pending is not None)
+            job.manager._stm.updates._note_failure(ValueError("half-way"))
+            assert in_child(lambda: 1) == "1"
+            assert tensor.pending is None
+            with pytest.raises(ValueError, match="half-way"):
+                job.model.embedding.weight.sum()
 
 
 def test_exporting_the_managed_model_says_what_to_do_instead():

@@ -217,16 +217,24 @@ def test_groups_and_a_group_added_while_managed():
 
 
 @pytest.mark.usefixtures("late_queue")
-def test_momentum_that_begins_later_makes_its_state_then():
+@pytest.mark.parametrize("place", ["home", "device"])
+def test_momentum_that_begins_later_makes_its_state_then(place, request):
     """Plain SGD keeps nothing; with momentum it does: an update that is queued makes the state."""
+    if place == "device":
+        request.getfixturevalue("homes_on_device")
+    there = place == "device"
 
     def loop(target, manage):
         torch.manual_seed(0)
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
         info = info_of(torch.optim.SGD)
-        manager = hetero.manage(model, optimizer, device=target, device_budget="1MiB") if manage else None
+        manager = None
+        if manage:
+            manager = hetero.manage(model, optimizer, device=target, device_budget="1MiB", device_homes=there)
         seen = [run(info, model, optimizer, target, steps=3), len(optimizer.state)]
+        if manager is not None:
+            assert bool(manager.plan.lives_on_device) == there
         optimizer.param_groups[0]["momentum"] = 0.9
         seen += [run(info, model, optimizer, target, steps=3), len(optimizer.state)]
         seen += [list(optimizer.state_dict()["state"]), optimizer.state_dict()]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from accelerators import ON_CUDA
 from loops import mlp, train
+from racing import listening
 from twins import adamw, device
 
 import hetero
@@ -28,21 +29,9 @@ def run(left_out: frozenset[Wait], *, steps: int = 3) -> str:
     budget = torch.accelerator.memory_allocated() + (420 << 10)
     manager = hetero.manage(model, optimizer, device=target, device_budget=budget)
     manager._stm.engine.left_out = left_out
-    said = ""
-    try:
+    with listening(manager) as said:
         train(model, optimizer, target, steps)
-    except StreamRaceError as race:
-        said = str(race)
-    manager._stm.engine.left_out = frozenset()
-    said = said or "".join(virtual.races())
-    virtual.clear_races()
-    try:
-        manager.close()
-    except StreamRaceError as race:  # a free that could not raise where it happened
-        said = said or str(race)
-        manager.close()
-    virtual.clear_races()
-    return said
+    return said.text
 
 
 @pytest.mark.parametrize("wait", [w for w in Wait if w is not Wait.HOST_AFTER_UP])
