@@ -58,12 +58,13 @@ class Activations:
         host_budget: int,
     ) -> None:
         self._accelerator = accelerator
+        self._device = accelerator.device
         self._engine = engine
         self._ledger = ledger
         self._collector = collector
         self._lock = lock
         self._slots = HostSlots(arena, ledger, host_budget)
-        self._least = device_budget // _WORTH_MOVING
+        self.least = device_budget // _WORTH_MOVING  # bytes of a storage that is worth a record
         self._large = max(1, device_budget // _WORTH_A_MOMENT)
         self._by_storage: dict[int, weakref.ref[Activation]] = {}
         self._live: dict[weakref.ref[Activation], Account] = {}  # in the order in which they were saved
@@ -83,21 +84,18 @@ class Activations:
 
     # -- saving and reading ----------------------------------------------------------------------------
 
-    def save(self, tensor: torch.Tensor, storage_key: int) -> Saved | None:
-        """A handle for ``tensor``, which autograd saves; None if it is to be kept as it is."""
-        if tensor.device != self._accelerator.device:
+    def save(self, tensor: torch.Tensor, storage_key: int, nbytes: int) -> Saved | None:
+        """A handle for ``tensor``, which autograd saves, in a storage of at least `least` ``nbytes``; None if it is to
+        be kept as it is."""
+        if tensor.device != self._device:
             return None
-        if not self._may_move(tensor):
+        if nbytes % tensor.itemsize or not _may_move(tensor):
             self.kept += 1
             return None
         reference = self._by_storage.get(storage_key)
         record = None if reference is None else reference()
         if record is not None and record.aliases is not None:
             return Saved(record, record.add(tensor.detach()), tensor._version)
-        nbytes = tensor.untyped_storage().nbytes()
-        if nbytes < self._least or nbytes % tensor.itemsize:
-            self.kept += 1
-            return None
         with self._lock:
             if self._closed:
                 return None
@@ -122,19 +120,7 @@ class Activations:
                 self._bring(record)
             if account.flight is not None:
                 self._await(account.flight)
-            assert record.aliases is not None
-            alias = record.aliases[saved.place]
-            return alias, alias._version + record.writes[saved.place]
-
-    def _may_move(self, tensor: torch.Tensor) -> bool:
-        """Whether its storage's bytes say all of it; the caller knows that it is on the device, and strided."""
-        return (
-            type(tensor) is torch.Tensor
-            and tensor.dtype in _DTYPES
-            and not tensor.is_conj()
-            and not tensor.is_neg()
-            and not tensor.is_inference()
-        )
+            return record.read(saved.place)
 
     def _register(self, storage_key: int, nbytes: int) -> Activation:
         if self._gone:
@@ -147,7 +133,6 @@ class Activations:
             index = -1
         account = Account(self._ledger, (self._forward, ordinal), device_nbytes, index)
         account.storage_key = storage_key
-        account.place(Tier.DEVICE, device_nbytes)
         record = Activation(self, account)
         reference = weakref.ref(record, self._note_gone)
         self._by_storage[storage_key] = reference
@@ -191,6 +176,10 @@ class Activations:
 
     def settle(self) -> None:
         """Close the accounts of records that are gone. Cheap if there are none."""
+        if self._gone:
+            self._settle()
+
+    def _settle(self) -> None:
         while self._gone:
             reference = self._gone.popleft()
             account = self._live.pop(reference, None)
@@ -406,6 +395,17 @@ class Activations:
     def _forget_storage(self, account: Account) -> None:
         self._by_storage.pop(account.storage_key, None)
         account.storage_key = 0
+
+
+def _may_move(tensor: torch.Tensor) -> bool:
+    """Whether its storage's bytes say all of it; the caller knows that it is on the device, and strided."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.dtype in _DTYPES
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not tensor.is_inference()
+    )
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

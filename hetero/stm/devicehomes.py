@@ -2,10 +2,11 @@
 
 Owns which do, how they come to and go from there, and their step. Which should is the plan's choice
 (`hetero.eviction.device_homes`); they move at a step, and home at once when memory runs short. Invariant: for the user
-nothing is elsewhere: home follows when somebody looks at it, ``p.grad`` likewise, and what cannot be watched is stepped
-at home.
+nothing is elsewhere: home follows when somebody looks at it, ``p.grad`` and states likewise, and what cannot be watched
+is stepped at home.
 """
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -72,8 +73,10 @@ class DeviceHomes:
         self._host_bytes = 0
         self._host_seconds = 0.0
         self.have_moved = False
-        stm.residency.send_home = self.send_home
-        stm.cycles.home_costs = self.costs
+        # Weakly: identities keep `stm` where Python's collector cannot see it, and we reach the user's optimizer.
+        me = weakref.ref(self)
+        stm.residency.send_home = lambda nbytes: 0 if (here := me()) is None else here.send_home(nbytes)
+        stm.cycles.home_costs = lambda: {} if (here := me()) is None else here.costs()
 
     @property
     def names(self) -> frozenset[str]:
@@ -196,6 +199,13 @@ class DeviceHomes:
             tensor.stays = True
             self._here[index] = tensor
 
+    def bring_states_home(self) -> None:
+        """Somebody is about to look at them: an alias taken on the device would be stale once they have left it. The
+        next step brings back those that nobody holds."""
+        groups = self._groups()
+        for tensor in self._here.values():
+            self._send_states(tensor, groups)
+
     def send_home(self, nbytes: int) -> int:
         """Memory runs short: free at least ``nbytes``, if there are as many; returns how many."""
         before = self._accelerator.used_bytes()
@@ -250,10 +260,14 @@ class DeviceHomes:
         self.have_moved = True
         self._stm.residency.move_home(tensor)
         self._stm.gradients.wait(tensor)
+        self._send_states(tensor, groups)
+        self._here.pop(tensor.index, None)
+
+    def _send_states(self, tensor: ManagedTensor, groups: dict[int, _Group]) -> None:
         for state in self._states(tensor, groups):
             if state.device.type != "cpu":
+                self.have_moved = True
                 set_memory(state, state.detach().cpu(), f"a state of {tensor.name}")
-        self._here.pop(tensor.index, None)
 
     def _states(self, tensor: ManagedTensor, groups: dict[int, _Group]) -> list[torch.Tensor]:
         """Those that lie where the parameter does, by the rule of ``Optimizer.load_state_dict``."""

@@ -57,6 +57,7 @@ class Executor:
         self._to_evict: list[int] = []
         self._to_prefetch: list[int] = []
         residency.next_use = self._next_use
+        residency.enough = self._enough
 
     @property
     def segment(self) -> Segment | None:
@@ -113,9 +114,12 @@ class Executor:
 
     def before_operator(self, operands: list[ManagedTensor], name: object) -> None:
         """The pre-op sampling moment: measure, then change the layout as planned, then make operands resident."""
+        self._activations.settle()
+        if self._is_in_place(operands):
+            self._position += 1
+            return
         indices = tuple([tensor.index for tensor in operands])
         collector = self._collector
-        self._activations.settle()
         if collector.is_sampling:
             self._gradients.reclaim(0)
             held = tuple(
@@ -160,9 +164,6 @@ class Executor:
     # -- helpers --------------------------------------------------------------------------------------
 
     def _change_layout(self, operands: list[ManagedTensor], indices: tuple[int, ...], name: object) -> None:
-        if self._is_in_place(operands, indices):
-            self._position += 1
-            return
         actions = self._advance(indices)
         self._forget_overtaken(actions)
         if actions.evict or actions.fetch:
@@ -217,19 +218,12 @@ class Executor:
         self._set_guarded(True)
         arm()
 
-    def _is_in_place(self, operands: list[ManagedTensor], indices: tuple[int, ...]) -> bool:
+    def _is_in_place(self, operands: list[ManagedTensor]) -> bool:
         """The plan foresaw this moment and asks for nothing, and every operand can be read: the common case."""
         plan, position = self._plan, self._position
-        if plan is None or position >= self._stop or plan.operands[position] != indices:
+        if plan is None or position >= self._stop or plan.undisturbed[position] != operands:
             return False
-        actions = plan.schedule.actions[position]
-        if (
-            actions.evict
-            or actions.fetch
-            or self._to_evict
-            or self._to_prefetch
-            or self._collector.is_sampling
-        ):
+        if self._to_evict or self._to_prefetch or self._collector.is_sampling:
             return False
         return self._residency.holds(operands, limit=plan.limits[position] - self._drift)
 
@@ -302,6 +296,15 @@ class Executor:
         if index >= len(self._tensors):
             return self._activations.prefetch(index, limit=limit)
         return self._residency.prefetch(self._tensors[index], limit=limit)
+
+    def _enough(self) -> int | None:
+        """A budget for all that was measured, beside what there is now and was not then; None without a plan."""
+        plan, needs = self._plan, self._cycles.needs()
+        if plan is None or needs is None:
+            return None
+        more = self._collector.non_model_bytes() - plan.non_model[max(0, self._position - 1)]
+        seen = self._drift + plan.margin if self._drift else 0
+        return needs[0] + max(0, more, seen)
 
     def _next_use(self, tensor: ManagedTensor) -> float:
         if self._plan is None:

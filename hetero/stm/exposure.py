@@ -7,13 +7,21 @@ through the parameter, ``p.grad`` or ``optimizer.state`` waits for it, but an al
 time, never a number.
 """
 
+import functools
 import sys
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["gradient_is_plain", "gradient_is_private", "memory_is_private", "state_is_private"]
+__all__ = [
+    "gradient_is_plain",
+    "gradient_is_private",
+    "incoming_is_shared",
+    "measure_incoming",
+    "memory_is_private",
+    "state_is_private",
+]
 
 
 def memory_is_private(tensor: torch.Tensor, aliases: int) -> bool:
@@ -37,6 +45,13 @@ def gradient_is_plain(gradient: torch.Tensor | None) -> bool:
     )
 
 
+def incoming_is_shared(gradient: torch.Tensor) -> bool:
+    """Somebody besides autograd's node holds ``gradient``, which that node's ``backward`` was given and asks about by
+    the name of its argument. ``AccumulateGrad`` would not take such a tensor over, either: it may be written to."""
+    references, uses, _ = _counts(gradient)
+    return (references, uses) != measure_incoming()
+
+
 def state_is_private(entry: dict[str, Any], kept: frozenset[int]) -> bool:
     """Only the optimizer's state holds ``entry`` and the tensors in it; we hold those whose ids are ``kept``.
 
@@ -57,6 +72,32 @@ def state_is_private(entry: dict[str, Any], kept: frozenset[int]) -> bool:
 def _counts(tensor: torch.Tensor) -> tuple[int, int, int]:
     uses: int = tensor._use_count()  # type: ignore[attr-defined]
     return sys.getrefcount(tensor), uses, torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+@functools.cache
+def measure_incoming() -> tuple[int, int]:
+    """What `incoming_is_shared` compares with. It runs a backward, and the first of a process fixes for which devices
+    autograd has threads: not before the device in use is there, and not within another."""
+    seen: list[tuple[int, int]] = []
+
+    def asked(gradient: torch.Tensor) -> tuple[int, int]:  # as deep as `incoming_is_shared` asks
+        references, uses, _ = _counts(gradient)
+        return references, uses
+
+    class Probe(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+            return value.detach()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            seen.append(asked(gradient))
+            return gradient
+
+    with torch.inference_mode(False), torch.enable_grad():
+        value: Any = Probe.apply(torch.zeros(2, device="cpu", requires_grad=True))
+        (value * value).sum().backward()
+    return seen[0]
 
 
 # Measured, because they differ between versions of Python and torch: each in the way in which it is asked for.

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hetero.stm.exposure import incoming_is_shared
 from hetero.stm.tensors import ManagedTensor
 
 __all__ = ["Fetch", "make_identity", "plain", "run_early"]
@@ -35,8 +36,9 @@ class Fetch(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
         if gradient is None:
             return None, None
+        is_shared = incoming_is_shared(gradient)
         with plain():
-            return ctx.tensor.owner.hand_over(ctx.tensor, gradient), None
+            return ctx.tensor.owner.hand_over(ctx.tensor, gradient, is_shared=is_shared), None
 
 
 # Straight to the C implementation: `Function.apply` itself is intercepted (`hetero.stm.patches`).

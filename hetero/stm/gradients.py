@@ -88,24 +88,32 @@ class Gradients:
         # How many bytes may be on their way at once; 0 hands each gradient over before the next operator runs.
         self.in_flight_limit = 0
 
-    def hand_over(self, tensor: ManagedTensor, gradient: torch.Tensor) -> torch.Tensor | None:
+    def hand_over(
+        self, tensor: ManagedTensor, gradient: torch.Tensor, *, is_shared: bool = False
+    ) -> torch.Tensor | None:
         """``gradient`` on the host, perhaps still being copied ([Note: unread gradients]), perhaps never
-        ([Note: kept gradients]); None if it has been added to ``p.grad`` already."""
+        ([Note: kept gradients]); None if it has been added to ``p.grad`` already.
+
+        ``is_shared``: somebody else holds it as well, and may write to it afterwards."""
         home = tensor.home
         self.norms.forget(tensor.index)
         if torch.is_grad_enabled() or gradient.layout is not torch.strided:
             # Double backward differentiates through the move; sparse gradients have no flat memory to copy.
             self.wait(tensor)  # autograd adds to what may be on its way
             return gradient.to(home.device).to(home.dtype)
-        gradient = self._as_home(gradient, home)
+        own = self._as_home(gradient, home)
+        is_shared = is_shared and own is gradient
+        gradient = own
         if self._is_kept(tensor):
-            return self._keep(tensor, gradient)
+            return self._keep(tensor, gradient, is_shared=is_shared)
         if gradient.dtype is not home.dtype and not expands(gradient, home.dtype):
             self.wait(tensor)
             return gradient.to(home.device).to(home.dtype)
         host = self._host_tensor(tensor, gradient)
         place = host if gradient.dtype is home.dtype else landing_place(host, gradient.dtype)
         event = self._engine.download(gradient, place)
+        if is_shared:  # they write on the compute stream
+            self._engine.free_after_download(event)
         self._meter.count_eviction(0, gradient.nbytes)
         self._track(tensor, gradient, event)
         if place is not host:
@@ -245,7 +253,7 @@ class Gradients:
             return True
         return tensor.index in self._kept and gradient_is_private(parameter)
 
-    def _keep(self, tensor: ManagedTensor, gradient: torch.Tensor) -> torch.Tensor | None:
+    def _keep(self, tensor: ManagedTensor, gradient: torch.Tensor, *, is_shared: bool) -> torch.Tensor | None:
         kept = self._kept.get(tensor.index)
         if kept is not None:
             self._scale_kept(tensor, kept)
@@ -257,7 +265,8 @@ class Gradients:
                     kept.is_ours = True
             self.norms.take(tensor.index, kept.gradient)
             return None
-        if gradient.untyped_storage().nbytes() != gradient.nbytes:  # a view: it would hold the rest as well
+        # A view would hold the rest as well.
+        if is_shared or gradient.untyped_storage().nbytes() != gradient.nbytes:
             gradient = gradient.clone()
         self._kept[tensor.index] = _Kept(gradient)
         self._entry(tensor, gradient).place(Tier.DEVICE, tensor.device_nbytes)

@@ -190,9 +190,7 @@ class HostStep:
             self._leave()
             self._abandon()
             self._stm.segments.end_step(complete=complete)
-            if self._stepped_now or self._device_homes.have_moved or not complete:
-                self._device_homes.have_moved = False
-                self._note_states()
+            self._note_moves(always=bool(self._stepped_now) or not complete)
             if complete:
                 self._stepped |= self._stepped_now
         return result
@@ -340,8 +338,17 @@ class HostStep:
             return  # the step itself
         self._stm.finish_updates()
         self._commit()
+        with plain():
+            self._device_homes.bring_states_home()
+        self._note_moves()
         if writes:
             self._stepped.clear()
+
+    def _note_moves(self, *, always: bool = False) -> None:
+        """The books follow states that have gone elsewhere, or, ``always``, may have become others."""
+        if self._device_homes.have_moved or always:
+            self._device_homes.have_moved = False
+            self._note_states()
 
     def _managed(self, optimizer: torch.optim.Optimizer) -> list[ManagedTensor]:
         return [

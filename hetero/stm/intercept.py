@@ -38,6 +38,9 @@ __all__ = [
 ]
 
 
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+
+
 class _Scope(threading.local):
     depth = 0
 
@@ -119,40 +122,68 @@ def run_operator(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     collect(args, operands)
     if kwargs:
         collect(kwargs.values(), operands)
-    if not _scope.depth:
+    in_forward = _scope.depth > 0
+    if not in_forward:
         if not _belongs_on_device(operands[0].owner.device, args, kwargs):
             return _at_home(func, operands, args, kwargs)
         if keeps_its_type(operands):
             with full_copies(operands) as copies:
                 kwargs = {key: replace_one(value, copies) for key, value in kwargs.items()}
                 return _restore(func(*_replace(args, copies), **kwargs), operands, copies)
-    return _on_device(func, operands, args, kwargs)
+    owner = operands[0].owner
+    for tensor in operands:
+        if tensor.owner is not owner:
+            with substituted(operands, func) as copies:
+                return _run(func, operands, copies, args, kwargs, in_forward=in_forward)
+    # As `substituted` does it, written out: every operator of a managed model comes here.
+    owner.begin_operator(operands, func)
+    try:
+        copies = {}
+        for tensor in operands:
+            parameter = tensor.parameter
+            copy = tensor.identity
+            copies[id(parameter)] = (
+                owner.copy_for(tensor) if copy is None or not parameter.requires_grad else copy
+            )
+        del copy
+        return _run(func, operands, copies, args, kwargs, in_forward=in_forward)
+    finally:
+        owner.end_operator(operands)
 
 
-def _on_device(
-    func: Callable[..., Any], operands: list[ManagedTensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+def _run(
+    func: Callable[..., Any],
+    operands: list[ManagedTensor],
+    copies: dict[int, torch.Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    in_forward: bool,
 ) -> Any:
-    with substituted(operands, func) as copies:
-        casts = kept_casts(func, operands, copies) if torch._C._is_any_autocast_enabled() else None
-        args = _replace(args, copies)
-        if kwargs:
-            kwargs = {key: replace_one(value, copies) for key, value in kwargs.items()}
-        while True:
-            try:
-                result = func(*args, **kwargs)
-                break
-            except torch.OutOfMemoryError:
-                # An in-place operator may have done half its work; everything else can be tried again.
-                name = getattr(func, "__name__", "")
-                if (name.endswith("_") and not name.endswith("__")) or not operands[0].owner.relieve():
-                    raise
-        _refuse_write_to_leaf(operands)
-        if not _scope.depth:
-            # Outside a forward home is the truth, at once: the next reader, or the optimizer, looks there.
-            write_back(operands)
+    """``func`` with ``copies``, by id of parameter, in the place of ``operands``, which are in COMPUTE."""
+    casts = kept_casts(func, operands, copies) if _is_any_autocast_enabled() else None
+    args = _replace(args, copies)
+    if kwargs:
+        kwargs = {key: replace_one(value, copies) for key, value in kwargs.items()}
+    while True:
+        try:
+            result = func(*args, **kwargs)
+            break
+        except torch.OutOfMemoryError:
+            # An in-place operator may have done half its work; everything else can be tried again.
+            name = getattr(func, "__name__", "")
+            if (name.endswith("_") and not name.endswith("__")) or not operands[0].owner.relieve():
+                raise
+    for tensor in operands:
+        if tensor.is_dirty:
+            _refuse_write_to_leaf(tensor)
+            if not in_forward:
+                # Outside a forward home is the truth, at once: the next reader, or the optimizer, looks there.
+                tensor.owner.write_back(tensor)
     result = _restore(result, operands, copies)
     if casts:
-        del args, kwargs, copies  # which hold them
+        del args, kwargs  # which hold them
+        copies.clear()
         drop_bytes(casts)
     return result
 
@@ -304,11 +335,11 @@ def _restore(result: Any, operands: list[ManagedTensor], copies: dict[int, torch
     return result
 
 
-def _refuse_write_to_leaf(operands: list[ManagedTensor]) -> None:
-    for tensor in operands:
-        if tensor.low is not None and tensor.is_dirty:
-            tensor.owner.write_back(tensor)  # which raises
-        identity = tensor.identity
-        if identity is not None and tensor.is_dirty and not isinstance(identity.grad_fn, Fetch._backward_cls):
-            tensor.owner.rebind_home(tensor, tensor.home)
-            raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+def _refuse_write_to_leaf(tensor: ManagedTensor) -> None:
+    """Its copy was written."""
+    if tensor.low is not None:
+        tensor.owner.write_back(tensor)  # which raises
+    identity = tensor.identity
+    if identity is not None and not isinstance(identity.grad_fn, Fetch._backward_cls):
+        tensor.owner.rebind_home(tensor, tensor.home)
+        raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")

@@ -21,7 +21,7 @@ from hetero.stm.activations import Activations
 from hetero.stm.cycles import Cycles
 from hetero.stm.deferred import Update, UpdateQueue
 from hetero.stm.executor import Executor
-from hetero.stm.exposure import gradient_is_private
+from hetero.stm.exposure import gradient_is_private, measure_incoming
 from hetero.stm.fetch import make_identity, plain
 from hetero.stm.forks import in_child, watch
 from hetero.stm.gradients import Factor, Gradients
@@ -30,13 +30,14 @@ from hetero.stm.registry import Registry
 from hetero.stm.residency import Residency
 from hetero.stm.saved import modified_in_place
 from hetero.stm.segments import Segments
-from hetero.stm.state import Ledger
+from hetero.stm.state import Ledger, begin_compute, end_compute
 from hetero.stm.tensors import ManagedTensor, SettledState
 from hetero.units import format_bytes
 
 __all__ = ["Arrivals", "StatefulTensorMgr"]
 
 _PORTIONS = 8  # in which saved tensors leave when memory is short
+_current_graph_task_id = torch._C._current_graph_task_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +62,7 @@ class StatefulTensorMgr:
         *,
         has_optimizer: bool,
     ) -> None:
+        measure_incoming()
         self.device = accelerator.device
         self.ledger = Ledger()
         self.collector = MemStatsCollector(accelerator, self.ledger)
@@ -185,17 +187,15 @@ class StatefulTensorMgr:
         if self.is_in_child:
             raise in_child()
         with self._lock:
-            if torch._C._current_graph_task_id() != -1:
+            if _current_graph_task_id() != -1:
                 self.segments.enter_backward()
             self.executor.before_operator(operands, name)
-            for tensor in operands:
-                tensor.begin_compute()
+            begin_compute(operands)
 
     def end_operator(self, operands: list[ManagedTensor]) -> None:
         """The operator is done."""
         with self._lock:
-            for tensor in operands:
-                tensor.end_compute()
+            end_compute(operands)
 
     def copy_for(self, tensor: ManagedTensor) -> torch.Tensor:
         """The identity, or for a frozen parameter the bare copy."""
@@ -219,7 +219,8 @@ class StatefulTensorMgr:
                 if self.settled.version(tensor) != version:
                     raise modified_in_place(tensor.parameter, self.settled.version(tensor), version)
                 return tensor.parameter.detach()
-            self.residency.finish_update(tensor)
+            if tensor.pending is not None or self.updates.has_failed:
+                self.residency.finish_update(tensor)
             if tensor.version != version:
                 raise modified_in_place(tensor.home, tensor.version, version)
             self.segments.enter_backward()
@@ -229,7 +230,9 @@ class StatefulTensorMgr:
             # with it, and a copy that is held is not evicted.
             return tensor.data
 
-    def hand_over(self, tensor: ManagedTensor, gradient: torch.Tensor) -> torch.Tensor | None:
+    def hand_over(
+        self, tensor: ManagedTensor, gradient: torch.Tensor, *, is_shared: bool
+    ) -> torch.Tensor | None:
         """A parameter's gradient is complete on the device; what autograd should take for it at home, if anything."""
         with self._lock:
             if self._closed:
@@ -238,7 +241,7 @@ class StatefulTensorMgr:
                 return gradient.to(tensor.home.device)
             self.segments.enter_backward()
             self.residency.finish_update(tensor)  # autograd may add to the gradient that the queue reads
-            return self.gradients.hand_over(tensor, gradient)
+            return self.gradients.hand_over(tensor, gradient, is_shared=is_shared)
 
     def write_back(self, tensor: ManagedTensor) -> None:
         """The device copy was written outside a forward."""

@@ -28,7 +28,8 @@ class CyclePlan:
     """A schedule and where its segments lie in it.
 
     ``operands[i]``, ``limits[i]``, ``non_model[i]``: of moment i; a limit is for all model data, gradients on their
-    way included; non-model bytes are those in use when the operator begins. ``margin``: kept free of everything.
+    way included; non-model bytes are those in use when the operator begins. ``undisturbed[i]``: its operands if the
+    schedule asks for nothing there, else None. ``margin``: kept free of everything.
     ``first_uses``: rank of each tensor by when it is used first. ``device_homes``: tensors that live on the device and
     take ``home_bytes`` there; the trace, which is about the others, does not know them. ``activations``: per segment,
     the trace's numbers of what it saves, in order (`hetero.stm.lives`). ``guarded``: segments in which something has to
@@ -38,6 +39,7 @@ class CyclePlan:
     keys: tuple[SegmentKey, ...]
     bounds: tuple[int, ...]
     operands: tuple[tuple[int, ...], ...]
+    undisturbed: tuple[list[ManagedTensor] | None, ...]
     limits: tuple[int, ...]
     non_model: tuple[int, ...]
     margin: int
@@ -155,6 +157,10 @@ class PlanMaker:
             keys=keys,
             bounds=tuple(bounds),
             operands=tuple(operands),
+            undisturbed=tuple(
+                None if actions.evict or actions.fetch else [self._tensors[index] for index in indices]
+                for indices, actions in zip(operands, schedule.actions, strict=True)
+            ),
             limits=tuple(limits),
             non_model=tuple(non_model),
             margin=margin,

@@ -45,7 +45,8 @@ class Account(StatefulTensor):
     )
 
     def __init__(self, ledger: Ledger, key: Key, device_nbytes: int, index: int) -> None:
-        super().__init__(ledger, Kind.ACTIVATION, f"saved {key}")
+        super().__init__(ledger, Kind.ACTIVATION, "saved")
+        self.place(Tier.DEVICE, device_nbytes)
         self.key = key
         self.index = index  # in the plan; -1: it is in none
         self.device_nbytes = device_nbytes
@@ -88,15 +89,22 @@ class Activation:
         self.account = account
         self.aliases: list[torch.Tensor] | None = []
         self.layouts: list[Layout] = []
-        # Added to an alias's version, this is the version that autograd's check sees.
+        # Added to an alias's version, this is the version that autograd's check sees. As long as ``layouts``: 0 for
+        # those that never left.
         self.writes: list[int] = []
 
     def add(self, alias: torch.Tensor) -> int:
         """One more tensor of this storage; returns its place."""
         assert self.aliases is not None
         self.aliases.append(alias)
-        self.writes.append(0)
-        return len(self.writes) - 1
+        return len(self.aliases) - 1
+
+    def read(self, place: int) -> tuple[torch.Tensor, int]:
+        """The tensor in ``place``, and its version."""
+        assert self.aliases is not None
+        alias = self.aliases[place]
+        writes = self.writes
+        return alias, alias._version + (writes[place] if place < len(writes) else 0)
 
     def fold(self) -> None:
         """The bytes leave: remember everything else."""
@@ -104,6 +112,7 @@ class Activation:
         known = len(self.layouts)
         for alias in self.aliases[known:]:
             self.layouts.append((alias.dtype, alias.size(), alias.stride(), int(alias.storage_offset())))
+        self.writes.extend([0] * (len(self.aliases) - len(self.writes)))
         self.writes = [
             written + alias._version for written, alias in zip(self.writes, self.aliases, strict=True)
         ]

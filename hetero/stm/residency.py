@@ -18,13 +18,13 @@ from typing import Protocol
 import torch
 
 from hetero.devices import Accelerator, CopyEngine
-from hetero.errors import BudgetError, ManageError
+from hetero.errors import ManageError
 from hetero.eviction import Candidate, Policy
 from hetero.stm.deferred import Update, UpdateQueue
+from hetero.stm.shortage import too_small
 from hetero.stm.state import Ledger, Tier
 from hetero.stm.tensors import ManagedTensor, refused_write
 from hetero.stm.uploads import Uploads
-from hetero.units import format_bytes
 
 __all__ = ["Residency", "TransferMeter"]
 
@@ -81,18 +81,18 @@ class Residency:
         # Sends home what lives on the device, at least so many bytes if there are; returns how many.
         # `hetero.stm.devicehomes` sets this.
         self.send_home: Callable[[int], int] = lambda nbytes: 0
+        # A budget that all operators fit in, where they have been measured; `hetero.stm.executor` sets this.
+        self.enough: Callable[[], int | None] = lambda: None
         # When each tensor is needed next, in moments from now; `hetero.stm.executor` sets this.
         self.next_use: Callable[[ManagedTensor], float] = lambda tensor: float("inf")
 
     def holds(self, operands: Sequence[ManagedTensor], *, limit: int) -> bool:
         """`require` would have nothing to do, nor would `trim`."""
-        self._clock += 1
+        self._clock = clock = self._clock + 1
         for tensor in operands:
-            if tensor.data is None or tensor.ready is not None or tensor.pending is not None:
+            if not tensor.can_be_read:
                 return False
-            if tensor.home_clock != tensor.loaded_clock:
-                return False
-            tensor.last_use = self._clock
+            tensor.last_use = clock
         return self._ledger.device_bytes <= limit and not self._updates.has_failed
 
     def exceeds(self, limit: int) -> bool:
@@ -420,11 +420,14 @@ class Residency:
             short = self._shortage(wanted)
         if short > 0:
             held = sum(t.device_nbytes for t in self.resident.values() if t.index not in keep)
-            raise BudgetError(
-                f"{operator()} needs {format_bytes(wanted)} more on {self._accelerator.device}, where "
-                f"{format_bytes(self._accelerator.used_bytes())} of the budget of {format_bytes(self._budget)} are in "
-                f"use ({format_bytes(held)} by copies that cannot be evicted now): raise device_budget to at least "
-                f"{format_bytes(self._budget + short)} ({self._budget + short} bytes), or lower the batch size"
+            raise too_small(
+                self._accelerator,
+                self._budget,
+                operator(),
+                wanted=wanted,
+                short=short,
+                held=held,
+                enough=self.enough(),
             )
 
     def _shortage(self, wanted: int) -> int:

@@ -26,20 +26,18 @@ from hetero.stm.activations import Activations
 from hetero.stm.fetch import Fetch, plain
 from hetero.stm.records import Saved
 from hetero.stm.residency import RESIDENT
-from hetero.stm.tensors import ManagedTensor
+from hetero.stm.tensors import Layout, ManagedTensor
 
 __all__ = ["saved_tensors_as_handles"]
 
 
 @dataclass(slots=True)
 class _Handle:
-    """A view of a parameter's device copy, or of its cast to ``dtype``."""
+    """A view of a parameter's device copy, or of its cast to ``dtype``; ``layout`` None: all of it as it is."""
 
     tensor: ManagedTensor
     version: int
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
+    layout: Layout | None
     dtype: torch.dtype
 
 
@@ -73,26 +71,36 @@ def _outer_packer(
     outer_pack: Callable[[torch.Tensor], Any], outer_unpack: Callable[[Any], Any]
 ) -> Callable[..., Any]:
     def pack(saved: torch.Tensor) -> Any:
-        handle = _handle(saved, _storage_key(saved))
+        storage = _storage(saved)
+        handle = None if storage is None else _handle(saved, storage._cdata)
         return handle if handle is not None else _Outer(outer_pack(saved), outer_unpack)
 
     return _never_compiled(pack)
 
 
 def _packer(activations: Activations | None) -> Callable[..., Any]:
+    least = 0 if activations is None else activations.least
+
     def pack(saved: torch.Tensor) -> Any:
-        storage_key = _storage_key(saved)
-        handle = _handle(saved, storage_key)
-        if handle is not None:
-            return handle
-        if activations is not None and storage_key:
-            record = activations.save(saved, storage_key)
-            if record is not None:
-                return record
+        storage = _storage(saved)
+        if storage is not None:
+            storage_key = storage._cdata
+            if storage_key in RESIDENT or saved.dtype in _CAST_TO:
+                handle = _handle(saved, storage_key)
+                if handle is not None:
+                    return handle
+            if activations is not None:
+                nbytes = storage.nbytes()
+                if nbytes < least:
+                    activations.kept += 1
+                else:
+                    record = activations.save(saved, storage_key, nbytes)
+                    if record is not None:
+                        return record
         # Without its node: an operator's own output would otherwise hold the node that holds what we return, and a
         # graph that is dropped without a backward would stay for good. Autograd attaches the node again; the version
         # is shared.
-        return _Kept(saved if saved.grad_fn is None else saved.detach(), saved._version)
+        return _Kept(saved if saved.is_leaf else saved.detach(), saved._version)
 
     return _never_compiled(pack)
 
@@ -105,29 +113,34 @@ def _never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _storage_key(saved: torch.Tensor) -> int:
-    """Which memory it lies in; 0 if there is no such thing."""
-    if saved.layout is not torch.strided:
-        return 0
+def _storage(saved: torch.Tensor) -> torch.UntypedStorage | None:
+    """Which memory it lies in; None if there is no such thing."""
+    if saved.layout is not _STRIDED:
+        return None
     try:
-        return int(saved.untyped_storage()._cdata)
+        return saved.untyped_storage()
     except NotImplementedError:  # a tensor without storage (functorch)
-        return 0
+        return None
 
 
 def _handle(saved: torch.Tensor, storage_key: int) -> _Handle | None:
-    if not storage_key:
-        return None
     tensor = RESIDENT.get(storage_key)
     if tensor is None:
+        if saved.dtype not in _CAST_TO:
+            return None
         tensor = _cast_of(saved)
-    elif tensor.data is None or saved.dtype != tensor.data.dtype:
+    elif saved is tensor.identity or saved is tensor.data:
+        return _Handle(tensor, tensor.version, None, saved.dtype)
+    elif tensor.data is None or saved.dtype is not tensor.data.dtype:
         return None
     if tensor is None or saved.is_conj() or saved.is_neg():
         return None
-    offset = int(saved.storage_offset())
-    return _Handle(tensor, tensor.version, saved.size(), saved.stride(), offset, saved.dtype)
+    layout = (saved.size(), saved.stride(), int(saved.storage_offset()))
+    return _Handle(tensor, tensor.version, layout, saved.dtype)
 
+
+_STRIDED = torch.strided
+_CAST_TO = frozenset({torch.bfloat16, torch.float16})
 
 # What may lie between a cast and the operator that saves it: the same memory seen otherwise.
 _VIEWS = frozenset(
@@ -138,7 +151,7 @@ _VIEWS = frozenset(
 def _cast_of(saved: torch.Tensor) -> ManagedTensor | None:
     """The parameter whose unwritten cast ``saved`` is a view of ([Note: casts])."""
     node: Any = saved.grad_fn
-    if node is None or saved._version or saved.dtype not in (torch.bfloat16, torch.float16):
+    if node is None or saved._version:
         return None
     while node is not None and node.name() in _VIEWS:
         node = node.next_functions[0][0]
@@ -160,10 +173,12 @@ def _cast_of(saved: torch.Tensor) -> ManagedTensor | None:
 def _unpack(packed: Any) -> Any:
     if type(packed) is _Handle:
         with plain():
-            copy = packed.tensor.owner.load_saved(packed.tensor, packed.version)
+            managed = packed.tensor
+            copy = managed.owner.load_saved(managed, packed.version)
             if copy.dtype is not packed.dtype:
-                copy = copy.to(packed.dtype)
-            return copy.as_strided(packed.size, packed.stride, packed.offset)
+                assert packed.layout is not None
+                return copy.to(packed.dtype).as_strided(*packed.layout)
+            return managed.view_of(copy, packed.layout)
     if type(packed) is Saved:
         with plain():
             tensor, version = packed.record.owner.load(packed)

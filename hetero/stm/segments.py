@@ -20,6 +20,8 @@ from hetero.stm.tensors import ManagedTensor
 
 __all__ = ["Segments"]
 
+_BACKWARD = Phase.BACKWARD  # every operator of a backward looks, and an enum's members are slow to look up
+
 
 class Segments:
     """The boundaries of segments, for one model. ``lock``: the manager's."""
@@ -153,7 +155,7 @@ class Segments:
     def enter_backward(self) -> None:
         """First sign that the backward that runs now reaches this model."""
         segment = self._executor.segment
-        if segment is None or segment.key.phase is not Phase.BACKWARD:
+        if segment is None or segment.key.phase is not _BACKWARD:
             self._executor.begin_segment(self._backward_key())
             self._pending_forwards.clear()
 

@@ -127,6 +127,15 @@ def _agree(shell: torch.optim.Optimizer, group: Group, entry: Entry, dtype: torc
     return _trials[key]
 
 
+def _from_the_start(shell: torch.optim.Optimizer, group: Group, home: torch.Tensor) -> Entry:
+    """What an optimizer has before its first step, if it has anything: until torch 2.12 Adagrad does."""
+    if not isinstance(shell, torch.optim.Adagrad):
+        return {}
+    value = group["initial_accumulator_value"]
+    fresh = torch.optim.Adagrad([torch.nn.Parameter(home.detach())], initial_accumulator_value=value)
+    return next(iter(fresh.state.values()), {})
+
+
 def _try(shell: torch.optim.Optimizer, group: Group, dtype: torch.dtype, length: int) -> Entry:
     """A parameter and its state after some steps in slices of ``length``."""
     shell = make_shell(shell)
@@ -135,7 +144,7 @@ def _try(shell: torch.optim.Optimizer, group: Group, dtype: torch.dtype, length:
     generator = torch.Generator("cpu").manual_seed(0)
     home = torch.randn(_SAMPLE, generator=generator, device="cpu", dtype=dtype)
     group = {**group, "lr": group["lr"] * 0 + 0.1}
-    entry: Entry = {}
+    entry = _from_the_start(shell, group, home)
     for _ in range(4):
         gradient = torch.randn(_SAMPLE, generator=generator, device="cpu", dtype=dtype)
         shell.state = defaultdict(dict)

@@ -10,10 +10,11 @@ tier, kind and state, `Ledger.nbytes` is the sum over registered tensors; every 
 """
 
 import enum
+from collections.abc import Iterable
 
 from hetero.errors import StateError
 
-__all__ = ["Kind", "Ledger", "State", "StatefulTensor", "Tier"]
+__all__ = ["Kind", "Ledger", "State", "StatefulTensor", "Tier", "begin_compute", "end_compute"]
 
 
 class State(enum.IntEnum):
@@ -50,6 +51,10 @@ _TRANSITIONS = (
 )
 # The same as rows, because every operator asks twice and hashing an enum member is slow.
 _ALLOWED = tuple(tuple((old, new) in _TRANSITIONS for new in State) for old in State)
+# Looking up a member of an enum, and indexing with one, is slow in some versions of Python.
+_FREE, _HOLD, _COMPUTE = State
+_TIERS = tuple(Tier)
+_HELD, _COMPUTING, _ON_DEVICE = int(State.HOLD), int(State.COMPUTE), int(Tier.DEVICE)
 
 
 class Ledger:
@@ -70,7 +75,7 @@ class Ledger:
     @property
     def device_bytes(self) -> int:
         """Model data on the device."""
-        return self._tiers[Tier.DEVICE]
+        return self._tiers[_ON_DEVICE]
 
     @property
     def host_bytes(self) -> int:
@@ -106,7 +111,7 @@ class StatefulTensor:
         self._tiers = [0] * len(Tier)
         self.kind = kind
         self.name = name
-        self.state = State.FREE
+        self.state = _FREE
         self.users = 0
 
     def nbytes(self, tier: Tier) -> int:
@@ -115,26 +120,26 @@ class StatefulTensor:
 
     def place(self, tier: Tier, nbytes: int) -> None:
         """It now has ``nbytes`` on ``tier`` (0: none there). The first content makes a FREE tensor HOLD."""
-        if nbytes and self.state is State.FREE:
-            self.transition(State.HOLD)
+        if nbytes and self.state is _FREE:
+            self.transition(_HOLD)
         self._ledger.add(tier, self.kind, self.state, nbytes - self._tiers[tier])
         self._tiers[tier] = nbytes
 
     def release(self) -> None:
         """All content is gone."""
-        for tier in Tier:
+        for tier in _TIERS:
             self._ledger.add(tier, self.kind, self.state, -self._tiers[tier])
             self._tiers[tier] = 0
-        if self.state is not State.FREE:
-            self.transition(State.FREE)
+        if self.state is not _FREE:
+            self.transition(_FREE)
 
     def begin_compute(self) -> None:
         """An operator starts using it."""
         if self.users == 0:
-            if self.state is State.HOLD:
-                self._recount(State.COMPUTE)
+            if self.state is _HOLD:
+                self._recount(_COMPUTE)
             else:
-                self.transition(State.COMPUTE)
+                self.transition(_COMPUTE)
         self.users += 1
 
     def end_compute(self) -> None:
@@ -143,13 +148,13 @@ class StatefulTensor:
             raise StateError(f"{self.name}: end_compute without begin_compute, state {self.state.name}")
         self.users -= 1
         if self.users == 0:
-            self._recount(State.HOLD)
+            self._recount(_HOLD)
 
     def abandon_compute(self) -> None:
         """Whatever operator used it was left without a word (an interrupt): none does now."""
         self.users = 0
-        if self.state is State.COMPUTE:  # not the same: the interrupt may have come between the two
-            self.transition(State.HOLD)
+        if self.state is _COMPUTE:  # not the same: the interrupt may have come between the two
+            self.transition(_HOLD)
 
     def transition(self, new: State) -> None:
         """Change state. Raises `StateError` if the table does not allow it; then nothing has changed."""
@@ -170,3 +175,35 @@ class StatefulTensor:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, {self.kind.name}, {self.state.name}, {self._tiers})"
+
+
+def begin_compute(tensors: Iterable[StatefulTensor]) -> None:
+    """`StatefulTensor.begin_compute` of each, written out because every operator does it."""
+    for tensor in tensors:
+        if tensor.users == 0 and tensor.state is _HOLD:
+            tensor.state = _COMPUTE
+            host, device = tensor._tiers
+            host_cells, device_cells = tensor._cells
+            host_cells[_HELD] -= host
+            host_cells[_COMPUTING] += host
+            device_cells[_HELD] -= device
+            device_cells[_COMPUTING] += device
+            tensor.users = 1
+        else:
+            tensor.begin_compute()
+
+
+def end_compute(tensors: Iterable[StatefulTensor]) -> None:
+    """`StatefulTensor.end_compute` of each."""
+    for tensor in tensors:
+        if tensor.users == 1 and tensor.state is _COMPUTE:
+            tensor.users = 0
+            tensor.state = _HOLD
+            host, device = tensor._tiers
+            host_cells, device_cells = tensor._cells
+            host_cells[_COMPUTING] -= host
+            host_cells[_HELD] += host
+            device_cells[_COMPUTING] -= device
+            device_cells[_HELD] += device
+        else:
+            tensor.end_compute()

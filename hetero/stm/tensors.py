@@ -28,7 +28,10 @@ from hetero.stm.exposure import memory_is_private
 from hetero.stm.precision import LowTwin
 from hetero.stm.state import Kind, Ledger, StatefulTensor
 
-__all__ = ["WRAPPER_USES", "Cast", "ManagedTensor", "Owner", "SettledState", "refused_write"]
+__all__ = ["WRAPPER_USES", "Cast", "Layout", "ManagedTensor", "Owner", "SettledState", "refused_write"]
+
+Layout = tuple[torch.Size, tuple[int, ...], int]
+"""Size, stride and storage offset of a view."""
 
 
 @dataclass(slots=True)
@@ -44,15 +47,21 @@ class _Probe:
     identity: torch.Tensor
 
 
-def _reference_baselines() -> tuple[int, int]:
+def _references(tensor: torch.Tensor) -> tuple[int, int]:
+    """To ``tensor`` itself: torch's and Python's."""
+    uses: int = tensor._use_count()  # type: ignore[attr-defined]
+    return uses, sys.getrefcount(tensor)
+
+
+def _reference_baselines() -> tuple[tuple[int, int], int]:
     probe = _Probe()
     probe.identity = torch.empty(1)
     key = probe.identity.untyped_storage()._cdata
-    return sys.getrefcount(probe.identity), torch._C._storage_Use_Count(key) - 1
+    return _references(probe.identity), torch._C._storage_Use_Count(key) - 1
 
 
-# Measured, because they differ between versions of Python and torch: what sys.getrefcount answers for a tensor that
-# only an attribute holds, and how many uses of a storage come on top of the tensors' (its Python wrapper).
+# Measured, because they differ between versions of Python and torch: references to a tensor that only an attribute
+# holds, and how many uses of a storage come on top of the tensors' (its Python wrapper).
 _ONLY_OURS, WRAPPER_USES = _reference_baselines()
 
 
@@ -128,8 +137,11 @@ class Owner(Protocol):
     def check_process(self) -> None:
         """Raises in a forked child, which can neither reach the device nor write homes."""
 
-    def hand_over(self, tensor: "ManagedTensor", gradient: torch.Tensor) -> torch.Tensor | None:
-        """The gradient is complete on the device; what autograd takes for it at home, if anything."""
+    def hand_over(
+        self, tensor: "ManagedTensor", gradient: torch.Tensor, *, is_shared: bool
+    ) -> torch.Tensor | None:
+        """The gradient is complete on the device; what autograd takes for it at home, if anything. ``is_shared``:
+        somebody else holds it as well, and may write to it."""
 
     def load_saved(self, tensor: "ManagedTensor", version: int) -> torch.Tensor:
         """Backward is about to read a saved copy."""
@@ -144,6 +156,7 @@ class ManagedTensor(StatefulTensor):
         "_fetch_nodes",
         "_source",
         "_unseen_writes",
+        "_view",
         "cast",
         "clean_version",
         "data",
@@ -184,6 +197,8 @@ class ManagedTensor(StatefulTensor):
         self._source: torch.Tensor | None = None
         self._unseen_writes = 0
         self._fetch_nodes: list[weakref.ref[object]] = []
+        # Of ``data``, as it was last saved for backward: most are saved the same way in each iteration.
+        self._view: tuple[torch.Tensor, Layout | None, torch.Tensor] | None = None
         self.data: torch.Tensor | None = None
         self.identity: torch.Tensor | None = None
         self.cast: Cast | None = None
@@ -229,7 +244,7 @@ class ManagedTensor(StatefulTensor):
     def forget_home(self) -> None:
         """Management is over: hold nothing that keeps the parameter's memory."""
         self.cast = self.low = None
-        self.identity = self.data = self._alias = self._source = self.gradient_slot = None
+        self.identity = self.data = self._alias = self._source = self.gradient_slot = self._view = None
         self.home = self.parameter.detach()[:0] if self.parameter.dim() else torch.empty(0)
 
     # -- versions -------------------------------------------------------------------------------------
@@ -288,6 +303,15 @@ class ManagedTensor(StatefulTensor):
         return self.data is not None
 
     @property
+    def can_be_read(self) -> bool:
+        """There is a device copy, it has arrived, and is as new as home."""
+        if self.data is None or self.ready is not None or self.pending is not None:
+            return False
+        if self._alias is not None or self._source is not None:
+            return self.home_clock == self.loaded_clock
+        return self.home._version + self._unseen_writes == self.loaded_clock  # the same, and the common case
+
+    @property
     def is_stale(self) -> bool:
         """Home was written after the device copy was made. One on order follows the write that it waits for."""
         return self.data is not None and self.pending is None and self.home_clock != self.loaded_clock
@@ -306,6 +330,7 @@ class ManagedTensor(StatefulTensor):
 
     def attach(self, copy: torch.Tensor) -> None:
         """``copy`` is the device copy from now on."""
+        self._view = None
         if self.identity is None:
             self.data = copy
         else:
@@ -315,6 +340,23 @@ class ManagedTensor(StatefulTensor):
         self.clean_version = self.data._version
         self.loaded_clock = self.home_clock
 
+    def view_of(self, copy: torch.Tensor, layout: Layout | None) -> torch.Tensor:
+        """``copy``, as `Owner.load_saved` returned it, seen as ``layout``, or as it is, for backward."""
+        view = self._view
+        if (
+            view is not None
+            and view[0] is copy
+            and view[1] == layout
+            # Whoever got it before may have made something else of it.
+            and view[2].stride() == (copy.stride() if layout is None else layout[1])
+            and not view[2].requires_grad
+        ):
+            return view[2]
+        seen = copy.detach() if layout is None else copy.as_strided(*layout)
+        if copy is self.data:
+            self._view = (copy, layout, seen)
+        return seen
+
     def detach(self, placeholder: torch.Tensor) -> None:
         """Forget the device copy. Its memory is free unless somebody else holds it."""
         if self.identity is not None:
@@ -322,22 +364,19 @@ class ManagedTensor(StatefulTensor):
                 self.identity.data = placeholder
             else:
                 self.identity = None
-        self.data = None
+        self.data = self._view = None
         self.ready = None
         self.storage_key = 0
 
     def is_held(self) -> bool:
         """Somebody besides us holds the copy: evicting it would free nothing."""
-        ours = WRAPPER_USES + (1 if self.identity is None else 2)
+        if self._view is not None and _references(self._view[2]) > _ONLY_OURS:
+            self._view = None
+        ours = WRAPPER_USES + (1 if self.identity is None else 2) + (self._view is not None)
         return torch._C._storage_Use_Count(self.storage_key) > ours or not self._identity_is_ours()
 
     def _identity_is_ours(self) -> bool:
-        identity = self.identity
-        if identity is None:
-            return True
-        # One more than the baseline: the local name.
-        uses: int = identity._use_count()  # type: ignore[attr-defined]
-        return uses == 1 and sys.getrefcount(identity) <= _ONLY_OURS + 1
+        return self.identity is None or _references(self.identity) <= _ONLY_OURS
 
     # -- fetch nodes ----------------------------------------------------------------------------------
 

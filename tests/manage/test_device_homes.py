@@ -1,6 +1,7 @@
 """Parameters that live on the device: same numbers, within the budget, nothing moves that need not."""
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -252,6 +253,24 @@ def test_close_brings_everything_home():
     step(model, optimizer, torch.device("cpu"))
 
 
+@pytest.mark.parametrize("keeps_optimizer", [False, True])
+def test_a_manager_dropped_without_close_goes_with_its_model(keeps_optimizer):
+    model, optimizer, manager, target = managed_mlp("64MiB")
+    before = torch.accelerator.memory_allocated()
+    for _ in range(6):
+        step(model, optimizer, target)
+    assert living(manager)
+    gone = weakref.ref(manager)
+    kept = optimizer if keeps_optimizer else None
+    del model, manager, optimizer
+    gc.collect()
+    assert (gone() is None) is (kept is None)
+    del kept
+    gc.collect()
+    assert gone() is None
+    assert torch.accelerator.memory_allocated() == before
+
+
 def test_trim_sends_home_what_has_no_room():
     model, optimizer, manager, target = managed_mlp("8MiB")
     with manager:
@@ -307,3 +326,30 @@ def test_the_plan_says_where_parameters_live_and_what_moves():
         assert "live on the device" in str(plan)
         (kernels,) = plan.host_kernels  # foreach=False: nothing to choose
         assert (kernels.fused, kernels.others, kernels.chosen) == (0, len(plan.lives_at_home), False)
+
+
+def test_aliases_of_states_are_never_stale():
+    def loop(model, optimizer, target):
+        losses(model, optimizer, target, 5)
+        first, second = (optimizer.state[p] for p in list(model.parameters())[:2])
+        read, written = first["exp_avg"].detach(), second["exp_avg_sq"].view(-1)
+        seen = []
+        for _ in range(3):
+            losses(model, optimizer, target, 1)
+            written.mul_(0.5)
+            seen.append([read.clone(), written.clone()])
+        return seen
+
+    assert_twins(mlp, loop, share=1.2)
+
+
+def test_looking_at_states_brings_them_home_until_the_next_step():
+    model, optimizer, manager, target = managed_mlp("64MiB")
+    with manager:
+        for _ in range(8):
+            step(model, optimizer, target)
+            assert {v.device.type for s in optimizer.state.values() for v in s.values()} == {"cpu"}
+            assert manager._stm.ledger.nbytes(Tier.DEVICE, Kind.OPTIMIZER_STATE) == 0
+        step(model, optimizer, target)
+        assert living(manager) == {name for name, _ in model.named_parameters()}
+        assert manager._stm.ledger.nbytes(Tier.DEVICE, Kind.OPTIMIZER_STATE) > 0

@@ -1,0 +1,80 @@
+"""A budget that is too small is told one that is not."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+from twins import adamw, device
+
+import hetero
+
+WIDTH, ROWS = 128, 512
+BUDGET = 3 << 20
+
+
+def job():
+    torch.manual_seed(0)
+    model = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())])
+    return model, adamw(model)
+
+
+def steps(model, optimizer, target, count):
+    for _ in range(count):
+        model(torch.randn(ROWS, WIDTH).to(target)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def named(error):
+    """The number of bytes that the message ends with."""
+    return int(str(error.value).split("(")[-1].split(" bytes")[0])
+
+
+def error_beside(held, target):
+    model, optimizer = job()
+    with hetero.manage(model, optimizer, device=target, device_budget=BUDGET):
+        steps(model, optimizer, target, 4)
+        theirs = torch.zeros(held, dtype=torch.uint8, device=target)
+        with pytest.raises(hetero.BudgetError, match=r"at least .* for operands") as error:
+            steps(model, optimizer, target, 1)
+        least = named(error)
+    return theirs, least
+
+
+@pytest.mark.parametrize("short", [100 << 10, 20 << 10])
+def test_what_was_measured_trains_with_the_budget_that_the_message_names(short):
+    target = device()
+    gc.collect()
+    theirs, least = error_beside(BUDGET - torch.accelerator.memory_allocated() - short, target)
+    gc.collect()
+    model, optimizer = job()
+    with hetero.manage(model, optimizer, device=target, device_budget=least):
+        steps(model, optimizer, target, 4)
+    del model, optimizer
+    gc.collect()
+    # It is no more than it must be: with the operands' share alone there is no room for what operators allocate.
+    model, optimizer = job()
+    with (
+        hetero.manage(model, optimizer, device=target, device_budget=least - ROWS * WIDTH * 4),
+        pytest.raises((hetero.BudgetError, torch.OutOfMemoryError)),
+    ):
+        steps(model, optimizer, target, 4)
+    del theirs
+
+
+def test_where_nothing_was_measured_the_message_says_that_its_number_is_not_enough():
+    target = device()
+    gc.collect()
+    base = torch.accelerator.memory_allocated()
+    model, optimizer = job()
+    theirs = torch.zeros((256 << 10) - base, dtype=torch.uint8, device=target)
+    x = torch.randn(ROWS, WIDTH).to(target)
+    with (
+        hetero.manage(model, optimizer, device=target, device_budget=256 << 10),
+        pytest.raises(hetero.BudgetError, match=r"more than .* comes on top") as error,
+    ):
+        model(x)
+    allocated = torch.accelerator.memory_allocated()
+    assert named(error) >= allocated + model[0].weight.nbytes + model[0].bias.nbytes
+    del theirs
