@@ -278,7 +278,8 @@ class Residency:
     def lend(self, tensor: ManagedTensor) -> None:
         """Its copy has become the parameter itself (`hetero.stm.settled`). The bytes still count."""
         del RESIDENT[tensor.storage_key], self.resident[tensor.index]
-        tensor.identity = tensor.data = None
+        tensor.identity = None
+        tensor.detach(self._placeholder(tensor.origin.dtype))
 
     def take_back(self, tensor: ManagedTensor, copy: torch.Tensor) -> None:
         """``copy`` is its copy again."""
