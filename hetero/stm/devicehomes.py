@@ -202,9 +202,10 @@ class DeviceHomes:
     def bring_states_home(self) -> None:
         """Somebody is about to look at them: an alias taken on the device would be stale once they have left it. The
         next step brings back those that nobody holds."""
-        groups = self._groups()
-        for tensor in self._here.values():
-            self._send_states(tensor, groups)
+        with plain():
+            groups = self._groups()
+            for tensor in self._here.values():
+                self._send_states(tensor, groups)
 
     def send_home(self, nbytes: int) -> int:
         """Memory runs short: free at least ``nbytes``, if there are as many; returns how many."""

@@ -25,6 +25,7 @@ import torch
 
 from hetero.devices import CopyEngine, HostArena
 from hetero.stm.exposure import gradient_is_private
+from hetero.stm.fetch import plain
 from hetero.stm.norms import GradientNorms
 from hetero.stm.precision import Upcast, expands, landing_place
 from hetero.stm.residency import TransferMeter
@@ -97,6 +98,8 @@ class Gradients:
         ``is_shared``: somebody else holds it as well, and may write to it afterwards."""
         home = tensor.home
         self.norms.forget(tensor.index)
+        if not _has_gradient(tensor):
+            self.forget_kept(tensor)  # of a backward that failed before autograd took it over
         if torch.is_grad_enabled() or gradient.layout is not torch.strided:
             # Double backward differentiates through the move; sparse gradients have no flat memory to copy.
             self.wait(tensor)  # autograd adds to what may be on its way
@@ -129,9 +132,9 @@ class Gradients:
 
     def wait(self, tensor: ManagedTensor) -> None:
         """Return once the gradient handed over last can be read on the host."""
-        kept = self._kept.pop(tensor.index, None)
-        if kept is not None:
-            self._bring_home(tensor, kept)
+        # With no ``p.grad`` autograd has not taken it over yet: there is nothing to be read.
+        if tensor.index in self._kept and _has_gradient(tensor):
+            self._bring_home(tensor, self._kept.pop(tensor.index))
         event = self._ready.pop(tensor.index, None)
         if event is not None:
             self._engine.host_after_download(event, tensor.parameter.grad)
@@ -240,6 +243,12 @@ class Gradients:
             self._entries[tensor.index].place(Tier.DEVICE, 0)
 
     # -- kept gradients -------------------------------------------------------------------------------
+
+    def forget_lost(self, tensors: Sequence[ManagedTensor]) -> None:
+        """No backward runs: those that autograd has not taken over by now it never will."""
+        for index in list(self._kept):
+            if not _has_gradient(tensors[index]):
+                self.forget_kept(tensors[index])
 
     def _is_kept(self, tensor: ManagedTensor) -> bool:
         parameter = tensor.parameter
@@ -353,3 +362,8 @@ class Gradients:
             or not tensor.has_single_path()
             or torch.is_anomaly_enabled()
         )
+
+
+def _has_gradient(tensor: ManagedTensor) -> bool:
+    with plain():  # asking through dispatch would wait for it
+        return tensor.parameter.grad is not None

@@ -338,8 +338,7 @@ class HostStep:
             return  # the step itself
         self._stm.finish_updates()
         self._commit()
-        with plain():
-            self._device_homes.bring_states_home()
+        self._device_homes.bring_states_home()
         self._note_moves()
         if writes:
             self._stepped.clear()

@@ -48,6 +48,8 @@ class Segments:
         self._has_optimizer = has_optimizer
         self._pending_forwards: list[SegmentKey] = []
         self._clocks_before_step: list[int] = []
+        # Of the backwards that run now, on any thread: whether they return gradients.
+        self._backwards: list[bool] = []
 
     def begin_forward(self, signature: object) -> None:
         """The managed model's forward begins."""
@@ -124,15 +126,17 @@ class Segments:
                     self._residency.settle(tensor)
                     self._gradients.wait(tensor)
                     self._gradients.norms.forget(tensor.index)
+            self._backwards.append(captures)
+            self._gradients.keeps = not any(self._backwards)
         complete = False
-        self._gradients.keeps = not captures
         try:
             with self._guarded_backward():
                 yield
             complete = True
         finally:
             with self._lock:
-                self._gradients.keeps = False
+                self._backwards.remove(captures)
+                self._gradients.keeps = bool(self._backwards) and not any(self._backwards)
                 segment = self._executor.segment
                 in_backward = segment is not None and segment.key.phase is Phase.BACKWARD
                 if segment is not None and in_backward:
@@ -143,6 +147,8 @@ class Segments:
                 if captures or not complete:
                     self._gradients.norms.forget_all()
                     self._gradients.wait_all(self._tensors)
+                    if not self._backwards:
+                        self._gradients.forget_lost(self._tensors)
                 if not self._has_optimizer:  # nothing tells when the iteration is over
                     self._executor.release_cap()
 

@@ -87,9 +87,8 @@ class Ledger:
         """Saved tensors on the device and on the host: part of model data."""
         return self.nbytes(Tier.DEVICE, Kind.ACTIVATION), self.nbytes(Tier.HOST, Kind.ACTIVATION)
 
-    def add(self, tier: Tier, kind: Kind, state: State, nbytes: int) -> None:
-        """Count ``nbytes`` more (or, negative, fewer). For `StatefulTensor` only."""
-        self._cells[tier][kind][state] += nbytes
+    def note_change(self, tier: Tier, nbytes: int) -> None:
+        """Some cell of ``tier`` has so many bytes more (or, negative, fewer). For `StatefulTensor` only."""
         self._tiers[tier] += nbytes
 
     def cells(self, kind: Kind) -> tuple[list[int], list[int]]:
@@ -108,7 +107,7 @@ class StatefulTensor:
     def __init__(self, ledger: Ledger, kind: Kind, name: str) -> None:
         self._ledger = ledger
         self._cells = ledger.cells(kind)
-        self._tiers = [0] * len(Tier)
+        self._tiers = [0, 0]  # by `Tier`
         self.kind = kind
         self.name = name
         self.state = _FREE
@@ -121,17 +120,20 @@ class StatefulTensor:
     def place(self, tier: Tier, nbytes: int) -> None:
         """It now has ``nbytes`` on ``tier`` (0: none there). The first content makes a FREE tensor HOLD."""
         if nbytes and self.state is _FREE:
-            self.transition(_HOLD)
-        self._ledger.add(tier, self.kind, self.state, nbytes - self._tiers[tier])
+            self._recount(_HOLD)
+        change = nbytes - self._tiers[tier]
         self._tiers[tier] = nbytes
+        self._cells[tier][self.state] += change
+        self._ledger.note_change(tier, change)
 
     def release(self) -> None:
-        """All content is gone."""
-        for tier in _TIERS:
-            self._ledger.add(tier, self.kind, self.state, -self._tiers[tier])
-            self._tiers[tier] = 0
-        if self.state is not _FREE:
+        """All content is gone. Raises `StateError` if an operator uses it; then nothing has changed."""
+        if self.state is _COMPUTE:
             self.transition(_FREE)
+        for tier in _TIERS:
+            if self._tiers[tier]:
+                self.place(tier, 0)
+        self.state = _FREE
 
     def begin_compute(self) -> None:
         """An operator starts using it."""

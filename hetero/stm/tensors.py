@@ -198,7 +198,7 @@ class ManagedTensor(StatefulTensor):
         self._unseen_writes = 0
         self._fetch_nodes: list[weakref.ref[object]] = []
         # Of ``data``, as it was last saved for backward: most are saved the same way in each iteration.
-        self._view: tuple[torch.Tensor, Layout | None, torch.Tensor] | None = None
+        self._view: tuple[torch.Tensor, Layout | None, torch.Tensor, int] | None = None
         self.data: torch.Tensor | None = None
         self.identity: torch.Tensor | None = None
         self.cast: Cast | None = None
@@ -348,13 +348,14 @@ class ManagedTensor(StatefulTensor):
             and view[0] is copy
             and view[1] == layout
             # Whoever got it before may have made something else of it.
+            and view[2].data_ptr() == view[3]
             and view[2].stride() == (copy.stride() if layout is None else layout[1])
             and not view[2].requires_grad
         ):
             return view[2]
         seen = copy.detach() if layout is None else copy.as_strided(*layout)
         if copy is self.data:
-            self._view = (copy, layout, seen)
+            self._view = (copy, layout, seen, seen.data_ptr())
         return seen
 
     def detach(self, placeholder: torch.Tensor) -> None:

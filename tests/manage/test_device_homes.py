@@ -1,6 +1,7 @@
 """Parameters that live on the device: same numbers, within the budget, nothing moves that need not."""
 
 import gc
+import threading
 import weakref
 
 import pytest
@@ -353,3 +354,71 @@ def test_looking_at_states_brings_them_home_until_the_next_step():
         step(model, optimizer, target)
         assert living(manager) == {name for name, _ in model.named_parameters()}
         assert manager._stm.ledger.nbytes(Tier.DEVICE, Kind.OPTIMIZER_STATE) > 0
+
+
+@pytest.mark.parametrize("goes_on", ["device", "home"])
+def test_a_backward_that_fails_before_autograd_has_a_gradient_leaves_no_trace(goes_on):
+    def fail(*gradients):
+        raise ValueError("in between")
+
+    model, optimizer, manager, target = managed_mlp("64MiB")
+    with manager:
+        for _ in range(5):
+            step(model, optimizer, target)
+        last = model[-1].weight
+        assert last._hetero.stays
+        used = torch.accelerator.memory_allocated()
+        x = batch(target)
+        loss = model(x).square().mean()
+        hook = last._hetero.identity.grad_fn.register_hook(fail)
+        with pytest.raises(ValueError, match="in between"):
+            loss.backward()
+        hook.remove()
+        del loss
+        assert last.grad is None
+        optimizer.zero_grad()
+        gc.collect()
+        assert torch.accelerator.memory_allocated() == used + x.nbytes
+        if goes_on == "home":  # the next gradient is not kept on the device
+            last.register_hook(lambda gradient: None)
+        model(x).square().mean().backward()
+        got = [p.grad.clone() for p in model.parameters()]
+        optimizer.zero_grad()
+        expected = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+        assert all(map(torch.equal, got, expected))
+
+
+def test_gradients_that_are_returned_while_another_thread_accumulates():
+    """`keeps` is about all backwards that run: one that returns gradients must get them."""
+
+    class Wait(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, here, there):
+            ctx.here, ctx.there = here, there
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            ctx.here.set()
+            assert ctx.there.wait(30)
+            return gradient, None, None
+
+    first, optimizer, manager, target = managed_mlp("64MiB")
+    with manager:
+        for _ in range(5):
+            step(first, optimizer, target)
+        x = batch(target)
+        expected = torch.autograd.grad(first(x).square().mean(), list(first.parameters()))
+        returns, accumulates, done = (threading.Event() for _ in range(3))
+
+        def other():
+            assert returns.wait(30)
+            Wait.apply(torch.ones(3, requires_grad=True), accumulates, done).sum().backward()
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        loss = Wait.apply(first(x), returns, accumulates).square().mean()
+        got = torch.autograd.grad(loss, list(first.parameters()))
+        done.set()
+        thread.join()
+        assert all(map(torch.equal, got, expected))
