@@ -3,7 +3,8 @@
 python -m benchmarks overhead [--profile]
 
 A chain of small layers (LayerNorm and Linear in turns) runs unmanaged and managed on the same device, in turns. The
-budget is large, every copy is resident, the plan is made; what remains is interception and following the plan:
+budget is large, every copy is resident, the plan is made. Managed it runs twice: as a plan is followed where not
+everything fits, so that what remains is interception, and as it is, settled, with nothing intercepted:
 
 * ``inference``: forward without gradients;
 * ``frozen``: forward and backward to the input; weights take no gradient, so that nothing moves;
@@ -40,7 +41,8 @@ def main() -> None:
         print(
             f"{mode:10} {row['operators']:4} operators  +{row['added_microseconds']:.1f} us each (quickest "
             f"+{row['added_microseconds_at_best']:.1f}, processor +{row['added_cpu_microseconds']:.1f})  "
-            f"step x {row['step_ratio']:.3f} (processor x {row['step_cpu_ratio']:.3f})",
+            f"step x {row['step_ratio']:.3f} (processor x {row['step_cpu_ratio']:.3f})  everything fits: "
+            f"x {row['settled_step_ratio']:.3f} (processor x {row['settled_step_cpu_ratio']:.3f})",
             flush=True,
         )
         if arguments.profile:
@@ -70,25 +72,44 @@ def _measure(mode: str, device: torch.device, *, blocks: int, width: int, repeat
     plain, _ = _job(mode, device, blocks, width, managed=False)
     managed, manager = _job(mode, device, blocks, width, managed=True)
     with manager:
+        manager._settled.forbid()
         for _ in range(_WARM_UP):
             plain()
             managed()
         before = manager.stats.unplanned_fetches
         samples = interleaved({"unmanaged": plain, "managed": managed}, repeats=repeats)
         operators = _operators(manager)
-        return {
-            "mode": mode,
-            "operators": operators,
-            "unplanned_fetches": manager.stats.unplanned_fetches - before,
-            "fetched_bytes": manager._stm.cycles.last_plan.schedule.fetched_bytes,
-            "added_microseconds": _added(samples, "seconds") / operators * 1e6,
-            "added_cpu_microseconds": _added(samples, "cpu_seconds") / operators * 1e6,
-            "added_microseconds_at_best": _added_at_best(samples) / operators * 1e6,
-            "step_ratio": _ratio(samples, "seconds"),
-            "step_cpu_ratio": _ratio(samples, "cpu_seconds"),
-            "medians": {name: {k: median(v) for k, v in clocks.items()} for name, clocks in samples.items()},
-            "samples": samples,
-        }
+        unplanned = manager.stats.unplanned_fetches - before
+        fetched = manager._stm.cycles.last_plan.schedule.fetched_bytes
+    settled = _measure_settled(mode, device, blocks=blocks, width=width, repeats=repeats)
+    return {
+        "mode": mode,
+        "operators": operators,
+        "unplanned_fetches": unplanned,
+        "fetched_bytes": fetched,
+        "added_microseconds": _added(samples, "seconds") / operators * 1e6,
+        "added_cpu_microseconds": _added(samples, "cpu_seconds") / operators * 1e6,
+        "added_microseconds_at_best": _added_at_best(samples) / operators * 1e6,
+        "step_ratio": _ratio(samples, "seconds"),
+        "step_cpu_ratio": _ratio(samples, "cpu_seconds"),
+        "settled_step_ratio": _ratio(settled, "seconds"),
+        "settled_step_cpu_ratio": _ratio(settled, "cpu_seconds"),
+        "settled_samples": settled,
+        "medians": {name: {k: median(v) for k, v in clocks.items()} for name, clocks in samples.items()},
+        "samples": samples,
+    }
+
+
+def _measure_settled(mode: str, device: torch.device, *, blocks: int, width: int, repeats: int) -> Samples:
+    """The same where nothing is intercepted."""
+    plain, _ = _job(mode, device, blocks, width, managed=False)
+    managed, manager = _job(mode, device, blocks, width, managed=True)
+    with manager:
+        for _ in range(_WARM_UP):
+            plain()
+            managed()
+        assert manager.plan.everything_fits, "warm-up was too short: it has not settled"
+        return interleaved({"unmanaged": plain, "managed": managed}, repeats=repeats)
 
 
 def _job(
@@ -147,6 +168,7 @@ def _profile(mode: str, device: torch.device, *, blocks: int, width: int, steps:
     """Python functions by own time. The profiler itself adds much to short ones: shares, not times."""
     step, manager = _job(mode, device, blocks, width, managed=True)
     with manager:
+        manager._settled.forbid()
         for _ in range(_WARM_UP):
             step()
         profiler = cProfile.Profile()

@@ -30,6 +30,7 @@ def overhead(record: Record) -> str:
             "quickest runs",
             "processor time",
             "step ratio",
+            "where everything fits",
         ),
         [
             (
@@ -39,6 +40,7 @@ def overhead(record: Record) -> str:
                 f"{row['added_microseconds_at_best']:.1f} us",
                 f"{row['added_cpu_microseconds']:.1f} us",
                 f"{row['step_ratio']:.2f}",
+                f"{row['settled_step_ratio']:.3f}",
             )
             for row in record["results"]
         ],

@@ -14,8 +14,8 @@ from torch import nn
 from hetero.config import Config
 from hetero.devices import Accelerator
 from hetero.errors import BudgetError, ManageError
-from hetero.stm.intercept import is_managed
 from hetero.stm.precision import computes_in
+from hetero.stm.settled import record_of
 from hetero.units import format_bytes
 
 __all__ = ["check_budgets", "check_manageable", "named_buffers", "named_parameters"]
@@ -69,7 +69,7 @@ def _check_shared_memory(parameters: list[tuple[str, nn.Parameter]]) -> None:
 
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
-    if is_managed(parameter):
+    if record_of(parameter) is not None:
         raise ManageError(f"{name} is managed already: call close() on its manager first")
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         raise ManageError(f"{name} has no shape yet (a lazy module): run one forward first, then manage")

@@ -6,7 +6,7 @@ everything as it was; after `Manager.close` nothing shows that it was there.
 
 import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from hetero.stm.hoststep import HostStep
 from hetero.stm.intercept import ManagedParameter, scope
 from hetero.stm.precision import cast_inputs
 from hetero.stm.saved import saved_tensors_as_handles
+from hetero.stm.settled import Settled
 from hetero.units import format_bytes, parse_budget
 
 __all__ = ["Manager", "manage"]
@@ -57,7 +58,7 @@ def manage(
     precision: torch.dtype | None = None,
     activations: bool = True,
     device_homes: bool = True,
-    speculate: bool = True,
+    speculate: bool = False,
 ) -> "Manager":
     """Train ``model`` on a device that it does not fit on. In place; the training loop does not change.
 
@@ -88,8 +89,9 @@ def manage(
             otherwise than the host's, and how many there are depends on measured speeds: False, or
             ``torch.use_deterministic_algorithms(True)``, steps everything at home, as does ``precision``.
         speculate: where updates at home take longer than the next forward can hide, begin them in backward, and take
-            them back if the step turns out to be another than those before (exact; needs host memory for what is
-            overwritten, within ``host_budget``).
+            them back if the step turns out to be another than those before. Exact. Off by default, because each such
+            update first copies what it overwrites: parameter and states once more in host memory, within
+            ``host_budget``, and in its traffic.
 
     With ``precision``, a floating-point parameter keeps its type at home, for the optimizer, for clipping, in
     checkpoints and wherever it is used outside the model's forward; within forward and backward it, its gradient and
@@ -162,7 +164,7 @@ class Manager:
         self._closed = False
         # What stood in the two places that are taken over; None: nothing of the object's own.
         self._own_call: Any = None
-        self._compiled = CompiledCalls(model)
+        self._compiled = compiled = CompiledCalls(model)
         self._call: Any = None
         self._patched = False
         # The measurement keeps to the budget as well: what is in use already counts.
@@ -186,11 +188,22 @@ class Manager:
                 optimizer,
                 self._stm,
                 accelerator,
-                note_states=self._take_optimizer_states,
+                note_states=_weakly(self._take_optimizer_states),
                 kept_ids=self._homes.kept_ids,
                 uses_device=config.device_homes,
                 speculates=config.speculate,
             )
+        segments = self._stm.segments
+        self._settled = Settled(
+            self._stm,
+            accelerator,
+            config.device_budget,
+            step=self._host_step,
+            compiled=compiled,
+            allowed=config.device_homes,
+            rest=lambda: patches.rest(segments),
+            wake=lambda: patches.wake(segments),
+        )
         try:
             self._attach()
         except BaseException:
@@ -207,13 +220,16 @@ class Manager:
         """Memory and traffic so far; a snapshot. Waits for what the last step left to be done."""
         if not self._closed:
             self._stm.finish_updates()
-        return collect_stats(self._stm, self._accelerator, self.config)
+        return collect_stats(
+            self._stm, self._accelerator, self.config, settled_forwards=self._settled.forwards
+        )
 
     @property
     def plan(self) -> Plan | None:
         """Where parameters live, and what moves when, in iterations like the last one; a snapshot. None before there is
         a plan: the first iteration measures."""
-        return describe_plan(self._stm, [] if self._host_step is None else self._host_step.kernels)
+        kernels = [] if self._host_step is None else self._host_step.kernels
+        return describe_plan(self._stm, kernels, everything_fits=self._settled.is_on)
 
     def trim(self, device_budget: Size | None = None) -> int:
         """Give device memory back that later iterations do not need, so that other jobs can share the device.
@@ -230,13 +246,14 @@ class Manager:
         Source: the iteration-aware release that the analysis of TensorFlow's BFC allocator asks for.
         """
         if device_budget is None:
-            return self._stm.trim(None)
+            return self._settled.trim() if self._settled.is_on else self._stm.trim(None)
         nbytes = parse_budget(device_budget, self._accelerator.total_bytes(), name="device_budget")
         if nbytes > self.config.device_budget:
             raise ConfigError(
                 f"trim(device_budget={device_budget!r}) is above the budget of {self.config.device_budget} bytes "
                 "that manage() was given: trim only gives back"
             )
+        self._settled.leave()
         return self._stm.trim(nbytes)
 
     def plot(self, path: str) -> None:
@@ -250,6 +267,7 @@ class Manager:
             return
         with torch.inference_mode(False):
             self._abandon.detach()
+            self._settled.leave(force=True)
             self._stm.close()
             self._detach()
         self._closed = True
@@ -317,6 +335,12 @@ class Manager:
         @functools.wraps(inner)
         def call(*args: Any, **kwargs: Any) -> Any:
             self._stm.check_process()
+            settled = self._settled
+            if settled.is_on and torch._C._current_graph_task_id() != -1:
+                return inner(*args, **kwargs)
+            signature = _signature(model, args, kwargs)
+            if settled.enter(torch.is_grad_enabled(), signature):
+                return settled.run(inner, args, kwargs)
             if torch.compiler.is_exporting():
                 raise refuse_export(type(model).__name__, self.device)
             # A checkpoint around the model recomputes it within backward: that is no new forward.
@@ -326,7 +350,7 @@ class Manager:
                         args, kwargs = cast_inputs(precision, args, kwargs)
                     return inner(*args, **kwargs)
             saved = self._stm.activations if self.config.activations else None
-            self._stm.segments.begin_forward(_signature(model, args, kwargs))
+            self._stm.segments.begin_forward(signature)
             complete = False
             try:
                 with scope(), self._stm.executor.guarded(), saved_tensors_as_handles(saved):
@@ -361,6 +385,17 @@ class Manager:
         self._homes.forget_states({id(state) for _, state in states})
 
 
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """As ``method``, without keeping its object."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        if (present := reference()) is not None:
+            present()
+
+    return call
+
+
 def _make_plain(manager: stm.StatefulTensorMgr) -> None:
     """Parameters are `nn.Parameter` again, wherever their bytes are."""
     for tensor in manager.tensors:
@@ -379,6 +414,8 @@ def _abandon(manager: stm.StatefulTensorMgr) -> None:
     """A manager was dropped with its model: nothing of it may stay, on the device or in torch."""
     if manager.is_in_child:
         return  # neither is there
+    if manager.settled is not None:
+        manager.settled.abandon()
     manager.close()
     _make_plain(manager)
     patches.remove(manager.segments)

@@ -63,6 +63,8 @@ class Plan:
         predicted_seconds: simulated time of the iteration, updates on the host included, by times measured where such
             a plan was followed (before that, by those of the first iterations).
         lower_bounds: what no schedule is faster than, by what would hold it up; ``seconds`` is the slowest of them.
+        everything_fits: all parameters are ordinary ones on the device, with gradients and states, and nothing is
+            intercepted; each forward of the model begins with one check of its inputs and of the memory in use.
         moments: what moves when.
     """
 
@@ -75,6 +77,7 @@ class Plan:
     host_kernels: tuple[GroupKernels, ...]
     predicted_seconds: float
     lower_bounds: TimeBounds
+    everything_fits: bool
     moments: tuple[PlannedMoment, ...]
 
     def to_dict(self) -> dict[str, object]:
@@ -86,6 +89,8 @@ class Plan:
 
     def _summary(self) -> Table:
         table = Table(show_header=False, box=None)
+        if self.everything_fits:
+            table.add_row("everything fits", "interception off")
         count = len(self.lives_on_device) + len(self.lives_at_home)
         table.add_row(
             "live on the device",
@@ -130,7 +135,9 @@ class Plan:
         return table
 
 
-def describe_plan(stm: StatefulTensorMgr, kernels: Sequence[GroupKernels]) -> Plan | None:
+def describe_plan(
+    stm: StatefulTensorMgr, kernels: Sequence[GroupKernels], *, everything_fits: bool
+) -> Plan | None:
     """Of the iteration that ran last, or one like it; None before there is a plan."""
     stm.settle()
     plan = stm.cycles.last_plan
@@ -138,9 +145,11 @@ def describe_plan(stm: StatefulTensorMgr, kernels: Sequence[GroupKernels]) -> Pl
         return None
     names = [tensor.name for tensor in stm.tensors]
     names += [f"activation {number}" for number in range(len(plan.trace.sizes) - len(names))]
-    there = frozenset(plan.device_homes)
+    there = frozenset(t.index for t in stm.tensors) if everything_fits else frozenset(plan.device_homes)
     return Plan(
-        lives_on_device=tuple(names[index] for index in plan.device_homes),
+        lives_on_device=tuple(
+            names[index] for index in (sorted(there) if everything_fits else plan.device_homes)
+        ),
         lives_at_home=tuple(tensor.name for tensor in stm.tensors if tensor.index not in there),
         device_home_bytes=plan.home_bytes,
         fetched_bytes=plan.schedule.fetched_bytes,
@@ -149,6 +158,7 @@ def describe_plan(stm: StatefulTensorMgr, kernels: Sequence[GroupKernels]) -> Pl
         host_kernels=tuple(kernels),
         predicted_seconds=plan.schedule.predicted_seconds,
         lower_bounds=bound_times(stm, plan),
+        everything_fits=everything_fits,
         moments=tuple(_moment(plan, position, names, there) for position in range(len(plan.operands))),
     )
 

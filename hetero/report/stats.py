@@ -44,6 +44,8 @@ class MemoryStats:
         unplanned_fetches: fetches that no plan foresaw, since `hetero.manage`; warm-up is not counted.
         tried_updates, taken_back_updates: updates at home that were begun in backward, and those of them that were not
             wanted as they were, since `hetero.manage`.
+        settled_forwards: forwards that ran without interception because everything fits, since `hetero.manage`; each
+            after one check of its inputs and of the memory in use.
         by_kind: bytes per tier and kind.
         periods: the periods of the last measured iteration.
     """
@@ -65,6 +67,7 @@ class MemoryStats:
     unplanned_fetches: int
     tried_updates: int
     taken_back_updates: int
+    settled_forwards: int
     by_kind: dict[str, dict[str, int]]
     periods: list[PeriodStats]
 
@@ -130,7 +133,9 @@ class MemoryStats:
         return table
 
 
-def collect_stats(stm: StatefulTensorMgr, accelerator: Accelerator, config: Config) -> MemoryStats:
+def collect_stats(
+    stm: StatefulTensorMgr, accelerator: Accelerator, config: Config, *, settled_forwards: int
+) -> MemoryStats:
     """A snapshot of a manager's numbers. Waits for the device if an iteration was being measured."""
     accelerator.synchronize()
     stm.settle()
@@ -165,6 +170,7 @@ def collect_stats(stm: StatefulTensorMgr, accelerator: Accelerator, config: Conf
         unplanned_fetches=total.unplanned_fetches,
         tried_updates=stm.trials.tried,
         taken_back_updates=stm.trials.taken_back,
+        settled_forwards=settled_forwards,
         by_kind={
             tier.name.lower(): {kind.name.lower(): ledger.nbytes(tier, kind) for kind in Kind}
             for tier in Tier

@@ -271,6 +271,12 @@ class Activations:
         return freed
 
     @property
+    def has_records(self) -> bool:
+        """A graph is alive that has saved some."""
+        self.settle()
+        return bool(self._live)
+
+    @property
     def device_bytes(self) -> int:
         """Of all records that count, on the device now."""
         return self._ledger.nbytes(Tier.DEVICE, Kind.ACTIVATION)

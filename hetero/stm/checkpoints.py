@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hetero.errors import ManageError
-from hetero.stm.intercept import is_managed, managed_of
+from hetero.stm.settled import record_of
 
 __all__ = ["check_loads_in_place", "refuse_export"]
 
@@ -16,13 +16,13 @@ __all__ = ["check_loads_in_place", "refuse_export"]
 def check_loads_in_place(module: nn.Module, *, assign: bool) -> None:
     """Refuse to put other tensors in the place of managed parameters: the manager, and the optimizer as well, would go
     on with those that the model no longer has. Raises `ManageError`; nothing has been loaded."""
-    managed = [name for name, p in module.named_parameters() if is_managed(p)]
+    managed = [tensor.name for p in module.parameters() if (tensor := record_of(p)) is not None]
     if not managed:
         return
     way = "assign=True" if assign else "torch.__future__.set_swap_module_params_on_conversion(True)"
     raise ManageError(
         f"{type(module).__name__}.load_state_dict with {way} would replace {len(managed)} managed parameters "
-        f"({managed_of(module.get_parameter(managed[0])).name} first), which the optimizer would not see: load in "
+        f"({managed[0]} first), which the optimizer would not see: load in "
         "place, which is the default and needs no device memory, or call manager.close() first, load, make the "
         "optimizer, and manage again"
     )

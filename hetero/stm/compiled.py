@@ -36,6 +36,8 @@ class CompiledCalls:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._wrapped: list[tuple[nn.Module, Callable[..., Any] | None, Callable[..., Any]]] = []
+        # Parameters are ordinary ones on the device (`hetero.stm.settled`).
+        self._is_paused = False
 
     def attach(self) -> None:
         """Wrap every outermost compiled submodule (the model itself included)."""
@@ -43,22 +45,45 @@ class CompiledCalls:
             own = submodule.__dict__.get(_SLOT)
             inner = own or submodule._call_impl
             label = f"compiled {name or type(submodule).__name__}"
-            call = _substituting(submodule, label, inner, inference_only=isinstance(submodule, _FAST_IN_EVAL))
+            call = _substituting(
+                submodule,
+                label,
+                inner,
+                inference_only=isinstance(submodule, _FAST_IN_EVAL),
+                is_paused=lambda: self._is_paused,
+            )
             submodule.__dict__[_SLOT] = (
                 call  # past OptimizedModule's __setattr__, which would set it on the original
             )
             self._wrapped.append((submodule, own, call))
 
+    def pause(self) -> None:
+        """Calls are the user's own until `resume`; one that somebody has wrapped since hands on."""
+        self._is_paused = True
+        for submodule, own, call in self._wrapped:
+            if submodule.__dict__.get(_SLOT) is call:
+                _set_slot(submodule, own)
+
+    def resume(self) -> None:
+        """They are ours again."""
+        self._is_paused = False
+        for submodule, own, call in self._wrapped:
+            if submodule.__dict__.get(_SLOT) is own:
+                _set_slot(submodule, call)
+
     def detach(self) -> None:
         """Give back the calls as they were, where nobody has replaced ours since."""
         for submodule, own, call in self._wrapped:
-            if submodule.__dict__.get(_SLOT) is not call:
-                continue
-            if own is None:
-                del submodule.__dict__[_SLOT]
-            else:
-                submodule.__dict__[_SLOT] = own
+            if submodule.__dict__.get(_SLOT) is call:
+                _set_slot(submodule, own)
         self._wrapped.clear()
+
+
+def _set_slot(module: nn.Module, call: Callable[..., Any] | None) -> None:
+    if call is None:
+        module.__dict__.pop(_SLOT, None)
+    else:
+        module.__dict__[_SLOT] = call
 
 
 def _outermost_compiled(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
@@ -82,11 +107,16 @@ def _is_optimized(module: nn.Module) -> bool:
 
 
 def _substituting(
-    submodule: nn.Module, label: str, inner: Callable[..., Any], *, inference_only: bool
+    submodule: nn.Module,
+    label: str,
+    inner: Callable[..., Any],
+    *,
+    inference_only: bool,
+    is_paused: Callable[[], bool],
 ) -> Callable[..., Any]:
     @functools.wraps(inner)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if inference_only and (submodule.training or torch.is_grad_enabled()):
+        if is_paused() or (inference_only and (submodule.training or torch.is_grad_enabled())):
             return inner(*args, **kwargs)
         places = _managed_places(submodule)
         if not places or not _on_device(places[0][2], args, kwargs):

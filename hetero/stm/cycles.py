@@ -7,7 +7,7 @@ sequences (an eval loop, another shape, another number of micro-batches) live be
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from hetero.eviction import CapacityError, HomeCost, Links, Policy, Schedule, Trace, choose_device_homes
@@ -104,9 +104,33 @@ class Cycles:
         # What each parameter would cost there, by index; empty: none can, or nothing has been measured.
         self.home_costs: Callable[[], dict[int, HomeCost]] = dict
         self._homes_chosen: set[tuple[SegmentKey, ...]] = set()
+        # All model data could be on the device at once (`hetero.stm.settled`).
+        self.everything_fits: Callable[[], bool] = lambda: False
         self.last_sampled: list[Segment] = []
         self.last: list[Segment] = []
         self.last_plan: CyclePlan | None = None
+
+    @property
+    def plans(self) -> Iterable[CyclePlan]:
+        """Of all kinds of iterations that have one."""
+        return self._plans.values()
+
+    @property
+    def margin(self) -> int:
+        """Of the budget, what was given to others."""
+        return self._margin
+
+    @property
+    def is_under_way(self) -> bool:
+        """An iteration has begun and is not known to be over."""
+        return bool(self._training.keys or self._inference.keys)
+
+    def begin_anew(self) -> None:
+        """Forget how far iterations went; others may have been trained meanwhile."""
+        self._homes_chosen.clear()
+        for history in (self._inference, self._training):
+            self._current = history
+            self.abandon()
 
     # -- segments -------------------------------------------------------------------------------------
 
@@ -259,6 +283,7 @@ class Cycles:
                 self.last_plan = None
             self._verified.discard(keys)
             self.timings.forget(keys)
+            self._homes_chosen.discard(keys)
             for key in keys:
                 self._samples.pop(key, None)
 
@@ -290,13 +315,17 @@ class Cycles:
         if plan is None or not costs:
             return
         self._homes_chosen.add(keys)
+        order = sorted(plan.first_uses, key=plan.first_uses.__getitem__)
+        if self._most_home_bytes >= self._budget and self.everything_fits():
+            self._set_homes(tuple(index for index in order if index in costs))
+            return
 
         def planned(homes: tuple[int, ...]) -> tuple[Trace, Schedule]:
             made = self._planner.make(keys, self._samples, plan.margin, homes, costs, thorough=False)
             return made.trace, made.schedule
 
         best = choose_device_homes(
-            sorted(plan.first_uses, key=plan.first_uses.__getitem__),
+            order,
             costs,
             [tensor.device_nbytes for tensor in self._tensors],
             most_bytes=min(self._most_home_bytes, self._budget - plan.margin),

@@ -89,6 +89,11 @@ class DeviceHomes:
         """Bytes of parameters that the queue's thread has updated, and the seconds it took."""
         return self._host_bytes, self._host_seconds
 
+    @property
+    def stepped(self) -> set[int]:
+        """Indices of the parameters whose states exist, if they need any."""
+        return self._stepped()
+
     def note_seconds(self, nbytes: int, seconds: float) -> None:
         """The queue's thread has updated ``nbytes`` of parameters."""
         self._host_bytes += nbytes
@@ -168,6 +173,43 @@ class DeviceHomes:
                 update.run()
                 tensor.note_write()
             note(tensor, update)
+
+    def is_whole(self) -> bool:
+        """All that are stepped live here."""
+        away = self._stepped() - self._here.keys()
+        return self._can_step() and not any(self._stm.tensors[i].parameter.requires_grad for i in away)
+
+    def complete(self) -> bool:
+        """Bring what is not stepped any more; False if any state is left at home."""
+        groups = self._groups()
+        for index in self._stepped() - self._here.keys():
+            if not self._bring(self._stm.tensors[index], groups):
+                return False
+        states = (state for tensor in self._stm.tensors for state in self._states(tensor, groups))
+        return all(state.device.type != "cpu" for state in states)
+
+    def whole_bytes(self) -> int:
+        """Of all states on the device, those included that have yet to be made."""
+        groups, stepped = self._groups(), self._stepped()
+        known, missing, most = 0, 0, 0.0
+        for tensor in self._stm.tensors:
+            if id(tensor.parameter) not in groups:
+                continue
+            states = self._states(tensor, groups)
+            nbytes = sum(self._accelerator.allocated_size(state.nbytes) for state in states)
+            if states or tensor.index in stepped:
+                known += nbytes + self._accelerator.allocated_size(1)  # its number of steps
+                most = max(most, nbytes / max(tensor.device_nbytes, 1))
+            elif tensor.parameter.requires_grad:
+                missing += tensor.device_nbytes
+        return known + int(missing * most)
+
+    def adopt(self, indices: Iterable[int]) -> None:
+        """They are on the device, with their states (`hetero.stm.settled`)."""
+        for index in indices:
+            tensor = self._stm.tensors[index]
+            tensor.stays = True
+            self._here[index] = tensor
 
     def bring_states_home(self) -> None:
         """Somebody is about to look at them: an alias taken on the device would be stale once they have left it. The

@@ -16,9 +16,9 @@ from torch import nn
 
 __all__ = [
     "gradient_has_one_name",
+    "gradient_is_plain",
     "gradient_is_private",
     "incoming_is_shared",
-    "is_plain_gradient",
     "measure_incoming",
     "memory_is_private",
     "state_is_private",
@@ -42,8 +42,8 @@ def gradient_has_one_name(parameter: torch.Tensor) -> bool:
     return gradient is not None and _counts(gradient)[:2] == _GRADIENT[:2]
 
 
-def is_plain_gradient(gradient: torch.Tensor | None) -> bool:
-    """On the host, of flat memory, and no part of a graph."""
+def gradient_is_plain(gradient: torch.Tensor | None) -> bool:
+    """An ordinary tensor at home: of flat memory, and no part of a graph. Call likewise."""
     return (
         gradient is not None
         and gradient.layout is torch.strided

@@ -100,6 +100,8 @@ def _get_data(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     tensor = managed_of(args[0])
     if not in_scope():
         tensor.owner.before_home_write(tensor)  # whoever takes it may write
+        if tensor.owner.settled is not None:
+            tensor.owner.settled.has_looked = True
         return tensor.data_alias()
     with substituted([tensor], func):
         assert tensor.data is not None

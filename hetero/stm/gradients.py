@@ -176,6 +176,27 @@ class Gradients:
         assert gradient is not None
         return gradient.to(self._engine.accelerator.device)
 
+    def give(self, tensor: ManagedTensor) -> torch.Tensor:
+        """Take ``p.grad`` away; returns it on the device, complete, in memory of its own."""
+        gradient = self.on_device(tensor)
+        kept = self._kept.get(tensor.index)
+        if kept is not None and not kept.is_ours:
+            gradient = gradient.clone()
+        self.forget(tensor)
+        tensor.parameter.grad = None
+        return gradient
+
+    def adopt(self, tensor: ManagedTensor, gradient: torch.Tensor) -> None:
+        """``gradient``, on the device and held by nobody else, is to be ``p.grad``."""
+        home = tensor.home
+        if gradient.layout is not torch.strided or gradient.dtype is not home.dtype:
+            tensor.parameter.grad = gradient.to(home.device)
+            return
+        gradient = self._as_home(gradient.detach(), home)
+        self._kept[tensor.index] = _Kept(gradient, is_ours=True)
+        self._entry(tensor, gradient).place(Tier.DEVICE, tensor.device_nbytes)
+        tensor.parameter.grad = self._host_tensor(tensor, gradient)
+
     def make_factor(self, value: torch.Tensor) -> Factor:
         """Send ``value``, a number on the device or the host, home."""
         if value.device.type == "cpu":

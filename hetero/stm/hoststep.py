@@ -18,7 +18,7 @@ thread does not inherit, inside a forward or a backward.
 import sys
 import types
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial, wraps
 from typing import Any
 
@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hetero.devices import Accelerator
 from hetero.stm.devicehomes import DeviceHomes, DeviceUpdate
-from hetero.stm.exposure import gradient_is_private, is_plain_gradient, state_is_private
+from hetero.stm.exposure import gradient_is_plain, gradient_is_private, state_is_private
 from hetero.stm.fetch import plain
 from hetero.stm.intercept import in_scope, is_managed, managed_of
 from hetero.stm.jobs import Captured, Surroundings, scale, wait
@@ -61,7 +61,7 @@ class HostStep:
         uses_device: bool,
         speculates: bool,
     ) -> None:
-        self._optimizer = optimizer
+        self.optimizer = self._optimizer = optimizer
         self._stm = manager
         self._note_states = note_states
         self._kept_ids = kept_ids
@@ -75,7 +75,7 @@ class HostStep:
         self._without_entry: list[tuple[Any, ParameterUpdate]] = []
         self._captured: list[Captured] = []
         self._captured_here: list[DeviceUpdate] = []
-        self._device_homes = DeviceHomes(
+        self.device_homes = self._device_homes = DeviceHomes(
             optimizer, manager, accelerator, allowed=uses_device, stepped=lambda: self._stepped
         )
         self.speculation = Speculation(
@@ -113,12 +113,12 @@ class HostStep:
 
         @wraps(inner)
         def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if not host_step._attached:
+            if not host_step._attached or host_step._step_method is not method:
                 return inner(*args, **kwargs)
             return host_step._step(inner, args, kwargs)
 
         # Schedulers wrap ``step.__func__``: only a bound method has one.
-        self._step_method = optimizer.__dict__["step"] = types.MethodType(step, optimizer)
+        self._step_method = method = optimizer.__dict__["step"] = types.MethodType(step, optimizer)
         self._load_hook = optimizer.register_load_state_dict_post_hook(self._after_load)
         self._attached = True
 
@@ -139,6 +139,21 @@ class HostStep:
         state = optimizer.state
         if isinstance(state, WatchedState) and sys.getrefcount(state) == _STATE_REFERENCES:
             optimizer.state = state.plain()
+
+    def can_pause(self) -> bool:
+        """Nothing is left for it to do but what the optimizer does by itself: `hetero.stm.settled`."""
+        state = self._optimizer.state
+        if isinstance(state, WatchedState) and state.watcher is not self:
+            return False
+        return self._attached and sys.getrefcount(state) == _STATE_REFERENCES
+
+    def resume(self, stepped: Iterable[int]) -> None:
+        """After `detach`: parameters are ours again and live where they are. ``stepped``: those with a state."""
+        self.attach()
+        self._watch(self._optimizer)
+        self._stepped = set(stepped)
+        self.device_homes.adopt(self._stepped)
+        self._note_states()
 
     def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
         """``load_state_dict`` has put other states in the place of those that were known."""
@@ -356,7 +371,7 @@ class HostStep:
                 if tensor.pending is not None:  # being tried, and right so far
                     chosen[tensor.index] = tensor
                     continue
-                if tensor.index in self._stepped and is_plain_gradient(tensor.parameter.grad):
+                if tensor.index in self._stepped and gradient_is_plain(tensor.parameter.grad):
                     entry = dict.get(optimizer.state, tensor.parameter)
                     if (
                         gradient_is_private(tensor.parameter)

@@ -87,6 +87,8 @@ class ManagedParameter(nn.Parameter):
     # A copy is an ordinary parameter: nobody manages it.
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         self._hetero.owner.settle_home(self._hetero)
+        if self._hetero.owner.settled is not None:
+            self._hetero.owner.settled.forbid()
         with plain():
             copy = nn.Parameter(self.detach().clone(memory_format=torch.preserve_format), self.requires_grad)
         memo[id(self)] = copy
@@ -248,10 +250,13 @@ def _at_home(
             tensor.owner.check_process()
             tensor.owner.before_home_write(tensor)
     result = func(*args, **kwargs)
-    if any(
-        value.requires_grad for value in _tensors((result,))
-    ):  # ``detach()``, in ``state_dict()``, does not
+    results = list(_tensors((result,)))
+    if any(value.requires_grad for value in results):  # ``detach()``, in ``state_dict()``, does not
         note_use_at_home(operands)
+    if any(value.dim() for value in results):  # numbers may be combined with tensors on any device
+        settled = operands[0].owner.settled
+        if settled is not None:
+            settled.has_looked = True
     return result
 
 

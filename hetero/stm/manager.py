@@ -32,7 +32,7 @@ from hetero.stm.residency import Residency
 from hetero.stm.saved import modified_in_place
 from hetero.stm.segments import Segments
 from hetero.stm.state import Ledger, begin_compute, end_compute
-from hetero.stm.tensors import ManagedTensor
+from hetero.stm.tensors import ManagedTensor, SettledState
 from hetero.units import format_bytes
 
 __all__ = ["Arrivals", "StatefulTensorMgr"]
@@ -69,7 +69,8 @@ class StatefulTensorMgr:
         self.ledger = Ledger()
         self.collector = MemStatsCollector(accelerator, self.ledger)
         self._accelerator = accelerator
-        self._lock = threading.RLock()
+        self.lock = self._lock = threading.RLock()
+        self.settled: SettledState | None = None  # `hetero.stm.settled`
         self._closed = False
         self.is_in_child = False
         self._budget = config.device_budget
@@ -223,6 +224,10 @@ class StatefulTensorMgr:
         with self._lock:
             if self._closed:  # a graph from before: the parameter is wherever it lives now
                 return tensor.parameter.detach().to(self.device)
+            if self.settled is not None and self.settled.is_on:  # likewise
+                if self.settled.version(tensor) != version:
+                    raise modified_in_place(tensor.parameter, self.settled.version(tensor), version)
+                return tensor.parameter.detach()
             if tensor.pending is not None or self.updates.has_failed:
                 self.residency.finish_update(tensor)
             if tensor.version != version:
@@ -241,6 +246,8 @@ class StatefulTensorMgr:
         with self._lock:
             if self._closed:
                 return gradient.to(tensor.parameter.device).to(tensor.parameter.dtype)
+            if self.settled is not None and self.settled.is_on:  # a graph from before: it ends at home
+                return gradient.to(tensor.home.device)
             self.segments.enter_backward()
             self.residency.finish_update(tensor)  # autograd may add to the gradient that the queue reads
             self.collector.note_gradient(tensor.index, gradient.nbytes)
@@ -397,6 +404,18 @@ class StatefulTensorMgr:
             if segment is not None and segment.key.phase is Phase.STEP:
                 self.executor.finish_segment()
                 self.cycles.finish()
+
+    def close_iteration(self) -> bool:
+        """Close the books of what ran last; False if it goes on, or has left something to be done."""
+        self.executor.finish_segment()
+        self.cycles.finish()
+        return not (self.cycles.is_under_way or self.updates.has_failed or self.activations.has_records)
+
+    def begin_anew(self) -> None:
+        """What ran meanwhile was none of ours."""
+        self.executor.finish_segment()
+        self.cycles.begin_anew()
+        self.segments.forget_forwards()
 
     # -- forks (`hetero.stm.forks`) --------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
 """The functions of torch that are replaced while any model is managed.
 
 Owns those replacements; they are taken back when the last manager closes. Each only looks at its arguments and
-goes on to the original unless a managed parameter is involved.
+goes on to the original unless a managed parameter is involved. Those that every iteration calls are taken back as soon
+as all managers rest (`hetero.stm.settled`).
 
 * ``autograd.Function.apply`` does not dispatch through ``__torch_function__``: a custom Function would receive the
   parameter itself, at home, and its backward would return a gradient on the wrong device.
@@ -47,9 +48,10 @@ from hetero.stm.intercept import (
     write_back,
 )
 from hetero.stm.outside import full_copies, keeps_its_type
+from hetero.stm.settled import before_change, note_optimizer, record_of
 from hetero.stm.tensors import ManagedTensor
 
-__all__ = ["install", "remove"]
+__all__ = ["install", "remove", "rest", "wake"]
 
 # Any: these are not meant to be assigned to, says their typing. Until torch 2.14 ``Function.apply`` is Python that goes
 # on to its base's; since 2.15 it is that of the base itself.
@@ -83,40 +85,70 @@ class BackwardListener(Protocol):
         """Every gradient that was handed over can be read afterwards."""
 
 
-_listeners: list[BackwardListener] = []
+_managers = 0
+_listeners: list[BackwardListener] = []  # of those managers that do not rest
 _step_hooks: list[RemovableHandle] = []
 # What stood in the places that are taken over now; `_INHERITED`: nothing of their own.
 _replaced: list[tuple[Any, str, Any]] = []
+_replaced_always: list[tuple[Any, str, Any]] = []
 _INHERITED = object()
 
 
 def install(listener: BackwardListener) -> None:
     """One more manager is active."""
-    if not _listeners:
-        for place, name, replacement in _REPLACEMENTS:
-            _replaced.append((place, name, vars(place).get(name, _INHERITED)))
-            setattr(place, name, replacement)
-        clipping.install()
-        _step_hooks.append(register_optimizer_step_pre_hook(_settle_before_step))
-        _step_hooks.append(register_optimizer_step_post_hook(_note_step))
+    global _managers
+    if not _managers:
+        _replace(_REPLACED_ALWAYS, _replaced_always)
+    wake(listener)
     interrupts.install()
-    _listeners.append(listener)
+    _managers += 1
 
 
 def remove(listener: BackwardListener) -> None:
     """One manager fewer."""
-    _listeners.remove(listener)
+    global _managers
+    _managers -= 1
+    rest(listener)
     interrupts.remove()
+    if not _managers:
+        _put_back(_replaced_always)
+
+
+def wake(listener: BackwardListener) -> None:
+    """A manager intercepts operators."""
     if not _listeners:
-        while _replaced:
-            place, name, own = _replaced.pop()
-            if own is _INHERITED:
-                delattr(place, name)
-            else:
-                setattr(place, name, own)
+        _replace(_REPLACEMENTS, _replaced)
+        clipping.install()
+        _step_hooks.append(register_optimizer_step_pre_hook(_settle_before_step))
+        _step_hooks.append(register_optimizer_step_post_hook(_note_step))
+    _listeners.append(listener)
+
+
+def rest(listener: BackwardListener) -> None:
+    """It does not any more, for the time being or for good."""
+    if listener not in _listeners:
+        return
+    _listeners.remove(listener)
+    if not _listeners:
+        _put_back(_replaced)
         clipping.remove()
         while _step_hooks:
             _step_hooks.pop().remove()
+
+
+def _replace(replacements: list[tuple[Any, str, Any]], replaced: list[tuple[Any, str, Any]]) -> None:
+    for place, name, replacement in replacements:
+        replaced.append((place, name, vars(place).get(name, _INHERITED)))
+        setattr(place, name, replacement)
+
+
+def _put_back(replaced: list[tuple[Any, str, Any]]) -> None:
+    while replaced:
+        place, name, own = replaced.pop()
+        if own is _INHERITED:
+            delattr(place, name)
+        else:
+            setattr(place, name, own)
 
 
 def _announced_clear() -> None:
@@ -171,8 +203,12 @@ def _settled_session(*args: Any, **kwargs: Any) -> Any:
 def _settled(method: Any) -> Any:
     @functools.wraps(method)
     def settled(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        before_change(self)
         _settle(self, self.param_groups)
-        return method(self, *args, **kwargs)
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            note_optimizer(self)
 
     return settled
 
@@ -250,9 +286,10 @@ def _has_device_operand(device: torch.device, args: tuple[Any, ...]) -> bool:
 
 def _refuse_conversion(self: nn.Module, fn: Any, recurse: bool = True) -> Any:
     for name, parameter in self.named_parameters(recurse=recurse):
-        if is_managed(parameter):
+        tensor = record_of(parameter)
+        if tensor is not None:
             raise ManageError(
-                f"{type(self).__name__}.to(...) or the like while managed: {name} ({managed_of(parameter).name}) is "
+                f"{type(self).__name__}.to(...) or the like while managed: {name} ({tensor.name}) is "
                 "moved and cast by hetero; call manager.close() first, convert, and manage again"
             )
     return _module_apply(self, fn, recurse)
@@ -260,14 +297,16 @@ def _refuse_conversion(self: nn.Module, fn: Any, recurse: bool = True) -> Any:
 
 _REPLACEMENTS: list[tuple[Any, str, Any]] = [
     (_Function, "apply", classmethod(_apply)),
-    (_Module, "_apply", _refuse_conversion),
-    (_Module, "load_state_dict", _load_in_place),
     (_Module, "zero_grad", _zero_module_grad),
     (_autograd, "_engine_run_backward", _announced_backward),
     (torch, "clear_autocast_cache", _announced_clear),
     (_Optimizer, "zero_grad", _zero_optimizer_grad),
-    (_Optimizer, "load_state_dict", _settled(_load_state_dict)),
-    (_Optimizer, "add_param_group", _settled(_add_param_group)),
 ]
 if _compile_session is not None:
     _REPLACEMENTS.append((_compiler, "_compile_session_context", _settled_session))
+_REPLACED_ALWAYS: list[tuple[Any, str, Any]] = [
+    (_Module, "_apply", _refuse_conversion),
+    (_Module, "load_state_dict", _load_in_place),
+    (_Optimizer, "load_state_dict", _settled(_load_state_dict)),
+    (_Optimizer, "add_param_group", _settled(_add_param_group)),
+]

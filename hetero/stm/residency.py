@@ -268,6 +268,17 @@ class Residency:
         self.settle(tensor)
         tensor.stays = False
 
+    def lend(self, tensor: ManagedTensor) -> None:
+        """Its copy has become the parameter itself (`hetero.stm.settled`). The bytes still count."""
+        del RESIDENT[tensor.storage_key], self.resident[tensor.index]
+        tensor.identity = None
+        tensor.detach(self._placeholder(tensor.origin.dtype))
+
+    def take_back(self, tensor: ManagedTensor, copy: torch.Tensor) -> None:
+        """``copy`` is its copy again."""
+        tensor.attach(copy)
+        RESIDENT[tensor.storage_key] = self.resident[tensor.index] = tensor
+
     def collect(self, tensor: ManagedTensor) -> None:
         """Its update, if it had one, is done: what was on order is an ordinary copy now."""
         update = tensor.pending

@@ -166,6 +166,10 @@ class Segments:
             self._executor.begin_segment(self._backward_key())
             self._pending_forwards.clear()
 
+    def forget_forwards(self) -> None:
+        """None waits for its backward."""
+        self._pending_forwards.clear()
+
     def _void(self) -> None:
         """What ran was left by an exception."""
         segment = self._executor.segment

@@ -28,7 +28,7 @@ from hetero.stm.exposure import memory_is_private
 from hetero.stm.precision import LowTwin
 from hetero.stm.state import Kind, Ledger, StatefulTensor
 
-__all__ = ["WRAPPER_USES", "Cast", "Layout", "ManagedTensor", "Owner", "refused_write"]
+__all__ = ["WRAPPER_USES", "Cast", "Layout", "ManagedTensor", "Owner", "SettledState", "refused_write"]
 
 Layout = tuple[torch.Size, tuple[int, ...], int]
 """Size, stride and storage offset of a view."""
@@ -59,10 +59,33 @@ def _reference_baselines() -> tuple[int, int]:
 _ONLY_OURS, WRAPPER_USES = _reference_baselines()
 
 
+class SettledState(Protocol):
+    """Whether everything fits, and nothing is intercepted (`hetero.stm.settled.Settled`).
+
+    ``has_looked``: somebody has combined home with a tensor on the host, or may do so, since it was False.
+    """
+
+    is_on: bool
+    has_looked: bool
+
+    def version(self, tensor: "ManagedTensor") -> int:
+        """Of a parameter, for graphs from before."""
+
+    def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """It has parameters of ours."""
+
+    def forbid(self) -> None:
+        """Never settle."""
+
+    def abandon(self) -> None:
+        """The manager is gone."""
+
+
 class Owner(Protocol):
     """The manager behind a tensor, as interception sees it (`hetero.stm.manager.StatefulTensorMgr`)."""
 
     device: torch.device
+    settled: SettledState | None
 
     def begin_operator(self, operands: list["ManagedTensor"], name: object) -> None:
         """The pre-op sampling moment; operands are resident and in COMPUTE afterwards."""
@@ -122,6 +145,7 @@ class ManagedTensor(StatefulTensor):
     """A parameter under management. Created by `hetero.stm.manager.StatefulTensorMgr`."""
 
     __slots__ = (
+        "__weakref__",
         "_alias",
         "_fetch_nodes",
         "_source",

@@ -8,6 +8,7 @@ import pytest
 from accelerators import ON_CUDA, StepsAtHome
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+import hetero
 from hetero.eviction import CapacityError, HomeStep
 from hetero.stm import cycles
 from hetero.stm.deferred import Update, UpdateQueue
@@ -47,7 +48,13 @@ def late_queue(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def speculating(monkeypatch: pytest.MonkeyPatch) -> None:
+def speculates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with ``speculate=True`` wherever nothing is said of it."""
+    monkeypatch.setitem(hetero.manage.__kwdefaults__, "speculate", True)
+
+
+@pytest.fixture
+def speculating(speculates: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every update is tried as soon as its gradient has left, whatever iterations were like and whatever it costs."""
     monkeypatch.setattr(Speculation, "_is_expected", lambda self: True)
 

@@ -67,9 +67,7 @@ def test_where_everything_fits_nothing_moves():
             optimizer.zero_grad()
         after = manager.stats
     assert after.total_fetched_bytes == before.total_fetched_bytes
-    # What the first clipping read, before norms were taken on the device.
-    gradients = sum(p.nbytes for p in model.parameters())
-    assert after.total_written_bytes - before.total_written_bytes == gradients
+    assert after.total_written_bytes == before.total_written_bytes
 
 
 def test_fewer_live_there_under_a_smaller_budget_and_the_peak_keeps_to_it():

@@ -16,6 +16,7 @@ import hetero
 from hetero.stm.forecast import Forecast
 from hetero.stm.speculation import Speculation
 
+pytestmark = pytest.mark.usefixtures("speculates")
 speculating = pytest.mark.usefixtures("speculating")
 
 

@@ -1,0 +1,160 @@
+"""The user's own ``optimizer.step`` on parameters that live on the device, by themselves (`hetero.stm.settled`).
+
+Owns what of us may still be around it. Usually nothing. Where the choice of kernels was left to us, it is what it was
+at home (`hetero.stm.kernels`), so that the numbers are those of one run with ``fused=True`` and no others; the count of
+steps then lies beside the parameter, where these kernels want it.
+"""
+
+import types
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any
+
+import torch
+
+from hetero.stm.fetch import plain
+from hetero.stm.homes import set_memory
+from hetero.stm.kernels import is_open, split, takes_fused
+from hetero.stm.tensors import ManagedTensor
+
+__all__ = ["OwnStep", "step_bytes"]
+
+_Group = dict[str, Any]
+
+
+def step_bytes(optimizer: torch.optim.Optimizer, sizes: dict[int, int], temporaries: int) -> int:
+    """What one call of the user's own step allocates for a while, at most. ``sizes``: bytes of each parameter, by id.
+    ``temporaries``: in units of what is stepped at once, which with ``foreach`` is a whole group."""
+    most = max(sizes.values(), default=0)
+    for group in optimizer.param_groups:
+        at_once = not (is_open(optimizer, group) or group.get("fused") or group.get("foreach") is False)
+        if at_once:
+            most = max(most, sum(sizes.get(id(p), 0) for p in group["params"]))
+    return temporaries * most
+
+
+class OwnStep:
+    """Of one optimizer, while its parameters live on the device. `begin` once, `end` once."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._steps: list[tuple[torch.Tensor, str]] = []
+        self._method: Any = None
+        self._before: Any = None
+        self._groups: list[_Group] | None = None
+        self._written: list[torch.Tensor] = []
+        # By the number of the group: its parameters with the strides that their gradients have to have; None: to be
+        # looked at anew in each step.
+        self._open: dict[int, list[tuple[torch.Tensor, tuple[int, ...]]] | None] = {}
+
+    def begin(self, tensors: Iterable[ManagedTensor], device: torch.device) -> None:
+        """``tensors`` are about to become parameters on ``device``; their states are there."""
+        optimizer = self._optimizer
+        by_id = {id(tensor.parameter): tensor for tensor in tensors}
+        for number, group in enumerate(optimizer.param_groups):
+            if not is_open(optimizer, group):
+                continue
+            known: list[tuple[torch.Tensor, tuple[int, ...]]] | None = []
+            for parameter in group["params"]:
+                tensor = by_id.get(id(parameter))
+                entry = dict.get(optimizer.state, parameter)
+                fits = tensor is not None and self._takes_fused(tensor, entry, device)
+                momentum = not group.get("momentum") or (entry or {}).get("momentum_buffer") is not None
+                if known is None or not fits or not momentum:
+                    known = None
+                else:
+                    known.append((parameter, tuple(parameter.stride())))
+            self._open[number] = known
+        if self._open:
+            self._attach()
+
+    def end(self) -> None:
+        """They go back to us."""
+        optimizer = self._optimizer
+        if self._method is not None and optimizer.__dict__.get("step") is self._method:
+            if self._before is None:
+                del optimizer.__dict__["step"]
+            else:
+                optimizer.__dict__["step"] = self._before
+        self._method = None
+        self._open.clear()
+        for step, name in self._steps:
+            set_memory(step, step.detach().cpu(), name)
+        self._steps.clear()
+
+    # -- helpers --------------------------------------------------------------------------------------
+
+    def _takes_fused(self, tensor: ManagedTensor, entry: dict[str, Any] | None, device: torch.device) -> bool:
+        step = (entry or {}).get("step")
+        if isinstance(step, torch.Tensor) and step.device != device:
+            name = f"{tensor.name}.step"
+            set_memory(step, step.detach().to(device), name)
+            self._steps.append((step, name))
+        assert tensor.data is not None
+        return takes_fused(self._optimizer, tensor.data, None, entry)
+
+    def _attach(self) -> None:
+        optimizer = self._optimizer
+        self._before = optimizer.__dict__.get("step")
+        inner, own = optimizer.step, self
+
+        @wraps(inner)
+        def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if own._method is not method:
+                return inner(*args, **kwargs)
+            return own._step(inner, args, kwargs)
+
+        # Schedulers wrap ``step.__func__``: only a bound method has one.
+        self._method = method = optimizer.__dict__["step"] = types.MethodType(step, optimizer)
+
+    def _step(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args or kwargs:  # a closure: it makes the gradients
+            return inner(*args, **kwargs)
+        optimizer = self._optimizer
+        # What surrounds a step is to see the groups as they are: we come last, and go first.
+        before = optimizer.register_step_pre_hook(self._choose)
+        after = optimizer.register_step_post_hook(self._restore)
+        hooks: Any = optimizer._optimizer_step_post_hooks
+        hooks.move_to_end(after.id, last=False)
+        try:
+            return inner()
+        finally:
+            before.remove()
+            after.remove()
+            self._restore()
+
+    def _choose(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._groups is not None:  # a step that calls another class's, hooks and all
+            return
+        given: list[_Group] = []
+        for number, group in enumerate(optimizer.param_groups):
+            known = self._open.get(number)
+            if known is None or not _is_as_known(optimizer, group, known):
+                with plain():
+                    parts, chosen = split(optimizer, [group], lambda parameter: True)
+                given += parts
+                self._written += chosen
+            else:
+                given.append({**group, "fused": True})
+                self._written += [p for p in group["params"] if p.grad is not None]
+        self._groups, optimizer.param_groups = optimizer.param_groups, given
+
+    def _restore(self, *_: Any) -> None:
+        if self._groups is not None:
+            self._optimizer.param_groups, self._groups = self._groups, None
+            # As a for-loop would have; fused kernels do not.
+            torch.autograd.graph.increment_version(self._written)
+            self._written = []
+
+
+def _is_as_known(
+    optimizer: torch.optim.Optimizer, group: _Group, known: list[tuple[torch.Tensor, tuple[int, ...]]]
+) -> bool:
+    """Autograd lays gradients out as their parameters; the user may not."""
+    if not is_open(optimizer, group) or len(known) != len(group["params"]):
+        return False
+    for parameter, strides in known:
+        gradient = parameter.grad
+        if gradient is not None and (gradient.layout is not torch.strided or gradient.stride() != strides):
+            return False
+    return True

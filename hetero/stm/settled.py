@@ -1,0 +1,403 @@
+"""The settled state: everything fits, so parameters are ordinary ones on the device and nothing is intercepted.
+
+Owns the way there and back. Invariant: while settled, model and optimizer are what ``model.to(device)`` would have
+made of them, so every number is the unmanaged run's. What stays is one check at each forward of the model, `enter`: of
+the inputs' signature, which must have been measured, of the flags of frozen parameters, and of the device's memory
+counter; it ends the state where the iteration to come may need more than the budget has.
+
+[Note: who looks]
+A settled parameter's device is another than before, so whoever combined it with a tensor on the host no longer can.
+Nobody settles who was seen to do so, or to keep a copy of home, in the iteration before; a copy of the model, and
+another optimizer over its parameters, count for good.
+"""
+
+import operator
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hetero.devices import Accelerator
+from hetero.errors import BudgetError, ManageError
+from hetero.stm.compiled import CompiledCalls
+from hetero.stm.devicehomes import TEMPORARIES
+from hetero.stm.exchange import exchange, has_other_optimizer, is_like, let_go, may_go_back, redirect
+from hetero.stm.exposure import gradient_is_private
+from hetero.stm.fetch import plain
+from hetero.stm.fits import Growth, Kind, read_growth
+from hetero.stm.functions import HomeHook
+from hetero.stm.hoststep import HostStep
+from hetero.stm.intercept import ManagedParameter, in_scope, is_managed, managed_of
+from hetero.stm.manager import StatefulTensorMgr
+from hetero.stm.ownstep import OwnStep, step_bytes
+from hetero.stm.plans import CyclePlan
+from hetero.stm.tensors import ManagedTensor
+
+__all__ = ["Settled", "before_change", "note_optimizer", "record_of"]
+
+# Weakly: whoever drops a settled model without closing drops all of it.
+_settled: "weakref.WeakSet[Settled]" = weakref.WeakSet()
+_by_id: "weakref.WeakValueDictionary[int, ManagedTensor]" = weakref.WeakValueDictionary()
+_requires_grad = operator.attrgetter("requires_grad")
+_LONGEST_WAIT = 32  # forwards between two attempts
+
+
+def record_of(parameter: object) -> ManagedTensor | None:
+    """The record behind a parameter that a manager has, settled or not."""
+    return managed_of(parameter) if is_managed(parameter) else _by_id.get(id(parameter))
+
+
+def before_change(optimizer: torch.optim.Optimizer) -> None:
+    """It is about to get other states, or another group."""
+    for settled in list(_settled):
+        if settled.optimizer is optimizer:
+            settled.leave()
+
+
+def note_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Its last group is new, or it has other states."""
+    for parameter in optimizer.param_groups[-1]["params"] if optimizer.param_groups else ():
+        tensor = record_of(parameter)
+        if tensor is not None and tensor.owner.settled is not None:
+            tensor.owner.settled.note_optimizer(optimizer)
+
+
+class Settled:
+    """Of one manager. ``rest``, ``wake``: called where interception ends, and begins again."""
+
+    def __init__(
+        self,
+        stm: StatefulTensorMgr,
+        accelerator: Accelerator,
+        budget: int,
+        *,
+        step: HostStep | None,
+        compiled: CompiledCalls,
+        allowed: bool,
+        rest: Callable[[], None],
+        wake: Callable[[], None],
+    ) -> None:
+        self._stm = stm
+        self._accelerator = accelerator
+        self._budget = budget
+        self._step = step
+        # Nothing here may lead to the model: whoever drops it without closing is noticed by that.
+        self._compiled = weakref.ref(compiled)
+        self._rest = rest
+        self._wake = wake
+        self.optimizer = None if step is None else step.optimizer
+        self._own_step = None if self.optimizer is None else OwnStep(self.optimizer)
+        # False for good: by the user, or because memory ran short.
+        self._allowed = allowed
+        self._has_searched = False
+        self._wait = 0
+        self._failures = 0
+        self._too_much: list[CyclePlan] = []
+        self.is_on = False
+        self.has_looked = False
+        # Forwards that ran settled, each after one check.
+        self.forwards = 0
+        self._must_leave = False
+        self._without_state: set[int] = set()  # parameters that have been stepped, and need none
+        self._running: list[None] = []  # forwards that run now, of all threads
+        self._growth = Growth(peak=0, by_kind={})
+        self._gradient_bytes = 0
+        self._probe: nn.Parameter | None = None
+        self._frozen: list[nn.Parameter] = []
+        self._shadows: list[nn.Parameter] = []
+        self._placeholders: dict[torch.dtype, torch.Tensor] = {}
+        # Of each parameter: its version for autograd before, and its own when it settled.
+        self._versions: list[tuple[int, int]] = []
+        stm.settled = self
+        stm.cycles.everything_fits = lambda: self._fits() is not None
+
+    # -- the model's forward --------------------------------------------------------------------------
+
+    def enter(self, trains: bool, signature: object) -> bool:
+        """A forward of the model begins: whether as the user's own. Settles, or leaves, before."""
+        kind = (trains, signature)
+        if self.is_on:
+            return self._admits(kind) or not self.leave()
+        if not self._allowed or self._stm.cycles.last_plan is None:
+            return False
+        if self._wait > 0:
+            self._wait -= 1
+            return False
+        if self._settle(kind):
+            self._failures = 0
+            return True
+        return False
+
+    def run(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The user's own forward."""
+        self.forwards += 1
+        self._running.append(None)
+        try:
+            return inner(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            self._must_leave, self._allowed = True, False
+            raise
+        finally:
+            self._running.pop()
+
+    def _admits(self, kind: Kind) -> bool:
+        growth = self._growth.by_kind.get(kind)
+        if growth is None or self._must_leave or any(map(_requires_grad, self._frozen)):
+            return False
+        if kind[0] and self._probe is not None and self._probe.grad is None:
+            growth += self._gradient_bytes
+        return self._accelerator.used_bytes() + growth <= self._limit
+
+    @property
+    def _limit(self) -> int:
+        return self._budget - self._stm.cycles.margin
+
+    # -- whether --------------------------------------------------------------------------------------
+
+    def _fits(self) -> Growth | None:
+        """What iterations need beside model data, if that is there."""
+        plans = list(self._stm.cycles.plans)
+        if len(plans) == len(self._too_much) and all(map(operator.is_, plans, self._too_much)):
+            return None
+        sizes = {id(t.parameter): t.device_nbytes for t in self._stm.tensors}
+        parameters = sum(sizes.values())
+        trained = [t for t in self._stm.tensors if t.parameter.requires_grad]
+        self._gradient_bytes = sum(t.device_nbytes for t in trained)
+        model = parameters + self._gradient_bytes + self._stm.registry.buffer_bytes()
+        temporary = 0
+        if self._step is not None:
+            model += self._step.device_homes.whole_bytes()
+            trained_sizes = {id(t.parameter): t.device_nbytes for t in trained}
+            temporary = step_bytes(self._step.optimizer, trained_sizes, TEMPORARIES)
+        growth = read_growth(plans, budget=self._budget, step_bytes=temporary)
+        # A gradient that autograd cannot take over as it is, is there twice for a moment.
+        model += max(sizes.values(), default=0)
+        if any(t.cast is not None for t in self._stm.tensors) or any(_autocasts(k) for k in growth.by_kind):
+            model += parameters // 2
+        if model + growth.peak > self._limit:
+            self._too_much = plans
+            return None
+        return growth
+
+    def _settle(self, kind: Kind) -> bool:
+        stm = self._stm
+        if in_scope() or self._running or torch._C._current_graph_task_id() != -1:
+            return False
+        with stm.lock, torch.inference_mode(False), torch.no_grad(), plain():
+            looked, self.has_looked = self.has_looked, False
+            if not stm.close_iteration() or looked:
+                return False
+            growth = self._fits()
+            if growth is None or kind not in growth.by_kind or not self._may_settle(growth):
+                return False
+            if not self._is_private() or not self._begin_step():
+                self._failures += 1
+                self._wait = min(_LONGEST_WAIT, 1 << self._failures)
+                return False
+            self._growth = growth
+            gradients = {t.index: stm.gradients.give(t) for t in stm.tensors if t.parameter.grad is not None}
+            if not self._exchange_all():
+                self._end_step()
+                for index, gradient in gradients.items():
+                    stm.gradients.adopt(stm.tensors[index], gradient)
+                return False
+            for tensor in stm.tensors:
+                tensor.parameter.grad = gradients.get(tensor.index)
+            self._finish_settling()
+            return True
+
+    def _may_settle(self, growth: Growth) -> bool:
+        """As far as it needs no look at every reference."""
+        stm = self._stm
+        if self._step is not None:
+            if not (self._step.can_pause() and self._step.device_homes.is_whole()):
+                return False
+        elif any(t.parameter.requires_grad for t in stm.tensors) and any(k[0] for k in growth.by_kind):
+            return False  # whoever steps these expects gradients at home
+        if any(t.used_at_home or t.low is not None or t.pending is not None or t.users for t in stm.tensors):
+            return False
+        missing = sum(t.device_nbytes for t in stm.tensors if not t.is_resident)
+        most = max(growth.by_kind.values()) + self._gradient_bytes + missing
+        if self._accelerator.used_bytes() + most > self._limit:
+            return False
+        if not self._has_searched:
+            self._has_searched = True
+            if has_other_optimizer(self.optimizer, {id(t.parameter) for t in stm.tensors}):
+                self._allowed = False
+        return self._allowed
+
+    def _is_private(self) -> bool:
+        """Nobody holds memory that would be left behind; and every copy is there."""
+        stm = self._stm
+        for tensor in stm.tensors:
+            if not tensor.is_private():
+                return False
+            if tensor.parameter.grad is not None and not gradient_is_private(tensor.parameter):
+                return False
+        try:
+            stm.residency.require(stm.tensors, limit=self._budget, operator=lambda: "settling")
+        except BudgetError:
+            return False
+        return True
+
+    # -- there ----------------------------------------------------------------------------------------
+
+    def _begin_step(self) -> bool:
+        if self._step is None or self._own_step is None:
+            return True
+        if not self._step.device_homes.complete():
+            return False
+        self._without_state = self._step.device_homes.stepped - self._with_state(self._step.optimizer)
+        self._step.detach()
+        try:
+            self._own_step.begin(self._stm.tensors, self._accelerator.device)
+        except ManageError:  # somebody holds a state
+            self._end_step()
+            return False
+        return True
+
+    def _end_step(self) -> None:
+        if self._step is not None and self._own_step is not None:
+            self._own_step.end()
+            self._step.resume(self._with_state(self._step.optimizer) | self._without_state)
+
+    def _with_state(self, optimizer: torch.optim.Optimizer) -> set[int]:
+        return {t.index for t in self._stm.tensors if dict.get(optimizer.state, t.parameter)}
+
+    def _exchange_all(self) -> bool:
+        self._shadows, self._versions = [], []
+        for tensor in self._stm.tensors:
+            parameter = tensor.parameter
+            version = tensor.version
+            tensor.cast = None
+            data = tensor.data
+            assert data is not None
+            shadow = nn.Parameter(data.detach(), parameter.requires_grad)
+            del data
+            try:
+                exchange(parameter, shadow)
+            except RuntimeError:  # a weak reference to the implementation
+                for done, other in zip(self._stm.tensors, self._shadows, strict=False):
+                    exchange(done.parameter, other)
+                    other.grad = None
+                self._shadows = []
+                return False
+            self._shadows.append(shadow)
+            self._versions.append((version, parameter._version))
+        return True
+
+    def trim(self) -> int:
+        """Give back what the allocator caches; returns how many bytes."""
+        before = self._accelerator.reserved_bytes()
+        self._accelerator.release_cached()
+        return max(0, before - self._accelerator.reserved_bytes())
+
+    def _finish_settling(self) -> None:
+        stm = self._stm
+        for tensor, shadow in zip(stm.tensors, self._shadows, strict=True):
+            parameter = tensor.parameter
+            stm.residency.lend(tensor)
+            hooks = parameter._post_accumulate_grad_hooks
+            for key in list(hooks or ()):
+                if isinstance(hooks[key], HomeHook):
+                    hooks[key] = hooks[key].inner
+            parameter.__class__ = nn.Parameter
+            parameter.__dict__.pop("_hetero", None)
+            _by_id[id(parameter)] = tensor
+            redirect(shadow, tensor)
+        trained = [t.parameter for t in stm.tensors if t.parameter.requires_grad]
+        self._probe = trained[-1] if trained else None
+        self._frozen = [t.parameter for t in stm.tensors if not t.parameter.requires_grad]
+        stm.gradients.norms.stop()
+        stm.executor.release_cap()
+        if (compiled := self._compiled()) is not None:
+            compiled.pause()
+        self._must_leave = False
+        self.is_on = True
+        _settled.add(self)
+        self._rest()
+
+    # -- and back -------------------------------------------------------------------------------------
+
+    def leave(self, *, force: bool = False) -> bool:
+        """Intercept again; False if somebody's alias of a parameter would be left behind. ``force``: then too."""
+        if not self.is_on:
+            return True
+        stm, device = self._stm, self._accelerator.device
+        with stm.lock, torch.inference_mode(False), torch.no_grad(), plain():
+            if not force and (self._running or in_scope() or not may_go_back(stm.tensors, device)):
+                return False
+            self._wake()
+            if (compiled := self._compiled()) is not None:
+                compiled.resume()
+            for tensor, shadow in zip(stm.tensors, self._shadows, strict=True):
+                self._leave_one(tensor, shadow)
+            self._end_step()
+            self._shadows, self._versions, self._frozen, self._probe = [], [], [], None
+            self._placeholders.clear()
+            self.is_on = False
+            _settled.discard(self)
+            stm.begin_anew()
+        return True
+
+    def _leave_one(self, tensor: ManagedTensor, shadow: nn.Parameter) -> None:
+        parameter = tensor.parameter
+        _by_id.pop(id(parameter), None)
+        if not is_like(parameter, tensor.home, self._accelerator.device):
+            return  # ``p.data`` was replaced by something else; only close() comes here
+        gradient, parameter.grad = parameter.grad, None
+        version, requires_grad = parameter._version, parameter.requires_grad
+        exchange(parameter, shadow)
+        parameter.requires_grad_(requires_grad)
+        parameter.__class__ = ManagedParameter
+        parameter.__dict__["_hetero"] = tensor
+        hooks = parameter._post_accumulate_grad_hooks
+        for key in list(hooks or ()):
+            if not isinstance(hooks[key], HomeHook):
+                hooks[key] = HomeHook(hooks[key])
+        written = tensor.stays or version != self._versions[tensor.index][1]
+        self._stm.residency.take_back(tensor, shadow.detach())
+        if written:  # home does not have its bytes
+            tensor.clean_version -= 1
+        if gradient is not None:
+            self._stm.gradients.adopt(tensor, gradient)
+        redirect(shadow, tensor)
+        let_go(shadow, self._placeholder(shadow.dtype))
+
+    def _placeholder(self, dtype: torch.dtype) -> torch.Tensor:
+        if dtype not in self._placeholders:
+            self._placeholders[dtype] = torch.empty((), dtype=dtype, device=self._accelerator.device)
+        return self._placeholders[dtype]
+
+    # -- others ---------------------------------------------------------------------------------------
+
+    def version(self, tensor: ManagedTensor) -> int:
+        """`ManagedTensor.version`, as graphs from before know it."""
+        before, then = self._versions[tensor.index]
+        return before + tensor.parameter._version - then
+
+    def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer`` has parameters of ours. [Note: who looks]"""
+        if optimizer is not self.optimizer:
+            self._must_leave, self._allowed = True, False
+
+    def forbid(self) -> None:
+        """[Note: who looks]: for good."""
+        self._must_leave, self._allowed = True, False
+
+    def abandon(self) -> None:
+        """The manager is gone, with its model."""
+        if self.is_on:
+            _settled.discard(self)
+            for tensor in self._stm.tensors:
+                _by_id.pop(id(tensor.parameter), None)
+            if self._own_step is not None:
+                self._own_step.end()
+            self.is_on = False
+
+
+def _autocasts(kind: Kind) -> bool:
+    signature = kind[1]
+    return isinstance(signature, tuple) and len(signature) > 1 and signature[1] is True

@@ -1,0 +1,448 @@
+"""Out of the settled state, in the middle of training: the same numbers, and back into it where that is right."""
+
+import copy
+import gc
+import io
+import os
+import pickle
+
+import pytest
+import torch
+from accelerators import clear_races, races, set_memory_limit
+from loops import batch, losses, mlp, square_loss
+from torch import nn
+from twins import adamw, assert_same, assert_twins, device, plain
+
+import hetero
+from hetero.stm.intercept import ManagedParameter
+
+pytestmark = pytest.mark.usefixtures("homes_on_device")
+
+PLENTY = 64 << 20
+
+
+def managed_mlp(budget="64MiB", build=mlp, make_optimizer=adamw, **keywords):
+    target = device()
+    gc.collect()
+    clear_races()
+    torch.manual_seed(0)
+    model = build()
+    optimizer = make_optimizer(model)
+    manager = hetero.manage(model, optimizer, device=target, device_budget=budget, **keywords)
+    return model, optimizer, manager, target
+
+
+def step(model, optimizer, target, rows=8):
+    loss = model(batch(target, rows)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def settle(model, optimizer, manager, target, steps=6):
+    for _ in range(steps):
+        step(model, optimizer, target)
+    assert manager.plan.everything_fits
+
+
+def is_intercepted(model):
+    return {type(p) is ManagedParameter for p in model.parameters()} == {True}
+
+
+def assert_leaves_and_comes_back(loop, *, build=mlp, make_optimizer=adamw):
+    """``loop(model, optimizer, target, note)``: it calls ``note(expected)`` where it is to be settled or not."""
+    noted = []
+
+    def silent(model, optimizer, target):
+        return loop(model, optimizer, target, lambda expected: None)
+
+    def noting(model, optimizer, target):
+        return loop(
+            model, optimizer, target, lambda expected: noted.append((expected, not is_intercepted(model)))
+        )
+
+    def either(model, optimizer, target):
+        managed = type(next(model.parameters())) is ManagedParameter
+        return (noting if managed else silent)(model, optimizer, target)
+
+    assert_twins(build, either, budget=PLENTY, make_optimizer=make_optimizer)
+    assert noted
+    assert all(expected == settled for expected, settled in noted), noted
+
+
+# -- other inputs --------------------------------------------------------------------------------------
+
+
+def test_a_batch_of_another_size():
+    def loop(model, optimizer, target, note):
+        seen = losses(model, optimizer, target, 6)
+        note(True)
+        for rows in (5, 8, 5, 5, 8, 8):
+            seen.append(step(model, optimizer, target, rows))
+            if len(seen) == 7:
+                note(False)
+        note(True)  # both sizes are known now
+        seen.append(step(model, optimizer, target, 5))
+        note(True)
+        return seen
+
+    assert_leaves_and_comes_back(loop)
+
+
+def test_evaluation_between_steps_and_in_the_middle_of_one():
+    def build():
+        return nn.Sequential(mlp(), nn.Dropout(0.5), nn.BatchNorm1d(64))
+
+    def loop(model, optimizer, target, note):
+        seen = losses(model, optimizer, target, 6)
+        note(True)
+        for number in range(4):
+            model.eval()
+            with torch.no_grad():
+                seen.append(model(batch(target)))
+            model.train()
+            if number == 0:
+                note(False)
+            loss = square_loss(model, target)
+            with torch.no_grad():
+                seen.append(model(batch(target)))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen += losses(model, optimizer, target, 2)
+        note(True)
+        return seen
+
+    assert_leaves_and_comes_back(loop, build=build)
+
+
+def test_a_graph_of_the_settled_state_is_gone_through_after_it_has_ended():
+    def loop(model, optimizer, target, note):
+        seen = losses(model, optimizer, target, 6)
+        hooked = []
+        list(model.parameters())[2].register_hook(lambda g: hooked.append(g.clone()))
+        list(model.parameters())[3].register_post_accumulate_grad_hook(
+            lambda p: hooked.append(p.grad.clone())
+        )
+        for number in range(2):
+            first = square_loss(model, target)
+            note(True)
+            second = model(batch(target, 5)).square().mean()
+            note(number > 0)  # after that, its size is known
+            second.backward()
+            first.backward()
+            seen.append([first, second, *[p.grad.clone() for p in model.parameters()]])
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*seen, *losses(model, optimizer, target, 4), *hooked]
+
+    assert_leaves_and_comes_back(loop)
+
+
+def test_micro_batches_of_which_one_is_new():
+    def loop(model, optimizer, target, note):
+        seen = losses(model, optimizer, target, 6)
+        note(True)
+        for rows in ((8, 8), (8, 5, 8), (8, 8)):
+            for count in rows:
+                loss = model(batch(target, count)).square().mean()
+                loss.backward()
+                seen.append(loss)
+            note(rows == (8, 8))
+            seen.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-2))
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen + losses(model, optimizer, target, 5)
+
+    assert_leaves_and_comes_back(loop)
+
+
+def test_a_larger_batch_that_does_not_fit_beside_everything():
+    model, optimizer, manager, target = managed_mlp("2200KiB")
+    torch.accelerator.reset_peak_memory_stats()
+    torch.manual_seed(1)
+    rows = [8] * 7 + [300] + [8] * 3
+    with manager:
+        seen = []
+        for count in rows:
+            seen.append(step(model, optimizer, target, count))
+            if len(seen) == 7:
+                assert manager.plan.everything_fits
+        assert torch.accelerator.max_memory_allocated() <= 2200 << 10
+        got = plain([*seen, *model.parameters()])
+    assert races() == []
+    torch.manual_seed(0)
+    twin = mlp().to(target)
+    plain_optimizer = adamw(twin)
+    torch.manual_seed(1)
+    torch.accelerator.reset_peak_memory_stats()
+    before = torch.accelerator.memory_allocated()
+    expected = [step(twin, plain_optimizer, target, count) for count in rows]
+    assert torch.accelerator.max_memory_allocated() - before > 2200 << 10  # it would not have fitted
+    assert_same(got, plain([*expected, *twin.parameters()]), "seen")
+
+
+def test_memory_that_somebody_else_takes_ends_it_before_the_budget_is_passed():
+    model, optimizer, manager, target = managed_mlp("4MiB")
+    with manager:
+        settle(model, optimizer, manager, target)
+        free = (4 << 20) - torch.accelerator.memory_allocated()
+        taken = torch.empty(free - (350 << 10), dtype=torch.uint8, device=target)  # gradients need as much
+        torch.accelerator.reset_peak_memory_stats()
+        for _ in range(3):
+            step(model, optimizer, target)
+            assert is_intercepted(model)
+        assert torch.accelerator.max_memory_allocated() <= 4 << 20
+        del taken
+
+
+def test_running_out_of_memory_ends_it_for_good():
+    model, optimizer, manager, target = managed_mlp()
+    with manager:
+        settle(model, optimizer, manager, target)
+        set_memory_limit(torch.accelerator.memory_allocated())
+        try:
+            with pytest.raises(torch.OutOfMemoryError):
+                model(batch(target))
+        except RuntimeError:  # the input itself did not fit
+            pass
+        finally:
+            set_memory_limit(256 << 20)
+        x = batch(target)
+        set_memory_limit(torch.accelerator.memory_allocated())
+        with pytest.raises(torch.OutOfMemoryError):
+            model(x)
+        set_memory_limit(256 << 20)
+        for _ in range(5):
+            step(model, optimizer, target)
+            assert is_intercepted(model)
+
+
+# -- the user changes something ------------------------------------------------------------------------
+
+
+def test_layers_are_frozen_and_unfrozen():
+    def loop(model, optimizer, target, note):
+        seen, parameters = losses(model, optimizer, target, 6), list(model.parameters())
+        for flag in (False, True, False):
+            note(True)
+            parameters[1].requires_grad_(flag)
+            parameters[4].requires_grad_(not flag)
+            seen += losses(model, optimizer, target, 7)
+        return [*seen, *[p.detach().clone() for p in parameters], [p.requires_grad for p in parameters]]
+
+    def build():
+        model = mlp()
+        list(model.parameters())[4].requires_grad_(False)
+        return model
+
+    def make_all(model):
+        return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+
+    assert_leaves_and_comes_back(loop, build=build, make_optimizer=make_all)
+
+
+def test_a_group_is_added():
+    def make_part(model):
+        return torch.optim.AdamW(list(model.parameters())[:5], lr=1e-2, foreach=False)
+
+    def loop(model, optimizer, target, note):
+        seen = losses(model, optimizer, target, 7)
+        model.zero_grad()
+        optimizer.add_param_group({"params": list(model.parameters())[5:], "lr": 1e-3})
+        note(False)
+        return seen + losses(model, optimizer, target, 8)
+
+    assert_twins(mlp, lambda m, o, t: loop(m, o, t, lambda _: None), budget=PLENTY, make_optimizer=make_part)
+    model, optimizer, manager, target = managed_mlp(make_optimizer=make_part)
+    with manager:
+        settle(model, optimizer, manager, target)
+        loop(model, optimizer, target, lambda expected: None)
+        assert manager.plan.everything_fits
+
+
+def test_states_are_loaded():
+    def loop(model, optimizer, target, note):
+        seen = losses(model, optimizer, target, 6)
+        note(True)
+        buffer = io.BytesIO()
+        torch.save([model.state_dict(), optimizer.state_dict()], buffer)
+        seen += losses(model, optimizer, target, 3)
+        buffer.seek(0)
+        weights, states = torch.load(buffer, map_location="cpu")
+        before = torch.accelerator.memory_allocated()
+        torch.accelerator.reset_peak_memory_stats()
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(states)
+        spike = torch.accelerator.max_memory_allocated() - before
+        note(False)
+        assert (
+            spike < sum(p.nbytes for p in model.parameters())
+            or type(next(model.parameters())) is nn.Parameter
+        )
+        return seen + losses(model, optimizer, target, 8)
+
+    assert_leaves_and_comes_back(loop)
+
+
+def test_checkpoints_are_plain_and_those_who_hold_one_keep_it_settled():
+    model, optimizer, manager, target = managed_mlp()
+    with manager:
+        settle(model, optimizer, manager, target)
+        held = model.state_dict()
+        assert all(type(value) is torch.Tensor and value.device == target for value in held.values())
+        step(model, optimizer, target, rows=5)  # of a new size: but what is held would be left behind
+        assert manager.plan.everything_fits
+        assert all(torch.equal(held[name], p) for name, p in model.named_parameters())
+        del held
+        step(model, optimizer, target, rows=6)
+        assert not manager.plan.everything_fits
+
+
+def test_copies_and_pickles_are_plain():
+    model, optimizer, manager, target = managed_mlp()
+    with manager:
+        settle(model, optimizer, manager, target)
+        twin = copy.deepcopy(model)
+        again = pickle.loads(pickle.dumps(model))
+        for other in (twin, again):
+            assert all(type(p) is nn.Parameter and not p.__dict__ for p in other.parameters())
+            assert_same(plain([*other.parameters()]), plain([*model.parameters()]), "copy")
+            other(batch(target)).sum().backward()
+        step(model, optimizer, target)
+        assert manager.plan.everything_fits
+
+
+def test_conversions_and_replacements_are_refused_as_before():
+    model, optimizer, manager, target = managed_mlp()
+    with manager:
+        settle(model, optimizer, manager, target)
+        for convert in (model.half, model.cpu, lambda: model.to(target)):
+            with pytest.raises(hetero.ManageError, match="while managed"):
+                convert()
+        with pytest.raises(hetero.ManageError, match="assign=True"):
+            model.load_state_dict(model.state_dict(), assign=True)
+        step(model, optimizer, target)
+
+
+def test_a_smaller_share_of_the_device():
+    model, optimizer, manager, target = managed_mlp("8MiB")
+    with manager:
+        settle(model, optimizer, manager, target)
+        assert manager.trim() >= 0
+        step(model, optimizer, target)
+        assert manager.plan.everything_fits
+        manager.trim(600 << 10)
+        step(model, optimizer, target)
+        torch.accelerator.reset_peak_memory_stats()
+        for _ in range(4):
+            step(model, optimizer, target)
+            assert is_intercepted(model)
+        assert torch.accelerator.max_memory_allocated() <= 600 << 10
+
+
+def test_closing_gives_back_what_was_there_and_training_goes_on():
+    model, optimizer, manager, target = managed_mlp()
+    settle(model, optimizer, manager, target)
+    loss = square_loss(model, target)
+    manager.close()
+    loss.backward()
+    got = plain([p.grad for p in model.parameters()])
+    assert all(p.grad.device.type == "cpu" for p in model.parameters())
+    optimizer.step()
+    assert all(v.device.type == "cpu" for s in optimizer.state.values() for v in s.values())
+    torch.manual_seed(0)
+    twin = mlp()
+    other = adamw(twin)
+    for _ in range(6):
+        step(twin, other, torch.device("cpu"))
+    square_loss(twin, torch.device("cpu")).backward()
+    assert_same(got, plain([p.grad for p in twin.parameters()]), "gradients")
+    other.step()
+    assert_same(plain([*model.parameters()]), plain([*twin.parameters()]), "parameters")
+
+
+def test_a_manager_that_is_dropped_leaves_nothing():
+    target = device()
+    gc.collect()
+    before = torch.accelerator.memory_allocated()
+    patched = torch.nn.Module._apply
+    model, optimizer, manager, target = managed_mlp()
+    settle(model, optimizer, manager, target)
+    assert torch.nn.Module._apply is not patched
+    del model, optimizer, manager
+    gc.collect()
+    gc.collect()  # what the manager's own end has let go
+    assert torch.accelerator.memory_allocated() == before
+    assert torch.nn.Module._apply is patched
+
+
+# -- who looks at home ---------------------------------------------------------------------------------
+
+
+def test_an_average_of_the_parameters_at_home_keeps_them_there():
+    def averaged(make):
+        def loop(model, optimizer, target):
+            seen, average = [], make(model)
+            for _ in range(9):
+                seen.append(step(model, optimizer, target))
+                with torch.no_grad():
+                    for mean, p in zip(average, model.parameters(), strict=True):
+                        mean.lerp_(p, 0.1)
+            return [*seen, *average]
+
+        return loop
+
+    for make in (
+        lambda model: [p.detach().clone() for p in model.parameters()],
+        lambda model: list(copy.deepcopy(model).parameters()),
+    ):
+        manager = assert_twins(mlp, averaged(make), budget=PLENTY)
+        assert manager.stats.settled_forwards == 0
+
+
+def test_another_optimizer_over_the_same_parameters_keeps_them_at_home():
+    def loop(model, optimizer, target):
+        other = torch.optim.SGD(list(model.parameters())[:3], lr=1e-2, momentum=0.9, foreach=False)
+        seen = []
+        for number in range(12):
+            seen.append(step(model, optimizer, target))
+            if number % 8 == 7:
+                square_loss(model, target).backward()
+                other.step()
+                model.zero_grad()
+        return seen
+
+    manager = assert_twins(mlp, loop, budget=PLENTY)
+    assert manager.stats.settled_forwards == 0
+
+
+def test_an_optimizer_that_comes_later_ends_it():
+    model, optimizer, manager, target = managed_mlp()
+    with manager:
+        settle(model, optimizer, manager, target)
+        other = torch.optim.SGD(list(model.parameters())[:3], lr=1e-2, momentum=0.9, foreach=False)
+        for _ in range(4):
+            square_loss(model, target).backward()
+            assert is_intercepted(model)
+            optimizer.step()
+            other.step()
+            optimizer.zero_grad()
+
+
+def test_a_forked_child_neither_computes_nor_hangs():
+    model, optimizer, manager, target = managed_mlp()
+    x = batch(target)
+    with manager:
+        settle(model, optimizer, manager, target)
+        child = os.fork()
+        if child == 0:
+            try:
+                model(x)
+            except hetero.ManageError:
+                os._exit(0)
+            os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+        step(model, optimizer, target)
+        assert manager.plan.everything_fits
