@@ -103,6 +103,8 @@ class Cycles:
         self._has_refused_homes = False
         # What each parameter would cost there, by index; empty: none can, or nothing has been measured.
         self.home_costs: Callable[[], dict[int, HomeCost]] = dict
+        # Sends those with these indices home.
+        self.leave_device: Callable[[frozenset[int]], None] = lambda indices: None
         self._homes_chosen: set[tuple[SegmentKey, ...]] = set()
         # All model data could be on the device at once (`hetero.stm.settled`).
         self.everything_fits: Callable[[], bool] = lambda: False
@@ -240,9 +242,12 @@ class Cycles:
         keys, segments, has_left_plan = tuple(history.keys), list(history.segments), history.has_left_plan
         self.abandon()
         if len(segments) == len(keys):
+            before = self.device_homes
             self._learn(keys, segments)
             if has_left_plan:
                 self._measure_again(keys)
+            if gone := frozenset(before).difference(self.device_homes):
+                self.leave_device(gone)  # the new plan has given their room to others
 
     def _learn(self, keys: tuple[SegmentKey, ...], segments: list[Segment]) -> None:
         self.last = segments

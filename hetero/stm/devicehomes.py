@@ -77,6 +77,7 @@ class DeviceHomes:
         me = weakref.ref(self)
         stm.residency.send_home = lambda nbytes: 0 if (here := me()) is None else here.send_home(nbytes)
         stm.cycles.home_costs = lambda: {} if (here := me()) is None else here.costs()
+        stm.cycles.leave_device = lambda indices: None if (here := me()) is None else here.leave(indices)
         stm.cycles.timings.host_work = lambda: (0, 0.0) if (here := me()) is None else here.host_work
 
     @property
@@ -218,6 +219,14 @@ class DeviceHomes:
             groups = self._groups()
             for tensor in self._here.values():
                 self._send_states(tensor, groups)
+
+    def leave(self, indices: frozenset[int]) -> None:
+        """These are not to live here any more."""
+        with plain():
+            groups = self._groups()
+            for tensor in [tensor for index, tensor in self._here.items() if index in indices]:
+                self._send(tensor, groups)
+                self._stm.residency.evict(tensor)
 
     def send_home(self, nbytes: int) -> int:
         """Memory runs short: free at least ``nbytes``, if there are as many; returns how many."""

@@ -250,7 +250,8 @@ class StatefulTensorMgr:
                 return gradient.to(tensor.home.device)
             self.segments.enter_backward()
             self.residency.finish_update(tensor)  # autograd may add to the gradient that the queue reads
-            self.collector.note_gradient(tensor.index, gradient.nbytes)
+            if gradient.layout is torch.strided:  # the only ones whose bytes can be told
+                self.collector.note_gradient(tensor.index, gradient.nbytes)
             host = self.gradients.hand_over(tensor, gradient, is_shared=is_shared)
             if self.try_early is not None and host is not None:
                 self.try_early(tensor, host)

@@ -79,6 +79,7 @@ class Speculation:
         self._factors: list[Factor] = []
         self.forecast = Forecast()
         self.snapshots = Snapshots(stm.ledger, stm.host_budget)
+        self._allowed = allowed
         if allowed:
             # Weakly, for the reason that `DeviceHomes` has; what is pending can be taken back without us.
             me, forecast = weakref.ref(self), self.forecast
@@ -266,6 +267,8 @@ class Speculation:
     def end_step(self, captured: list[Captured], surroundings: Surroundings) -> None:
         """Queue ``captured``, and complete what was tried of it."""
         self._stm.await_updates([(item.tensor, self._update(item, surroundings)) for item in captured])
+        if not self._allowed:
+            return
         self._stm.roll_back()  # what the step did not know
         self._surroundings = surroundings
         self._setting, self._task = None, -1

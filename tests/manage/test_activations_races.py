@@ -23,7 +23,7 @@ def run(left_out: frozenset[Wait]) -> str:
     virtual.clear_races()
     torch.manual_seed(0)
     model = deep(3).requires_grad_(False)  # no gradient of a parameter, whose copies would race as well
-    manager = hetero.manage(model, device=target, device_budget="32MiB")
+    manager = hetero.manage(model, device=target, device_budget="32MiB", device_homes=False)
     with listening(manager) as said:
         three_turns(model, manager, target, left_out)
     return said.text

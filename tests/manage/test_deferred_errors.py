@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from lateness import host_step_of, managed_mlp
+from lateness import managed_mlp
 from loops import backward, batch, two_steps
 from torch import nn
 
@@ -33,18 +33,14 @@ class Fragile(torch.optim.Optimizer):
                     raise ValueError("half-way")
 
 
-def manager_of(optimizer):
-    return host_step_of(optimizer)._note_states.__self__
-
-
 WAITS = {
-    "forward": lambda m, o, t: m(batch(t)),
-    "the parameter": lambda m, o, t: m[2].weight.sum(),
-    "another parameter": lambda m, o, t: m[0].bias.sum(),
-    "step": lambda m, o, t: o.step(),
-    "state": lambda m, o, t: o.state_dict(),
-    "stats": lambda m, o, t: manager_of(o).stats,
-    "load": lambda m, o, t: o.load_state_dict({}),
+    "forward": lambda m, o, t, manager: m(batch(t)),
+    "the parameter": lambda m, o, t, manager: m[2].weight.sum(),
+    "another parameter": lambda m, o, t, manager: m[0].bias.sum(),
+    "step": lambda m, o, t, manager: o.step(),
+    "state": lambda m, o, t, manager: o.state_dict(),
+    "stats": lambda m, o, t, manager: manager.stats,
+    "load": lambda m, o, t, manager: o.load_state_dict({}),
 }
 
 
@@ -64,7 +60,7 @@ def test_an_error_in_the_queue_is_raised_by_the_next_wait_and_has_written_nothin
         optimizer.zero_grad()
         manager._stm.updates.finish_all()
         with pytest.raises(ValueError, match="half-way"):
-            WAITS[way](model, optimizer, target)
+            WAITS[way](model, optimizer, target, manager)
         assert torch.equal(model[2].weight, before)
         assert optimizer.state[model[2].weight].keys() == {"sum"}
         assert torch.equal(optimizer.state[model[2].weight]["sum"], summed)

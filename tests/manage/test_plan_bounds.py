@@ -20,7 +20,10 @@ def test_the_plan_reports_lower_bounds_of_time_beside_its_own():
             optimizer.zero_grad()
         plan = manager.plan
         assert plan is not None
-        trace, links = manager._stm.cycles.last_plan.trace, manager._stm.cycles.links
+        trace, links = (
+            manager._stm.cycles.last_plan.trace,
+            manager._stm.cycles.timings.links(manager._stm.cycles.last_plan.keys),
+        )
         bounds = plan.lower_bounds
         assert bounds.operators == sum(moment.seconds for moment in trace.moments) > 0.0
         # Sums of the same times in another order.

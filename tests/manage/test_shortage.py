@@ -33,7 +33,7 @@ def named(error):
 
 def error_beside(held, target):
     model, optimizer = job()
-    with hetero.manage(model, optimizer, device=target, device_budget=BUDGET):
+    with hetero.manage(model, optimizer, device=target, device_budget=BUDGET, device_homes=False):
         steps(model, optimizer, target, 4)
         theirs = torch.zeros(held, dtype=torch.uint8, device=target)
         with pytest.raises(hetero.BudgetError, match=r"at least .* for operands") as error:
