@@ -187,7 +187,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--vocabulary", type=int, default=32_000)
-    parser.add_argument("--steps", type=int, default=5, help="timed, after three of warm-up")
+    parser.add_argument("--steps", type=int, default=5, help="timed, after those of warm-up")
     parser.add_argument("--seconds", type=float, default=480.0, help="start nothing new after this")
     parser.add_argument("--exact", action="store_true", help="deterministic kernels; see above")
     parser.add_argument("--deepspeed-python", help="an interpreter that has deepspeed; default: this one")

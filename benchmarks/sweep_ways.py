@@ -28,7 +28,7 @@ from hetero.errors import HeteroError
 
 __all__ = ["GPT", "WARM_UP", "build", "held_bytes", "shapes"]
 
-WARM_UP = 3  # hetero measures, plans, and verifies its plan
+WARM_UP = 12  # hetero measures, plans, times what it planned, and chooses who lives on the device
 
 Row = dict[str, Any]
 Settings = dict[str, Any]
