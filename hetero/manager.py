@@ -6,7 +6,7 @@ everything as it was; after `Manager.close` nothing shows that it was there.
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,13 +31,13 @@ from hetero.report import MemoryStats, Plan, collect_stats, describe_plan, plot_
 from hetero.stm import patches
 from hetero.stm.checkpoints import refuse_export
 from hetero.stm.compiled import CompiledCalls
-from hetero.stm.fetch import plain
-from hetero.stm.functions import HomeHook
+from hetero.stm.functions import give_back, take_over
 from hetero.stm.hoststep import HostStep
-from hetero.stm.intercept import ManagedParameter, scope
+from hetero.stm.intercept import scope
 from hetero.stm.precision import cast_inputs
 from hetero.stm.saved import saved_tensors_as_handles
 from hetero.stm.settled import Settled
+from hetero.stm.signatures import signature_of
 from hetero.units import format_bytes, parse_budget
 
 __all__ = ["Manager", "manage"]
@@ -297,11 +297,7 @@ class Manager:
         self._homes.take_parameters(parameters)
         for name, parameter in parameters:
             tensor = self._stm.registry.add_parameter(name, parameter, self._stm)
-            parameter.__class__ = ManagedParameter
-            parameter.__dict__["_hetero"] = tensor
-            hooks = parameter._post_accumulate_grad_hooks
-            for key in list(hooks or ()):
-                hooks[key] = HomeHook(hooks[key])
+            take_over(parameter, tensor)
         for name, buffer in named_buffers(model):
             self._homes.take_tensor(name, buffer, self.device)
             self._stm.registry.add_buffer(name, buffer)
@@ -338,7 +334,7 @@ class Manager:
             settled = self._settled
             if settled.is_on and torch._C._current_graph_task_id() != -1:
                 return inner(*args, **kwargs)
-            signature = _signature(model, args, kwargs)
+            signature = signature_of(model, args, kwargs)
             if settled.enter(torch.is_grad_enabled(), signature):
                 return settled.run(inner, args, kwargs)
             if torch.compiler.is_exporting():
@@ -399,14 +395,7 @@ def _weakly(method: Callable[[], None]) -> Callable[[], None]:
 def _make_plain(manager: stm.StatefulTensorMgr) -> None:
     """Parameters are `nn.Parameter` again, wherever their bytes are."""
     for tensor in manager.tensors:
-        parameter = tensor.parameter
-        with plain():
-            hooks = parameter._post_accumulate_grad_hooks
-            for key in list(hooks or ()):
-                if isinstance(hooks[key], HomeHook):
-                    hooks[key] = hooks[key].inner
-            parameter.__class__ = nn.Parameter
-            parameter.__dict__.pop("_hetero", None)
+        give_back(tensor.parameter)
         tensor.forget_home()
 
 
@@ -427,27 +416,3 @@ def _set_own(owner: object, name: str, value: Any) -> None:
         owner.__dict__.pop(name, None)
     else:
         owner.__dict__[name] = value
-
-
-def _signature(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """What decides which operators a forward runs, as far as it can be seen from outside."""
-    return (
-        model.training,
-        torch.is_autocast_enabled(),
-        tuple(_shapes(args)),
-        tuple((key, *_shapes((value,))) for key, value in kwargs.items()),
-    )
-
-
-def _shapes(values: Iterable[Any]) -> Iterable[object]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield (tuple(value.shape), value.dtype)
-        elif isinstance(value, list | tuple):
-            yield tuple(_shapes(value))
-        elif isinstance(value, dict):
-            yield tuple((key, *_shapes((item,))) for key, item in value.items())
-        elif isinstance(value, bool | int | float | str | type(None)):
-            yield value
-        else:
-            yield type(value)

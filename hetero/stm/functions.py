@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from hetero.errors import ManageError
 from hetero.stm.fetch import plain
@@ -20,8 +21,9 @@ from hetero.stm.intercept import (
     run_operator,
     substituted,
 )
+from hetero.stm.tensors import ManagedTensor
 
-__all__ = ["HomeHook"]
+__all__ = ["give_back", "take_over"]
 
 
 def _ask(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -122,6 +124,28 @@ def _set_data(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
             )
         tensor.owner.rebind_home(tensor, data.to(tensor.home.device))
     return None
+
+
+def take_over(parameter: nn.Parameter, tensor: ManagedTensor) -> None:
+    """From now on ``parameter`` is intercepted, ``tensor`` being what is known of it."""
+    parameter.__class__ = ManagedParameter
+    parameter.__dict__["_hetero"] = tensor
+    with plain():
+        hooks = parameter._post_accumulate_grad_hooks
+        for key in list(hooks or ()):
+            if not isinstance(hooks[key], HomeHook):
+                hooks[key] = HomeHook(hooks[key])
+
+
+def give_back(parameter: nn.Parameter) -> None:
+    """It is an ordinary one again, wherever its bytes are."""
+    with plain():
+        hooks = parameter._post_accumulate_grad_hooks
+        for key in list(hooks or ()):
+            if isinstance(hooks[key], HomeHook):
+                hooks[key] = hooks[key].inner
+        parameter.__class__ = nn.Parameter
+        parameter.__dict__.pop("_hetero", None)
 
 
 class HomeHook:

@@ -27,9 +27,9 @@ from hetero.stm.exchange import exchange, has_other_optimizer, is_like, let_go, 
 from hetero.stm.exposure import gradient_is_private
 from hetero.stm.fetch import plain
 from hetero.stm.fits import Growth, Kind, read_growth
-from hetero.stm.functions import HomeHook
+from hetero.stm.functions import give_back, take_over
 from hetero.stm.hoststep import HostStep
-from hetero.stm.intercept import ManagedParameter, in_scope, is_managed, managed_of
+from hetero.stm.intercept import in_scope, is_managed, managed_of
 from hetero.stm.manager import StatefulTensorMgr
 from hetero.stm.ownstep import OwnStep, step_bytes
 from hetero.stm.plans import CyclePlan
@@ -299,12 +299,7 @@ class Settled:
         for tensor, shadow in zip(stm.tensors, self._shadows, strict=True):
             parameter = tensor.parameter
             stm.residency.lend(tensor)
-            hooks = parameter._post_accumulate_grad_hooks
-            for key in list(hooks or ()):
-                if isinstance(hooks[key], HomeHook):
-                    hooks[key] = hooks[key].inner
-            parameter.__class__ = nn.Parameter
-            parameter.__dict__.pop("_hetero", None)
+            give_back(parameter)
             _by_id[id(parameter)] = tensor
             redirect(shadow, tensor)
         trained = [t.parameter for t in stm.tensors if t.parameter.requires_grad]
@@ -351,12 +346,7 @@ class Settled:
         version, requires_grad = parameter._version, parameter.requires_grad
         exchange(parameter, shadow)
         parameter.requires_grad_(requires_grad)
-        parameter.__class__ = ManagedParameter
-        parameter.__dict__["_hetero"] = tensor
-        hooks = parameter._post_accumulate_grad_hooks
-        for key in list(hooks or ()):
-            if not isinstance(hooks[key], HomeHook):
-                hooks[key] = HomeHook(hooks[key])
+        take_over(parameter, tensor)
         written = tensor.stays or version != self._versions[tensor.index][1]
         self._stm.residency.take_back(tensor, shadow.detach())
         if written:  # home does not have its bytes
