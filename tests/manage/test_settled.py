@@ -99,7 +99,13 @@ def test_no_operator_is_hooked_and_what_is_left_is_one_check_of_the_forward():
             assert not our_calls(after_forward)
             checks.append(our_calls(lambda: square_loss_of(model, x)))  # noqa: B023
     assert checks[0] == checks[1]  # whatever the number of operators and parameters
-    assert {name.split(".")[0] for name in checks[0]} <= {"manager", "signatures", "settled", "accelerator", "cycles"}
+    assert {name.split(".")[0] for name in checks[0]} <= {
+        "manager",
+        "signatures",
+        "settled",
+        "accelerator",
+        "cycles",
+    }
     assert checks[0]["settled.Settled.enter"] == 1
     assert sum(checks[0].values()) < 20
 
