@@ -1,7 +1,8 @@
 """When the host updates what: the one server of a simulated iteration that is neither compute nor link.
 
 Owns its clock and its queue. Two ways: what is queued together is updated in that order, each tensor when its gradient
-is there; or, ``early``, each from the moment its gradient is there, and of several the one that is needed first.
+is there; or, ``early``, each from the moment its gradient is there; of several, in backward, one that has a place on the device
+goes first, and then the one that is needed first.
 """
 
 import heapq
@@ -22,6 +23,8 @@ class HostUpdates:
     def __init__(self, updates: Updates) -> None:
         self._updates = updates
         self._ranks = {x: rank for rank, x in enumerate(updates.tensors)}
+        self._first = frozenset(updates.renewed)  # in backward
+        self._has_stepped = True
         self._free = 0.0
         self._landed: list[tuple[float, int]] = []  # what is not begun, by when its gradient is there
         self._begins_later: set[int] = set()
@@ -35,6 +38,7 @@ class HostUpdates:
         self._last_landing[x] = time
         if not self._updates.early:
             return False
+        self._has_stepped = False
         self.done.pop(x, None)
         self._begins_later.add(x)
         heapq.heappush(self._landed, (time, x))
@@ -48,6 +52,7 @@ class HostUpdates:
                 if x not in self._last_landing:
                     self.land(x, clock)
             self._last_landing.clear()
+            self._has_stepped = True
             return
         self._free = max(self._free, clock)
         for x, seconds in zip(updates.tensors, updates.seconds, strict=True):
@@ -76,7 +81,7 @@ class HostUpdates:
         there = []
         while self._landed and self._landed[0][0] <= now:
             there.append(heapq.heappop(self._landed))
-        chosen = min(there, key=lambda item: self._ranks[item[1]])
+        chosen = min(there, key=lambda item: self._rank(item[1]))
         for item in there:
             if item is not chosen:
                 heapq.heappush(self._landed, item)
@@ -84,3 +89,6 @@ class HostUpdates:
         self._begins_later.discard(x)
         self._free = self.done[x] = now + self._updates.seconds[self._ranks[x]]
         return self._free, x
+
+    def _rank(self, x: int) -> tuple[bool, int]:
+        return not self._has_stepped and x not in self._first, self._ranks[x]

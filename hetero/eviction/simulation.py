@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from hetero.eviction.host_updates import HostUpdates
 from hetero.eviction.model import Links, Moment, Schedule, Trace
+from hetero.eviction.renewal import spare_bytes
 
 __all__ = ["Simulation", "simulate"]
 
@@ -82,6 +83,12 @@ class _Run:
         self.ordered: list[tuple[float, int, int]] = []  # fetches of what is not updated yet: when it will be
         self.on_order: dict[int, int] = {}  # which of these it is, once that is known
         self.orders = 0
+        # What is updated early and has no place: whose copies may be renewed before the step, and were.
+        early = trace.updates is not None and trace.updates.early
+        self.spare = spare_bytes(trace, schedule) if early else ()
+        self.first = _first_within(trace) if early else frozenset()
+        self.to_renew: list[int] = []
+        self.fresh: set[int] = set()
 
     def iteration(self) -> Simulation:
         began = self.clock
@@ -96,28 +103,36 @@ class _Run:
         for now, (moment, actions) in enumerate(zip(self.trace.moments, self.schedule.actions, strict=True)):
             reached = self.clock
             if updates is not None and queue is not None:
+                self._order(queue.begin_until(reached))
                 if now == updates.finished:
                     self.clock = queue.finish(reached)
                 if now == updates.queued:
                     self._update(queue)
-                self._order(queue.begin_until(self.clock))
             if moment.invalidates:
                 self._invalidate(moment.invalidates)
+            if updates is not None and now == updates.queued:
+                self.fresh.clear()
+                self.to_renew.clear()
             if actions.evict:
                 up += self._evict(actions.evict)
             if moment.produces:
                 self.present.update(moment.produces)
                 self.resident += sum(map(self.trace.sizes.__getitem__, moment.produces))
-            if actions.fetch:
-                self.resident += sum(map(self.trace.sizes.__getitem__, actions.fetch))
+            fetch = actions.fetch
+            if fetch:
+                if self.spare:
+                    fetch = tuple(x for x in fetch if x not in self.present)
+                self.resident += sum(map(self.trace.sizes.__getitem__, fetch))
             if self.leaving:
                 self._retire(reached)
                 leaving.append(self.leaving_bytes)
                 self._make_room(moment.capacity)
             else:
                 leaving.append(0)
-            if actions.fetch:
-                down += self._fetch(actions.fetch)
+            if fetch:
+                down += self._fetch(fetch)
+            if self.to_renew:
+                down += self._renew(now, moment)
             start = self.clock
             wanted = (*moment.operands, *moment.awaits) if moment.awaits else moment.operands
             if self.on_order:
@@ -182,6 +197,25 @@ class _Run:
         elif x in self.present:
             self.present.discard(x)
             self.resident -= self.trace.sizes[x]
+        if x in self.first:
+            self.to_renew.append(x)
+
+    def _renew(self, now: int, moment: Moment) -> float:
+        """Order copies of what is being updated, as far as no planned one needs the memory before the step."""
+        sizes, busy = self.trace.sizes, 0.0
+        spare = self.spare[now] - sum(sizes[x] for x in self.fresh)
+        assert self.trace.updates is not None
+        for x in sorted(self.to_renew, key=self.trace.updates.tensors.index):
+            if sizes[x] > spare or self.resident + self.leaving_bytes + sizes[x] > moment.capacity:
+                break
+            spare -= sizes[x]
+            self.to_renew.remove(x)
+            self.fresh.add(x)
+            self.present.add(x)
+            self.resident += sizes[x]
+            self._expect(x)
+            busy += self.links.h2d_seconds(sizes[x])
+        return busy
 
     def _send(self, moment: Moment, start: float) -> float:
         """Run the operator, sending gradients home on the way; returns how long these keep the link busy."""
@@ -227,7 +261,7 @@ class _Run:
     def _invalidate(self, tensors: tuple[int, ...]) -> None:
         for x in tensors:
             self.dirty.discard(x)
-            if x in self.present:
+            if x in self.present and x not in self.fresh:
                 self.present.discard(x)
                 self.resident -= self.trace.sizes[x]
                 self.arrival.pop(x, None)
@@ -286,3 +320,16 @@ class _Run:
         self.present.update(tensors)
         self.down_free = free
         return busy
+
+
+def _first_within(trace: Trace) -> frozenset[int]:
+    """The tensors that are used first, as many as the optimizer's step leaves room for, but those with a place."""
+    assert trace.updates is not None
+    found, room = [], trace.moments[trace.updates.queued].capacity
+    for x in trace.updates.tensors:
+        if x not in trace.updates.renewed:
+            room -= trace.sizes[x]
+            if room < 0:
+                break
+            found.append(x)
+    return frozenset(found)

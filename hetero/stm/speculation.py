@@ -87,6 +87,7 @@ class Speculation:
                 None if (here := me()) is None else here.try_early(tensor, gradient)
             )
             stm.residency.roll_back = lambda tensor: _roll_back(stm, forecast, tensor)
+            stm.cycles.updates_early = lambda: False if (here := me()) is None else here.forecast.is_habit
             homes = weakref.ref(device_homes)
             self._note = lambda nbytes, seconds: (
                 None if (here := homes()) is None else here.note_seconds(nbytes, seconds)
@@ -185,8 +186,15 @@ class Speculation:
                     settings = hyper_parameters(group)
                     fused = {**settings, "fused": True} if is_open(optimizer, group) else None
                     groups.update((id(parameter), (settings, fused)) for parameter in group["params"])
-            self._setting = _Setting(task, make_shell(optimizer), groups, self._stm.by_first_use())
+            self._setting = _Setting(task, make_shell(optimizer), groups, self._ranks())
         return self._setting
+
+    def _ranks(self) -> dict[int, int]:
+        """Those whose copies have places of their own come first: the link can carry them while backward runs."""
+        ranks, plan = self._stm.by_first_use(), self._stm.cycles.last_plan
+        for index in () if plan is None else plan.renewed:
+            ranks[index] -= len(ranks)
+        return ranks
 
     def _is_possible(self) -> bool:
         optimizer, surroundings = self._optimizer, self._surroundings
