@@ -191,7 +191,7 @@ class Speculation:
 
     def _ranks(self) -> dict[int, int]:
         """Those whose copies have places of their own come first: the link can carry them while backward runs."""
-        ranks, plan = self._stm.by_first_use(), self._stm.cycles.last_plan
+        ranks, plan = dict(self._stm.by_first_use()), self._stm.cycles.last_plan
         for index in () if plan is None else plan.renewed:
             ranks[index] -= len(ranks)
         return ranks
