@@ -1,8 +1,8 @@
 """When the host updates what: the one server of a simulated iteration that is neither compute nor link.
 
 Owns its clock and its queue. Two ways: what is queued together is updated in that order, each tensor when its gradient
-is there; or, ``early``, each from the moment its gradient is there; of several, in backward, one that has a place on the device
-goes first, and then the one that is needed first.
+is there; or, ``early``, each from the moment its gradient is there. Of several, in backward, one that has a place on
+the device goes first, and then the one that is needed first.
 """
 
 import heapq

@@ -3,8 +3,8 @@
 Owns the choice, and what it does to a trace. Where updates begin in backward, the link could carry what has been
 updated while backward still runs; but memory is full then of what backward is yet to use. A tensor with a place of its
 own keeps it from use to use, so that nobody waits for memory; what the others lose by it is time, not bytes only.
-Several numbers of them, spread evenly over the order of first use, are tried, each with a schedule of its own, and the
-best is improved by exchanges; the simulated iteration decides. A pure function.
+Several numbers of them, spread evenly over the order of first use, are tried, each with a schedule of its own; the
+simulated iteration decides. A pure function.
 
 [Note: why spread] Forward needs each tensor for less time than the next one's copy takes. With every second one there
 already, the others come in time.
@@ -18,7 +18,6 @@ from hetero.eviction.model import CapacityError, Schedule, Trace
 __all__ = ["choose_renewed", "spare_bytes", "without_places"]
 
 _MOST_MOMENTS = 40_000  # of all schedules tried together
-_MOST_TRIALS = 96
 _COUNTS, _FEW_COUNTS = 24, 6
 _WORTH = 0.005  # share of the step that places must save to be worth it
 
@@ -34,33 +33,15 @@ def choose_renewed(order: Sequence[int], plan: Planner, *, thorough: bool = True
     trace, schedule = plan(())
     best: tuple[int, ...] = ()
     seconds = none = schedule.predicted_seconds
-    left = min(_MOST_TRIALS, _MOST_MOMENTS // max(1, len(trace.moments)))
-    known = {best: seconds}
-
-    def predicted(places: tuple[int, ...]) -> float:
-        nonlocal left
-        if places not in known:
-            left -= 1
-            try:
-                known[places] = plan(places)[1].predicted_seconds
-            except CapacityError:
-                known[places] = float("inf")
-        return known[places]
-
-    step = max(1, len(order) // (_COUNTS if thorough else _FEW_COUNTS))
-    for count in range(step, len(order), step):
-        places = _spread(order, count)
-        if left <= 0 or predicted(places) == float("inf"):
+    trials = min(_COUNTS if thorough else _FEW_COUNTS, 1 + _MOST_MOMENTS // max(1, len(trace.moments)))
+    for trial in range(1, trials):
+        places = _spread(order, len(order) * trial // trials)
+        try:
+            _, schedule = plan(places)
+        except CapacityError:
             break
-        if known[places] < seconds:
-            best, seconds = places, known[places]
-    while thorough and left > 0:
-        found = best
-        for places in _neighbours(order, best):
-            if left > 0 and predicted(places) < seconds:
-                best, seconds = places, known[places]
-        if found == best:
-            break
+        if schedule.predicted_seconds < seconds:
+            best, seconds = places, schedule.predicted_seconds
     return best if seconds < none * (1.0 - _WORTH) else ()
 
 
@@ -102,17 +83,3 @@ def without_places(trace: Trace) -> Trace:
 
 def _spread(order: Sequence[int], count: int) -> tuple[int, ...]:
     return tuple(order[(2 * j + 1) * len(order) // (2 * count)] for j in range(count))
-
-
-def _neighbours(order: Sequence[int], places: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """One of them exchanged for the one used before it, or after; or without one."""
-    there, found = set(places), []
-    for x in places:
-        at = order.index(x)
-        for near in (at - 1, at + 1):
-            if 0 <= near < len(order) and order[near] not in there:
-                found.append(tuple(order[near] if y == x else y for y in places))
-    for x in order:
-        if x not in there:
-            found.append(tuple(y for y in order if y in there or y == x))
-    return found

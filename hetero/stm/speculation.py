@@ -285,6 +285,11 @@ class Speculation:
         host = sum(item.tensor.home.nbytes for item in captured)
         self.forecast.note_step(deferred=bool(captured), pays=self._pays(host))
 
+    def close(self) -> None:
+        """No step follows: hold nothing of the last one's, which lies on the device."""
+        self._factors = []
+        self._setting = None
+
     def _tell(self, right: bool) -> None:
         """On the queue's thread."""
         if not right:

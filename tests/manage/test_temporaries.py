@@ -36,7 +36,7 @@ def _optimizers():
         yield kind, {"lr": 0.1, "amsgrad": True, "weight_decay": decay, "foreach": foreach}
 
 
-@pytest.mark.parametrize("kind, settings", list(_optimizers()))
+@pytest.mark.parametrize(("kind", "settings"), list(_optimizers()))
 def test_an_update_on_the_device_takes_no_more_than_is_kept_free(kind, settings):
     target = device()
     parameter = torch.nn.Parameter(torch.randn(NUMBERS).to(target))
