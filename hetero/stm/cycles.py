@@ -366,7 +366,8 @@ class Cycles:
         others = len(self._homes_chosen) > 1
         homes = tuple(index for index in best.homes if not others or index in self.device_homes)
         self._renewed[keys] = choose(homes, thorough=True)
-        if homes == self.device_homes:
+        early = plan.trace.updates is not None and plan.trace.updates.early is not self._early
+        if homes == self.device_homes and (early or plan.renewed != self._renewed[keys]):
             self._replan({keys: plan.margin})
         self._set_homes(homes)
 

@@ -169,8 +169,8 @@ class PlanMaker:
     ) -> CyclePlan:
         """The plan for iterations of these segments, as sampled, with ``homes`` living on the device at ``costs``.
 
-        ``renewed``: see `CyclePlan`. ``early``: updates begin in backward. ``thorough``: as in `plan_iteration`. Raises `CapacityError` if they leave too little to the others; without
-        homes it does not.
+        ``renewed``: see `CyclePlan`. ``early``: updates begin in backward. ``thorough``: as in `plan_iteration`. Raises
+        `CapacityError` if they leave too little to the others; without homes and places it does not.
         """
         at_home = frozenset(range(len(self._tensors))).difference(homes)
         lives = read_lives([samples[key][-1] for key in keys], len(self._tensors))

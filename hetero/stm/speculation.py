@@ -87,11 +87,16 @@ class Speculation:
                 None if (here := me()) is None else here.try_early(tensor, gradient)
             )
             stm.residency.roll_back = lambda tensor: _roll_back(stm, forecast, tensor)
-            stm.cycles.updates_early = lambda: False if (here := me()) is None else here.forecast.is_habit
+            stm.cycles.updates_early = lambda: False if (here := me()) is None else here.is_habit
             homes = weakref.ref(device_homes)
             self._note = lambda nbytes, seconds: (
                 None if (here := homes()) is None else here.note_seconds(nbytes, seconds)
             )
+
+    @property
+    def is_habit(self) -> bool:
+        """Plans should count on updates that begin in backward."""
+        return self.forecast.is_habit and all(tensor.low is None for tensor in self._stm.tensors)
 
     # -- in backward ----------------------------------------------------------------------------------
 
