@@ -243,7 +243,8 @@ class _Run:
     def _release_for(self, operands: tuple[int, ...]) -> None:
         """Place the fetches on the link that could start by now, and those of ``operands``."""
         wanted = set(operands).intersection(self.on_order)
-        for x in wanted if self.host is not None else ():
+        assert self.host is not None
+        for x in wanted:
             self._order(self.host.begin(x))
         while self.ordered and (wanted or self.ordered[0][0] <= self.clock):
             ready, number, x = heapq.heappop(self.ordered)
