@@ -1,19 +1,20 @@
 """The step as a fluid: bytes may leave and return in any fractions, but each direction of the link takes its time.
 
 Owns a linear program over the intervals of a trace, whose value no schedule can beat and whose solution says what had
-better be away. Memory is looked at where a chosen few operators begin (checkpoints); between two of them lie the time of
-the operators there and a delay, and the delays are what is minimised. What an interval has away at a checkpoint left
-before it through the link, and returns after it. Every schedule is a solution, and so is the average over the iterations
-of one that does not repeat: moved in one piece, bytes leave no room earlier and return no later than here, where they
-move in parts that take their share of the latency. The bound is the dual's, valid whatever the solver did.
+better be away. Memory is looked at where a chosen few operators begin (checkpoints); between two of them lie the time
+of the operators there and a delay, and the delays are what is minimised. What an interval has away at a checkpoint left
+before it through the link, and returns after it. Every schedule is a solution, and so is the average over the
+iterations of one that does not repeat: moved in one piece, bytes leave no room earlier and return no later than here,
+where they move in parts that take their share of the latency. The bound is the dual's, valid whatever the solver did.
 
-[Note: stretches] Stretch k lies between the beginnings of the operators of checkpoints k and k + 1, around the cycle. Where
-a use lies in the middle of a stretch, its tensor may move in all of it: that can only help.
+[Note: stretches] Stretch k lies between the beginnings of the operators of checkpoints k and k + 1, around the cycle.
+Where a use lies in the middle of a stretch, its tensor may move in all of it: that can only help.
 """
 
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from scipy import sparse
@@ -70,16 +71,16 @@ def _checkpoints(seconds: Floats, excess: Ints, most: int) -> Ints:
     clock = np.cumsum(seconds) - seconds
     parts = np.unique(np.searchsorted(clock, np.linspace(0.0, float(seconds.sum()), most + 1)[:-1]))
     bounds = [*parts[parts < len(seconds)].tolist(), len(seconds)]
-    found = {a + int(excess[a:b].argmax()) for a, b in zip(bounds, bounds[1:], strict=False) if a < b}
+    found = {a + int(excess[a:b].argmax()) for a, b in pairwise(bounds) if a < b}
     return np.array(sorted({*found, int(excess.argmax())}), dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shape:
-    """What intervals have in common that the program cannot tell apart. Checkpoints are counted on around the cycle.
+    """What intervals have in common that the program cannot tell apart. Checkpoints count on around the cycle.
 
-    ``covers``: the checkpoints ``[a, b)`` of each interval that carries the same write. ``since``: the first one at which
-    that write can have been saved; -1 if there is nothing to save. ``returns``: of each interval, whether it is fetched.
+    ``covers``: the checkpoints ``[a, b)`` of each interval that carries the same write. ``since``: the first one at
+    which that write can have been saved; -1 if there is nothing to save. ``returns``: whether each is fetched.
     """
 
     covers: tuple[tuple[int, int], ...]
@@ -164,7 +165,7 @@ class _Model:
 
 
 class _Rows:
-    """Columns and rows of the program: ``memory`` per checkpoint; ``out`` and ``back`` per stretch; ``order``, all <= 0."""
+    """Columns and rows: ``memory`` per checkpoint; ``out`` and ``back`` per stretch; what ``order`` demands."""
 
     def __init__(self, count: int) -> None:
         self.count = count
