@@ -48,8 +48,7 @@ def fluid(trace: Trace, links: Links, *, checkpoints: int = _CHECKPOINTS) -> Flu
     sending = sum(
         links.latency + send.nbytes / links.d2h_bandwidth for moment in trace.moments for send in moment.sends
     )
-    host = 0.0 if trace.updates is None else sum(trace.updates.seconds)
-    least = max(total, sending, host)
+    least = max(total, sending)
     nothing = Fluid(step_seconds=least, away=np.zeros(len(problem.use)))
     if not trace.cyclic or not (problem.nbytes > 0).any():
         return nothing
