@@ -48,7 +48,7 @@ def compete(trace: Trace, *, links: Links, trials: int = _TRIALS) -> Schedule:
     least = sum(moment.seconds for moment in trace.moments) * _NOTHING_LOST
     if judge.fastest > least:
         relaxed = [fluid(trace, links, checkpoints=count) for count in _CHECKPOINTS]
-        judge.goal = max(least, _CLOSE * max(some.step_seconds for some in relaxed))
+        judge.goal = max(least, _NOTHING_LOST * max(some.step_seconds for some in relaxed))
         _explore(trace, problem, links, judge, trials, relaxed)
     soon = max(least, judge.fastest * _NOTHING_LOST)
     near = [schedule for schedule in judge.found if schedule.predicted_seconds <= soon]
@@ -70,6 +70,7 @@ def _explore(
             judge(keep, way, "scores")
             if judge.done:
                 return
+    judge.goal *= _CLOSE
     for start in judged[:2]:
         if not judge.done:
             search(problem, start[2], scores["aoa"], judge, trials=trials // 2)

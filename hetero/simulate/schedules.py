@@ -1,7 +1,8 @@
 """An eviction schedule of parameters as a program: sampling moments, operators, fetches and write backs.
 
 Owns the translation of `hetero.eviction`'s nouns. Each moment becomes a compute task without time, which takes the
-memory of what is produced and of the fetches that start there, and the operator, which waits for its operands.
+memory of what is produced and of the fetches that start there, and the operator, which waits for its operands; or the
+latter alone, by AutoSwap's rules.
 Memory that a moment may not use for model data is taken by its operator, so that one limit serves all. It plans
 nothing.
 """
@@ -21,9 +22,10 @@ def lower_schedule(
     """The program that follows a valid ``schedule`` of a cyclic ``trace``, and the memory limit in bytes to run
     it with.
 
-    ``patient``: a fetch waits for its memory by itself, in the middle of an operator if need be, as AutoSwap's do;
-    otherwise its moment waits, as in training. The limit is the largest capacity of any moment. The compute tasks are,
-    for each moment in turn, the moment itself and its operator.
+    ``patient``: as AutoSwap's, a fetch waits for its memory by itself, in the middle of an operator if need be, and an
+    operator takes its memory when its operands are there; otherwise moments take and wait for both, as in training. The
+    limit is the largest capacity of any moment. The compute tasks are, for each moment in turn, the moment itself
+    (unless ``patient``) and its operator.
     """
     lowering = _Lowering(trace, schedule, links, patient=patient)
     # Who is dirty, and in whose care a copy is, crosses from one iteration to the next: go round twice.
@@ -85,11 +87,12 @@ class _Lowering:
         moments, operators = [], []
         for t, moment in enumerate(trace.moments):
             coming = taken[(t + 1) % len(taken)]
-            moments.append(
-                builder.add("compute", 0.0, allocates=arriving[t] + max(0, taken[t] - taken[t - 1]))
-            )
+            takes = arriving[t] + max(0, taken[t] - taken[t - 1])
             left = found.freed[(t + 1) % len(taken)] + max(0, taken[t] - coming)
-            operators.append(builder.add("compute", moment.seconds, frees=left))
+            if not self.patient:
+                moments.append(builder.add("compute", 0.0, allocates=takes))
+                takes = 0
+            operators.append(builder.add("compute", moment.seconds, allocates=takes, frees=left))
         writes: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for t, x in found.write_backs:
             nbytes = trace.sizes[x]
