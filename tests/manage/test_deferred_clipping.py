@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from lateness import managed_mlp, pending
+from lateness import managed_mlp, pending, stopped
 from loops import backward, batch, mlp
 from twins import assert_same, assert_twins, at_home, device, plain
 
 import hetero
-from hetero.stm.manager import StatefulTensorMgr
+from hetero.stm.gradaccess import GradientAccess
 
 pytestmark = pytest.mark.usefixtures("late_queue")
 
@@ -31,7 +31,7 @@ def test_clipping_accumulation_and_a_scheduler():
 @pytest.fixture
 def norms_taken(monkeypatch):
     """For each clipping, whether it got by without reading gradients."""
-    original = StatefulTensorMgr.take_norms
+    original = GradientAccess.take_norms
     answers = []
 
     def take_norms(self, tensors, norm_type):
@@ -39,7 +39,7 @@ def norms_taken(monkeypatch):
         answers.append(norms is not None)
         return norms
 
-    monkeypatch.setattr(StatefulTensorMgr, "take_norms", take_norms)
+    monkeypatch.setattr(GradientAccess, "take_norms", take_norms)
     return answers
 
 
@@ -74,13 +74,13 @@ def test_clipping_does_not_wait(norms_taken):
             optimizer.step()
             optimizer.zero_grad()
         backward(model, target)
-        with pytest.MonkeyPatch.context() as patch:
+        with stopped(manager), pytest.MonkeyPatch.context() as patch:
             patch.setattr(
                 manager._stm.gradients, "wait", lambda tensor: pytest.fail("a gradient was waited for")
             )
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
             optimizer.step()
-        assert pending(manager)
+            assert pending(manager)
     assert norms_taken == [False, True, True]
 
 
