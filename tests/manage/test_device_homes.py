@@ -309,7 +309,7 @@ def test_deterministic_algorithms_and_the_switch_keep_everything_at_home():
 
 
 def test_the_plan_says_where_parameters_live_and_what_moves():
-    model, optimizer, manager, target = managed_mlp(1300 << 10)
+    model, optimizer, manager, target = managed_mlp(900 << 10)
     with manager:
         assert manager.plan is None
         for _ in range(6):
