@@ -36,6 +36,7 @@ class Executor:
         cycles: Cycles,
         *,
         relieve: Callable[[], int],
+        note_answered: Callable[[], None],
         cap: Callable[[bool], None],
     ) -> None:
         self._tensors = tensors
@@ -45,6 +46,7 @@ class Executor:
         self._collector = collector
         self._cycles = cycles
         self._relieve = relieve
+        self._note_answered = note_answered
         self._cap = cap
         self._is_guarded = False
         self._has_left_plan = False
@@ -77,7 +79,7 @@ class Executor:
         at_once = self._is_guarded if coming is None else self._cycles.will_be_guarded(coming)
         if at_once:
             self._cap(True)
-        return guarded(self._relieve, at_once=at_once)
+        return guarded(self._relieve, at_once=at_once, note_answered=self._note_answered)
 
     def begin_segment(self, key: SegmentKey) -> None:
         """A forward, backward or step begins."""

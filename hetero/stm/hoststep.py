@@ -153,6 +153,7 @@ class HostStep:
         self._watch(self._optimizer)
         self._stepped = set(stepped)
         self.device_homes.adopt(self._stepped)
+        self._device_homes.bring_states_home(self._kept_ids())
         self._note_states()
 
     def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
@@ -343,7 +344,7 @@ class HostStep:
         self._stm.roll_back()
         self._stm.finish_updates()
         self._commit()
-        self._device_homes.bring_states_home()
+        self._device_homes.bring_states_home(None)
         self._note_moves()
         if writes:
             self._stepped.clear()

@@ -98,6 +98,9 @@ class Owner(Protocol):
     def relieve(self) -> int:
         """Free what can be freed after an out-of-memory error; returns the bytes freed."""
 
+    def note_answered(self) -> None:
+        """What failed for want of memory is tried again after `relieve`."""
+
     def wait_for_gradient(self, tensor: "ManagedTensor") -> None: ...
 
     def settle_home(self, tensor: "ManagedTensor") -> None:
