@@ -165,6 +165,7 @@ class Manager:
         # What stood in the two places that are taken over; None: nothing of the object's own.
         self._own_call: Any = None
         self._compiled = compiled = CompiledCalls(model)
+        compiled.release, compiled.wrap = _weakly(self._unwrap_model), _weakly(self._wrap_model)
         self._call: Any = None
         self._patched = False
         # The measurement keeps to the budget as well: what is in use already counts.
@@ -308,9 +309,7 @@ class Manager:
             self._host_step.attach()
 
     def _detach(self) -> None:
-        model = self._model
-        if self._call is not None and model.__dict__.get("_compiled_call_impl") is self._call:
-            _set_own(model, "_compiled_call_impl", self._own_call)
+        self._unwrap_model()
         self._compiled.detach()
         if self._host_step is not None:
             self._host_step.detach()
@@ -319,6 +318,11 @@ class Manager:
         if self._patched:
             patches.remove(self._stm.segments)
             self._patched = False
+
+    def _unwrap_model(self) -> None:
+        if self._call is not None and self._model.__dict__.get("_compiled_call_impl") is self._call:
+            _set_own(self._model, "_compiled_call_impl", self._own_call)
+        self._call = None
 
     def _wrap_model(self) -> None:
         # torch's own slot for a replaced call: it wraps hooks and forward alike, unwinds on any exception, and
@@ -331,6 +335,8 @@ class Manager:
         @functools.wraps(inner)
         def call(*args: Any, **kwargs: Any) -> Any:
             self._stm.check_process()
+            if self._compiled.is_outdated:
+                self._compiled.follow()
             settled = self._settled
             if settled.is_on and torch._C._current_graph_task_id() != -1:
                 return inner(*args, **kwargs)

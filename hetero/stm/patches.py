@@ -14,10 +14,11 @@ as all managers rest (`hetero.stm.settled`).
 * Clipping by the global norm (`hetero.stm.clipping`).
 * ``torch.compiler``'s session: while one thread compiles, ``torch.compiler.is_compiling()`` answers True to all, and
   optimizers compute otherwise then. What is queued is done before.
+* ``Module.compile`` replaces a call that may be wrapped (`hetero.stm.compiled`).
 * ``Module.load_state_dict``, where it would put other tensors in the place of parameters (`hetero.stm.checkpoints`).
 * ``Optimizer.load_state_dict`` and ``add_param_group``: what a step has left to be done is done before.
 
-Beside them, torch's own hooks around every optimizer's step.
+Beside them, torch's own hooks around every optimizer's step, and for every submodule that is set.
 """
 
 import contextlib
@@ -27,6 +28,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -34,6 +36,7 @@ from hetero.errors import ManageError
 from hetero.stm import clipping, interrupts
 from hetero.stm.casts import begin_region
 from hetero.stm.checkpoints import check_loads_in_place
+from hetero.stm.compiled import compile_module, note_registered
 from hetero.stm.deferred import finish_everything
 from hetero.stm.fetch import plain
 from hetero.stm.guard import formulas_kept
@@ -66,6 +69,7 @@ _Optimizer: Any = torch.optim.Optimizer
 _compiler: Any = torch.compiler
 _compile_session: Any = getattr(_compiler, "_compile_session_context", None)  # not in every version
 _module_apply = _Module._apply
+_module_compile = _Module.compile
 _module_zero_grad = _Module.zero_grad
 _module_load_state_dict = _Module.load_state_dict
 _optimizer_zero_grad = _Optimizer.zero_grad
@@ -88,6 +92,7 @@ class BackwardListener(Protocol):
 _managers = 0
 _listeners: list[BackwardListener] = []  # of those managers that do not rest
 _step_hooks: list[RemovableHandle] = []
+_registration_hooks: list[RemovableHandle] = []
 # What stood in the places that are taken over now; `_INHERITED`: nothing of their own.
 _replaced: list[tuple[Any, str, Any]] = []
 _replaced_always: list[tuple[Any, str, Any]] = []
@@ -99,6 +104,7 @@ def install(listener: BackwardListener) -> None:
     global _managers
     if not _managers:
         _replace(_REPLACED_ALWAYS, _replaced_always)
+        _registration_hooks.append(register_module_module_registration_hook(note_registered))
     wake(listener)
     interrupts.install()
     _managers += 1
@@ -112,6 +118,7 @@ def remove(listener: BackwardListener) -> None:
     interrupts.remove()
     if not _managers:
         _put_back(_replaced_always)
+        _registration_hooks.pop().remove()
 
 
 def wake(listener: BackwardListener) -> None:
@@ -222,6 +229,11 @@ def _load_in_place(
     return _module_load_state_dict(self, state_dict, strict, assign)
 
 
+@functools.wraps(_module_compile)
+def _compile(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+    compile_module(self, lambda: _module_compile(self, *args, **kwargs))
+
+
 @functools.wraps(_module_zero_grad)
 def _zero_module_grad(self: nn.Module, set_to_none: bool = True) -> None:
     if set_to_none:
@@ -306,6 +318,7 @@ if _compile_session is not None:
     _REPLACEMENTS.append((_compiler, "_compile_session_context", _settled_session))
 _REPLACED_ALWAYS: list[tuple[Any, str, Any]] = [
     (_Module, "_apply", _refuse_conversion),
+    (_Module, "compile", _compile),
     (_Module, "load_state_dict", _load_in_place),
     (_Optimizer, "load_state_dict", _settled(_load_state_dict)),
     (_Optimizer, "add_param_group", _settled(_add_param_group)),
