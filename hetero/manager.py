@@ -30,7 +30,7 @@ from hetero.eviction import Policy, resolve_policy
 from hetero.report import MemoryStats, Plan, collect_stats, describe_plan, plot_stats
 from hetero.stm import patches
 from hetero.stm.checkpoints import refuse_export
-from hetero.stm.compiled import CompiledCalls
+from hetero.stm.compiled import CompiledCalls, check_called_eagerly, run_eagerly
 from hetero.stm.functions import give_back, take_over
 from hetero.stm.hoststep import HostStep
 from hetero.stm.intercept import scope
@@ -352,10 +352,12 @@ class Manager:
                         args, kwargs = cast_inputs(precision, args, kwargs)
                     return inner(*args, **kwargs)
             saved = self._stm.activations if self.config.activations else None
+            check_called_eagerly(model)
             self._stm.segments.begin_forward(signature)
             complete = False
             try:
-                with scope(), self._stm.executor.guarded(), saved_tensors_as_handles(saved):
+                explaining, guarded = self._compiled.explaining(), self._stm.executor.guarded()
+                with explaining, scope(), guarded, saved_tensors_as_handles(saved):
                     if precision is not None:
                         args, kwargs = cast_inputs(precision, args, kwargs)
                     result = inner(*args, **kwargs)
@@ -364,6 +366,7 @@ class Manager:
                 self._stm.segments.end_forward(complete=complete)
             return result
 
+        run_eagerly(call)
         self._call = model.__dict__["_compiled_call_impl"] = call
 
     def _take_optimizer_states(self) -> None:

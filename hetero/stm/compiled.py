@@ -21,16 +21,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from hetero.errors import ManageError
 from hetero.stm.fetch import plain
 from hetero.stm.guard import unguarded
 from hetero.stm.intercept import in_scope, is_managed, managed_of, substituted
 from hetero.stm.outside import full_copies, keeps_its_type
 from hetero.stm.tensors import ManagedTensor
 
-__all__ = ["CompiledCalls", "compile_module", "note_registered"]
+__all__ = ["CompiledCalls", "check_called_eagerly", "compile_module", "note_registered", "run_eagerly"]
 
 # In inference these take one fused kernel for the whole module, unless a parameter is intercepted.
 _FAST_IN_EVAL = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+
+# Not torch._dynamo, which takes longer to load than everything else of hetero.
+_FRAMES: Any = torch._C._dynamo.eval_frame
 
 _SLOT = "_compiled_call_impl"  # torch's own slot for a replaced call; it is not copied nor pickled
 
@@ -52,7 +56,33 @@ def note_registered(parent: nn.Module, name: str, submodule: nn.Module | None) -
     """``submodule`` has become one of ``parent``'s: torch's hook for that."""
     if submodule is not None and _is_compiled(submodule):
         for calls in _ATTACHED:
-            calls.is_outdated = True
+            calls.is_outdated = calls.is_outdated or calls.covers(parent)
+
+
+def run_eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiler that is on leaves ``function`` itself alone, not what it calls."""
+    action: Any = _FRAMES._FrameAction
+    _FRAMES.set_code_exec_strategy(function.__code__, _FRAMES._FrameExecStrategy(action.SKIP, action.DEFAULT))
+    return function
+
+
+@run_eagerly
+def check_called_eagerly(model: nn.Module) -> None:
+    """The managed ``model`` is called: raises `ManageError` within a function that is compiled as a whole."""
+    if _FRAMES.get_eval_frame_callback() not in (None, False):
+        raise ManageError(
+            f"{type(model).__name__} is called within a function that was compiled with it (torch.compile(model) after "
+            f"hetero.manage?): a compiled region would want all its parameters at once. Call {type(model).__name__}."
+            "compile() or block.compile() instead, or pass the compiled model to hetero.manage"
+        )
+
+
+def refuse_late_compile(name: str) -> ManageError:
+    """The error for a forward that was compiled, as a function, while it was managed."""
+    return ManageError(
+        f"the forward of {name} was replaced by a compiled function while managed, which cannot be noticed in time: "
+        f"call {name}.compile() instead, or compile before hetero.manage"
+    )
 
 
 class CompiledCalls:
@@ -89,6 +119,19 @@ class CompiledCalls:
                 call  # past OptimizedModule's __setattr__, which would set it on the original
             )
             self._wrapped.append((submodule, own, call))
+
+    @contextlib.contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Around a forward: a compiler's error that is due to a call we did not wrap says so. Raises `ManageError`."""
+        try:
+            yield
+        except Exception as error:
+            if type(error).__module__.startswith("torch._dynamo"):
+                known = [self._model, *(submodule for submodule, _, _ in self._wrapped)]
+                for name, submodule in self._model.named_modules():
+                    if _is_compiled(submodule) and submodule not in known:
+                        raise refuse_late_compile(name) from error
+            raise
 
     def covers(self, module: nn.Module) -> bool:
         """``module`` is a part of the model, or the model."""
