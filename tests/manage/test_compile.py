@@ -155,7 +155,9 @@ def test_a_forward_that_is_replaced_by_a_compiled_function_says_what_to_call() -
     target = device()
     model = Model()
     with hetero.manage(model, None, device=target, device_budget="1MiB"):
-        model.last.forward = torch.compile(model.last.forward, backend="eager")
+        torch._dynamo.reset()
+        model(torch.randn(2, 16, device=target)).sum().backward()
+        model.last.forward = torch.compile(model.last.forward, backend="aot_eager")
         with pytest.raises(hetero.ManageError, match=r"last\.compile\(\)"):
             model(torch.randn(2, 16, device=target))
 
