@@ -272,9 +272,16 @@ class StatefulTensorMgr:
         with self._lock:
             self.residency.before_host_write(tensor)
 
+    def after_home_write(self, tensor: ManagedTensor) -> None:
+        """It has been: a copy that somebody else holds follows."""
+        if tensor.is_stale:
+            with self._lock, plain():
+                if tensor.is_stale and tensor.is_held():
+                    self.residency.follow_home(tensor)
+
     def settle_home(self, tensor: ManagedTensor) -> None:
         """Return once home is what the last ``optimizer.step()`` made of it. Raises what failed in the queue."""
-        if tensor.pending is not None or tensor.is_ahead or self.updates.has_failed:
+        if tensor.pending is not None or tensor.is_dirty or self.updates.has_failed:
             with self._lock, plain():
                 self.residency.settle(tensor)
 

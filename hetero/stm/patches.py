@@ -266,6 +266,7 @@ def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
                 tensor = managed_of(parameter)
                 if not (tensor.stays and tensor.owner.is_stepping(optimizer)):
                     tensor.note_write()
+                    tensor.owner.after_home_write(tensor)
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:

@@ -58,6 +58,7 @@ class Segments:
             key = SegmentKey(Phase.FORWARD, trains, (signature, len(self._pending_forwards) if trains else 0))
             if trains:
                 self._activations.begin_forward(len(self._pending_forwards))
+            self._residency.follow_homes()
             self._executor.begin_segment(key)
             if trains:
                 self._pending_forwards.append(key)
@@ -93,6 +94,7 @@ class Segments:
         with self._lock:
             with self._collector.waiting_for_host():
                 self._residency.finish_updates(self._tensors)
+            self._residency.write_back_all()  # through views that are held
             self._executor.begin_segment(SegmentKey(Phase.STEP, True, None))
             self._pending_forwards.clear()
             self._gradients.reclaim(0)
