@@ -311,6 +311,8 @@ class StatefulTensorMgr:
         """``p.data`` was set: that is home now."""
         with self._lock:
             self.check_process()
+            if not tensor.stays:  # what was written to it was written to what is replaced
+                self.residency.discard(tensor)
             self.residency.before_host_write(tensor)
             self.residency.discard(tensor)
             tensor.parameter.data = data

@@ -50,6 +50,7 @@ from hetero.stm.intercept import (
     substituted,
     write_back,
 )
+from hetero.stm.onethread import run_on_device_thread
 from hetero.stm.outside import full_copies, keeps_its_type
 from hetero.stm.settled import before_change, note_optimizer, record_of
 from hetero.stm.tensors import ManagedTensor
@@ -84,6 +85,10 @@ class BackwardListener(Protocol):
 
     def backward(self, *, captures: bool) -> contextlib.AbstractContextManager[None]:
         """Surrounds a backward; ``captures``: it returns gradients instead of accumulating them."""
+
+    @property
+    def mixed_device(self) -> torch.device | None:
+        """The device, where graphs may have nodes at home as well."""
 
     def wait_for_gradients(self) -> None:
         """Every gradient that was handed over can be read afterwards."""
@@ -174,6 +179,9 @@ def _announced_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
     with contextlib.ExitStack() as stack:
         for listener in _listeners:
             stack.enter_context(listener.backward(captures=captures))
+        for listener in _listeners:
+            if (device := listener.mixed_device) is not None:
+                return run_on_device_thread(device, lambda: _run(outputs, args, kwargs))
         return _run(outputs, args, kwargs)
 
 

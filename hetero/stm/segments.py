@@ -155,6 +155,12 @@ class Segments:
                 if not self._has_optimizer:  # nothing tells when the iteration is over
                     self._executor.release_cap()
 
+    @property
+    def mixed_device(self) -> torch.device | None:
+        """The device, where graphs may have nodes at home as well (`hetero.stm.onethread`)."""
+        mixed = self._gradients.have_graphs or any(tensor.used_at_home for tensor in self._tensors)
+        return self._tensors[0].owner.device if mixed else None
+
     def wait_for_gradients(self) -> None:
         """Every gradient that was handed over can be read afterwards."""
         with self._lock:

@@ -286,7 +286,9 @@ class ManagedTensor(StatefulTensor):
 
     def is_private(self) -> bool:
         """Nobody else holds its memory, at home or on the device, so that a late write cannot be seen to be late."""
-        return self._home_is_private() and (self.data is None or self.pending is not None or not self.is_held())
+        return self._home_is_private() and (
+            self.data is None or self.pending is not None or not self.is_held()
+        )
 
     def _home_is_private(self) -> bool:
         if self.is_exposed or self._source is not None:
