@@ -148,6 +148,7 @@ class Residency:
     def follow_homes(self) -> None:
         """As `follow_home`, wherever home may have been written without our knowing."""
         for tensor in list(self.resident.values()):
+            tensor.note_unknown_writes()
             if tensor.is_stale:
                 self.follow_home(tensor)
 

@@ -278,6 +278,11 @@ class ManagedTensor(StatefulTensor):
         """Home was written by somebody who does not move version counters: fused optimizer kernels do not."""
         self._unseen_writes += 1
 
+    def note_unknown_writes(self) -> None:
+        """Whoever shares the memory of ``p.data = x[i:j].data`` (``vector_to_parameters``) may write unseen."""
+        if self._source is not None and not memory_is_private(self.home, 2 + (self._alias is not None)):
+            self.note_write()
+
     def data_alias(self) -> torch.Tensor:
         """What ``p.data`` is: same memory, with a version counter of its own, which we can watch."""
         if self._alias is None:
@@ -360,8 +365,7 @@ class ManagedTensor(StatefulTensor):
 
     def note_loaded(self) -> None:
         """The copy has, or will have, home's present bytes."""
-        assert self.data is not None
-        self.clean_version = self.data._version
+        self.clean_version = 0 if self.data is None else self.data._version
         self.note_arrived()
 
     def note_arrived(self) -> None:
@@ -371,8 +375,7 @@ class ManagedTensor(StatefulTensor):
 
     def version_of_copy(self) -> int:
         """The copy's, had it seen the writes to home since it was made."""
-        assert self.data is not None
-        return self.data._version + self.home._version - self._loaded_version
+        return (0 if self.data is None else self.data._version) + self.home._version - self._loaded_version
 
     def view_of(self, copy: torch.Tensor, layout: Layout | None) -> torch.Tensor:
         """``copy``, as `Owner.load_saved` returned it, seen as ``layout``, or as it is, for backward."""
