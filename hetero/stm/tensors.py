@@ -291,9 +291,9 @@ class ManagedTensor(StatefulTensor):
 
     def is_private(self) -> bool:
         """Nobody else holds its memory, at home or on the device, so that a late write cannot be seen to be late."""
-        return self._home_is_private() and (
-            self.data is None or self.pending is not None or not self.is_held()
-        )
+        # One that lives on the device is written there, in place: whoever holds the copy sees it.
+        written_at_home = self.data is not None and self.pending is None and not self.stays
+        return self._home_is_private() and not (written_at_home and self.is_held())
 
     def _home_is_private(self) -> bool:
         if self.is_exposed or self._source is not None:
@@ -368,8 +368,7 @@ class ManagedTensor(StatefulTensor):
         self.clean_version = 0 if self.data is None else self.data._version
         self.note_arrived()
 
-    def note_arrived(self) -> None:
-        """Likewise; what has been written to it since is not told by its version."""
+    def note_arrived(self) -> None:  # its version tells nothing of the arrival
         self.loaded_clock = self.home_clock
         self._loaded_version = self.home._version
 
