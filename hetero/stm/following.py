@@ -8,8 +8,9 @@ Unmanaged, a view of a weight that a model takes within its forward and keeps (`
 shares the parameter's storage: it sees every step, and what is written to it is written to the parameter. Managed, it
 shares the storage of a device copy. So a copy whose storage somebody besides us holds (`ManagedTensor.is_held`) stays:
 when home has been written, its storage is written as well, at once; what was written to it goes home before anybody
-reads or writes home. Its parameter is stepped at once (where it lives on the device: there, in place), since nothing tells when such a view
-is read. The bytes count as the parameter's for as long as they are held, and cannot be evicted.
+reads or writes home.Its
+parameter is stepped at once (on the device, in place, if it lives there), since nothing tells when such a view is read.
+The bytes count as the parameter's for as long as they are held, and cannot be evicted.
 
 Home can be written without our learning of it at once, through ``p.data`` or a tensor that was assigned to it. A held
 copy then follows at the next forward, or the next operator on the parameter.
