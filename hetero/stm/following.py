@@ -8,7 +8,7 @@ Unmanaged, a view of a weight that a model takes within its forward and keeps (`
 shares the parameter's storage: it sees every step, and what is written to it is written to the parameter. Managed, it
 shares the storage of a device copy. So a copy whose storage somebody besides us holds (`ManagedTensor.is_held`) stays:
 when home has been written, its storage is written as well, at once; what was written to it goes home before anybody
-reads or writes home.Its
+reads or writes home. Its
 parameter is stepped at once (on the device, in place, if it lives there), since nothing tells when such a view is read.
 The bytes count as the parameter's for as long as they are held, and cannot be evicted.
 
