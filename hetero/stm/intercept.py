@@ -246,11 +246,15 @@ def _at_home(
     for tensor in operands:
         tensor.owner.settle_home(tensor)
     name = getattr(func, "__name__", "")
-    if name.endswith("_") or "out" in kwargs or name == "__setitem__":
+    writes = name.endswith("_") or "out" in kwargs or name == "__setitem__"
+    if writes:
         for tensor in operands:
             tensor.owner.check_process()
             tensor.owner.before_home_write(tensor)
     result = func(*args, **kwargs)
+    if writes:
+        for tensor in operands:
+            tensor.owner.after_home_write(tensor)
     results = list(_tensors((result,)))
     if any(value.requires_grad for value in results):  # ``detach()``, in ``state_dict()``, does not
         note_use_at_home(operands)
