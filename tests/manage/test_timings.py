@@ -158,7 +158,7 @@ def test_plans_are_made_anew_after_the_first_timed_iteration_and_after_three_mor
     assert timing.host_seconds == 0.5  # of a byte, in the last of them
     assert timing.queued == (4,)
     assert not timings.wants(keys)
-    timings.note_moved(keys)
+    timings.note_moved(keys, on_trial=False)
     assert not timings.wants(keys)  # until what moves has moved
     timings.forget(keys)
     assert timings.wants(keys)
