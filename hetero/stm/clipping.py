@@ -71,7 +71,7 @@ def _clip_grad_norm(
         tensors = _foldable(parameters)
         if tensors:
             owner = tensors[0].owner
-            norms = owner.take_norms(tensors, float(norm_type))
+            norms = owner.grads.take_norms(tensors, float(norm_type))
             if norms is not None:
                 total: torch.Tensor = torch.linalg.vector_norm(norms, float(norm_type))
                 if error_if_nonfinite and torch.logical_or(total.isnan(), total.isinf()):
@@ -80,7 +80,7 @@ def _clip_grad_norm(
                         "so it cannot be clipped. To disable this error and scale the gradients by the non-finite "
                         "norm anyway, set `error_if_nonfinite=False`"
                     )
-                owner.scale_gradients(tensors, _coefficient(float(max_norm), total))
+                owner.grads.scale(tensors, _coefficient(float(max_norm), total))
                 return total
     clipped: torch.Tensor = _clip_original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     return clipped
@@ -95,7 +95,7 @@ def _clip_grads_with_norm(
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     tensors = _foldable(parameters) if foreach is None else []
     if tensors and isinstance(total_norm, torch.Tensor):
-        tensors[0].owner.scale_gradients(tensors, _coefficient(float(max_norm), total_norm))
+        tensors[0].owner.grads.scale(tensors, _coefficient(float(max_norm), total_norm))
     else:
         _scale_original(parameters, max_norm, total_norm, foreach)
 

@@ -75,7 +75,7 @@ class DeviceHomes:
         self.have_moved = False
         # Weakly: identities keep `stm` where Python's collector cannot see it, and we reach the user's optimizer.
         me = weakref.ref(self)
-        stm.residency.send_home = lambda nbytes: 0 if (here := me()) is None else here.send_home(nbytes)
+        stm.residency.room.send_home = lambda nbytes: 0 if (here := me()) is None else here.send_home(nbytes)
         stm.cycles.home_costs = lambda: {} if (here := me()) is None else here.costs()
         stm.cycles.leave_device = lambda indices: None if (here := me()) is None else here.leave(indices)
         stm.cycles.timings.host_work = lambda: (0, 0.0) if (here := me()) is None else here.host_work
@@ -156,9 +156,9 @@ class DeviceHomes:
         """Step them, and ``note`` each once it is done: it may have made a state."""
         for item in updates:
             tensor = item.tensor
-            gradient = self._stm.gradient_on_device(tensor)
+            gradient = self._stm.grads.on_device(tensor)
             room = TEMPORARIES * tensor.device_nbytes
-            if not self._stm.residency.make_room(room):
+            if not self._stm.residency.room.make(room):
                 self.send_home(room)
             if tensor.stays and tensor.data is not None:
                 version = tensor.data._version
@@ -259,7 +259,7 @@ class DeviceHomes:
             return (tensor.is_resident and not tensor.is_stale) or self._stay(tensor)
         nbytes = sum(self._accelerator.allocated_size(state.nbytes) for state in states)
         missing = 0 if tensor.is_resident else tensor.device_nbytes
-        if not self._stm.residency.make_room(nbytes + missing, keep=[tensor.index]) or not self._stay(tensor):
+        if not self._stm.residency.room.make(nbytes + missing, keep=[tensor.index]) or not self._stay(tensor):
             return False
         self.have_moved = True
         self._here[tensor.index] = tensor

@@ -53,7 +53,7 @@ def redirect(shadow: nn.Parameter, tensor: ManagedTensor) -> None:
                 parameter.grad = gradient
             else:
                 if is_managed(parameter):
-                    tensor.owner.wait_for_gradient(tensor)
+                    tensor.owner.grads.wait(tensor)
                 parameter.grad += gradient
             for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
                 hook(parameter)

@@ -58,8 +58,9 @@ class Executor:
         self._to_prefetch: list[int] = []
         # What the next iteration uses first, first.
         self._to_renew: list[ManagedTensor] = []
-        residency.next_use = self._next_use
-        residency.enough = self._enough
+        self._room = residency.room
+        self._room.next_use = self._next_use
+        self._room.enough = self._enough
 
     @property
     def segment(self) -> Segment | None:
@@ -166,18 +167,18 @@ class Executor:
 
     def make_room(self, nbytes: int) -> None:
         """For a saved tensor that comes back at an instant that no plan foresaw."""
-        self._residency.make_room_for(nbytes, limit=self._limit(), name="a saved tensor")
+        self._room.require(nbytes, limit=self._limit(), operator=lambda: "a saved tensor")
 
     def leave_room(self) -> None:
         """Before what the caller does between forward and backward, unguarded: what was measured of it fits, and where
         nothing was, all that can leave does."""
         follows = self._plan is not None and not self._has_left_plan
         limit = self._limit() if follows else self._cycles.measured_limit(self._segment)
-        if follows and limit is not None and not self._residency.exceeds(limit):
+        if follows and limit is not None and not self._room.exceeds(limit):
             return
         with self._collector.evicting(for_operator=False):
             self._residency.evict_idle()
-            excess = self._activations.device_bytes if limit is None else self._residency.excess(limit)
+            excess = self._activations.device_bytes if limit is None else self._room.excess(limit)
             if excess > 0:
                 self._activations.shed(excess)
 
@@ -204,13 +205,13 @@ class Executor:
         limit = self._limit()
         room = limit - self._gradient_room()
         self._evict(actions.evict)
-        self._residency.trim(room, keep=indices)
-        if self._plan is not None and self._residency.exceeds(limit):
-            self._activations.shed(self._residency.excess(limit))
+        self._room.trim(room, keep=indices)
+        if self._plan is not None and self._room.exceeds(limit):
+            self._activations.shed(self._room.excess(limit))
         self._residency.wanted = frozenset(indices)
         try:
             fetched = self._residency.require(operands, limit=limit, operator=lambda: _label(name, operands))
-            if not self._is_guarded and self._residency.exceeds(limit):
+            if not self._is_guarded and self._room.exceeds(limit):
                 self._guard_from_here()  # the operands alone pass it: what the operator itself needs may not fit
             if fetched and self._plan is not None:
                 self._collector.count_unplanned(
@@ -315,7 +316,7 @@ class Executor:
         if self._to_renew and not self._to_prefetch:
             self._gradients.reclaim(0)
             limit -= self._gradients.room_left
-            while self._to_renew and not self._residency.exceeds(limit - self._to_renew[0].device_nbytes):
+            while self._to_renew and not self._room.exceeds(limit - self._to_renew[0].device_nbytes):
                 self._residency.prefetch(self._to_renew.pop(0), limit=limit)
 
     # Numbers from the parameters' on are the plan's saved tensors.

@@ -67,7 +67,7 @@ def _type(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 def _get_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if args[0].grad is not None:  # that there is none can be told without waiting
         tensor = managed_of(args[0])
-        tensor.owner.wait_for_gradient(tensor)
+        tensor.owner.grads.wait(tensor)
     return func(*args, **kwargs)
 
 
@@ -88,13 +88,13 @@ def _set_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     if type(args[0]) is ManagedParameter:
         tensor = managed_of(args[0])
         if len(args) == 1 or args[1] is None:
-            tensor.owner.drop_gradient(tensor)
+            tensor.owner.grads.drop(tensor)
             return None
-        tensor.owner.wait_for_gradient(tensor)
+        tensor.owner.grads.wait(tensor)
         if len(args) > 1 and isinstance(args[1], torch.Tensor) and args[1].device != tensor.home.device:
             # On the device this assignment would have been legal.
             args = (args[0], args[1].to(tensor.home.device))
-        tensor.owner.gradient_set(tensor)
+        tensor.owner.grads.replace(tensor)
     return func(*args, **kwargs)
 
 
@@ -159,7 +159,7 @@ class HomeHook:
             if type(parameter) is ManagedParameter:
                 owner = managed_of(parameter).owner
                 owner.settle_homes()  # interception is off: it might look at any of them
-                owner.wait_for_gradient(managed_of(parameter))
+                owner.grads.wait(managed_of(parameter))
             self.inner(parameter)
 
 

@@ -9,17 +9,16 @@ What surrounds a step (schedulers' wrappers, hooks of the user's and of the proc
 we are the last of its pre-hooks and the first of its post-hooks. In between, ``param_groups`` holds only what is
 stepped at once. There, and only there, interception is off.
 
-[Note: what is queued]
-A parameter that has been stepped before (so that its state exists), whose optimizer treats each by itself, and whose
-memory, gradient and state nobody else holds (`hetero.stm.exposure`). No step is queued under modes that a
-thread does not inherit, inside a forward or a backward.
+[Note: when a step is queued]
+Where its optimizer treats each parameter by itself; not under modes that a thread does not inherit, nor inside a
+forward or a backward. Which of its parameters: [Note: what is queued] in `hetero.stm.capture`.
 """
 
 import sys
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -27,17 +26,17 @@ from torch.utils._device import DeviceContext
 from torch.utils.hooks import RemovableHandle
 
 from hetero.devices import Accelerator
-from hetero.stm.devicehomes import DeviceHomes, DeviceUpdate
-from hetero.stm.exposure import gradient_is_plain, gradient_is_private, state_is_private
+from hetero.stm.capture import Capture
+from hetero.stm.devicehomes import DeviceHomes
 from hetero.stm.fetch import plain
-from hetero.stm.intercept import in_scope, is_managed, managed_of
-from hetero.stm.jobs import Captured, Surroundings, scale, wait
-from hetero.stm.kernels import GroupKernels, count_kernels, is_open, split, takes_fused
+from hetero.stm.intercept import in_scope, managed_of
+from hetero.stm.jobs import Surroundings, scale, wait
+from hetero.stm.kernels import GroupKernels, count_kernels, is_open
 from hetero.stm.manager import StatefulTensorMgr
-from hetero.stm.optimizers import hyper_parameters, make_shell, steps_alone
+from hetero.stm.optimizers import steps_alone
 from hetero.stm.speculation import Speculation
 from hetero.stm.tensors import ManagedTensor
-from hetero.stm.updates import ParameterUpdate, device_update
+from hetero.stm.updates import ParameterUpdate
 from hetero.stm.watched import WatchedState
 
 __all__ = ["HostStep"]
@@ -64,7 +63,6 @@ class HostStep:
         self.optimizer = self._optimizer = optimizer
         self._stm = manager
         self._note_states = note_states
-        self._kept_ids = kept_ids
         self._own_step: Any = None
         self._step_method: Any = None
         self._load_hook: RemovableHandle | None = None
@@ -72,9 +70,7 @@ class HostStep:
         # Parameters whose state exists, by index.
         self._stepped: set[int] = set()
         self._stepped_now: set[int] = set()
-        self._without_entry: list[tuple[Any, ParameterUpdate]] = []
-        self._captured: list[Captured] = []
-        self._captured_here: list[DeviceUpdate] = []
+        self.capture = Capture(optimizer, manager, stepped=lambda: self._stepped, kept_ids=kept_ids)
         self.device_homes = self._device_homes = DeviceHomes(
             optimizer, manager, accelerator, allowed=uses_device, stepped=lambda: self._stepped
         )
@@ -87,8 +83,6 @@ class HostStep:
             kept_ids=kept_ids,
             watches=lambda: self.defers and self._attached and self._watch(optimizer),
         )
-        self._groups: list[dict[str, Any]] | None = None
-        self._written_unseen: list[torch.Tensor] = []
         self._plain: Any = None
         self._depth = 0
         # For benchmarks and tests: False steps everything at once.
@@ -126,7 +120,7 @@ class HostStep:
         """Give it back. Nothing may be queued."""
         optimizer = self._optimizer
         if self._attached:
-            self._commit()
+            self.capture.commit()
         self._attached = False
         if self._load_hook is not None:
             self._load_hook.remove()
@@ -157,7 +151,7 @@ class HostStep:
 
     def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
         """``load_state_dict`` has put other states in the place of those that were known."""
-        self._without_entry.clear()
+        self.capture.forget_states()
         self._stepped.clear()
         with plain():
             self._device_homes.take({})  # the next steps bring back those that the plan wants there
@@ -171,7 +165,7 @@ class HostStep:
             return [count_kernels(self._optimizer, group, self._is_at_home) for group in groups]
 
     def _is_at_home(self, parameter: torch.Tensor) -> bool:
-        return self._is_ours(parameter) and not managed_of(parameter).stays
+        return self.capture.is_ours(parameter) and not managed_of(parameter).stays
 
     # -- one step -------------------------------------------------------------------------------------
 
@@ -183,7 +177,7 @@ class HostStep:
             return self._step_with_closure(inner, closure, args, kwargs)
         self._stm.segments.begin_step()
         self._stm.stepping = self._optimizer
-        self._commit()
+        self.capture.commit()
         optimizer = self._optimizer
         before = optimizer.register_step_pre_hook(self._before)
         after = optimizer.register_step_post_hook(self._after)
@@ -220,20 +214,20 @@ class HostStep:
             # Optimizers with a choice call it once, before they look at their groups.
             if any(is_open(optimizer, group) for group in optimizer.param_groups):
                 self._stm.settle_homes()
-                self._stm.before_home_writes(self._managed(optimizer))
+                self._stm.before_home_writes(self.capture.managed())
                 self._plain = plain()
                 self._plain.__enter__()
-                self._use_kernels()
+                self.capture.use_kernels()
             return loss
 
         self._stm.settle_homes()
-        self._commit()
+        self.capture.commit()
         self._device_homes.take({})
         try:
             result = inner(evaluate, *args[1:], **{k: v for k, v in kwargs.items() if k != "closure"})
         finally:
             self._leave()
-        self._move_versions()
+        self.capture.move_versions()
         self._note_states()
         return result
 
@@ -243,19 +237,19 @@ class HostStep:
         if self._depth > 1:  # a step that calls another class's, hooks and all
             return
         self._stm.finish_updates()
-        self._commit()
+        self.capture.commit()
         defers = self._may_defer(optimizer, args, kwargs)
         self.speculation.begin_step(optimizer, defers=defers)
-        later = self._choose(optimizer) if defers else {}
+        later = self.capture.choose() if defers else {}
         with plain():
             here = self._device_homes.take(later)
-        ours = {t.index: t for t in self._managed(optimizer) if t.index not in later}
+        ours = {t.index: t for t in self.capture.managed() if t.index not in later}
         if later:
-            self._capture(optimizer, later, here)
+            self.capture.take(later, here)
         self._stm.before_home_writes(list(ours.values()))
         with plain():
             self._stepped_now |= {i for i, t in ours.items() if t.parameter.grad is not None}
-            self._use_kernels()
+            self.capture.use_kernels()
         self.queued += len(later)
         self.at_once += len(self._stepped_now)
         self._plain = plain()
@@ -267,20 +261,18 @@ class HostStep:
         if self._depth > 0:
             return
         self._leave()
-        self._move_versions()
-        captured, self._captured = self._captured, []
+        self.capture.move_versions()
+        captured, here = self.capture.end()
         ranks = self._stm.by_first_use()
         captured.sort(key=lambda item: (ranks.get(item.tensor.index, len(ranks)), item.tensor.index))
         surroundings = Surroundings.of_this_thread()
         self.speculation.end_step(captured, surroundings)
-        here, self._captured_here = self._captured_here, []
         with plain():
             self._device_homes.run(here, self._note_update)
 
     def _note_update(self, tensor: ManagedTensor, update: ParameterUpdate) -> None:
         """One on the device is done. Where nothing was kept so far, it may have made the first state."""
-        if update.new_entry is not None:
-            dict.__setitem__(self._optimizer.state, tensor.parameter, update.new_entry)
+        if self.capture.enter_state(tensor.parameter, update):
             self._device_homes.have_moved = True
 
     def _leave(self) -> None:
@@ -288,13 +280,11 @@ class HostStep:
         if self._plain is not None:
             self._plain.__exit__(None, None, None)
             self._plain = None
-        if self._groups is not None:
-            self._optimizer.param_groups, self._groups = self._groups, None
+        self.capture.end_groups()
 
     def _abandon(self) -> None:
         """The step was left by an exception: what was captured is not done, as it would not have been."""
-        captured, self._captured = self._captured, []
-        self._captured_here = []
+        captured, _ = self.capture.end()
         self._stm.roll_back()
         for item in captured:
             wait(self._stm.engine, item)
@@ -303,7 +293,7 @@ class HostStep:
     # -- what is queued -------------------------------------------------------------------------------
 
     def _may_defer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> bool:
-        """[Note: what is queued], as far as it is a matter of the step as a whole."""
+        """[Note: when a step is queued]."""
         return (
             self.defers
             and all(value is None for value in (*args[1:], *kwargs.values()))
@@ -338,11 +328,11 @@ class HostStep:
         return True
 
     def _before_state_access(self, writes: bool) -> None:
-        if self._groups is not None or self._plain is not None or not self._attached:
+        if self.capture.is_under_way or self._plain is not None or not self._attached:
             return  # the step itself
         self._stm.roll_back()
         self._stm.finish_updates()
-        self._commit()
+        self.capture.commit()
         self._device_homes.bring_states_home()
         self._note_moves()
         if writes:
@@ -353,111 +343,6 @@ class HostStep:
         if self._device_homes.have_moved or always:
             self._device_homes.have_moved = False
             self._note_states()
-
-    def _managed(self, optimizer: torch.optim.Optimizer) -> list[ManagedTensor]:
-        return [
-            managed_of(parameter)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if is_managed(parameter) and managed_of(parameter).owner is self._stm
-        ]
-
-    def _choose(self, optimizer: torch.optim.Optimizer) -> dict[int, ManagedTensor]:
-        """[Note: what is queued], as far as it is a matter of one parameter. By index."""
-        kept = self._kept_ids()
-        chosen = {}
-        with plain():
-            for tensor in self._managed(optimizer):
-                if tensor.pending is not None:  # being tried, and right so far
-                    chosen[tensor.index] = tensor
-                    continue
-                if tensor.index in self._stepped and gradient_is_plain(tensor.parameter.grad):
-                    entry = dict.get(optimizer.state, tensor.parameter)
-                    if (
-                        gradient_is_private(tensor.parameter)
-                        and tensor.is_private()
-                        and (entry is None or state_is_private(entry, kept))
-                    ):
-                        chosen[tensor.index] = tensor
-                    del entry  # or the next one of it would be counted twice
-        return chosen
-
-    def _capture(
-        self,
-        optimizer: torch.optim.Optimizer,
-        later: dict[int, ManagedTensor],
-        here: dict[int, ManagedTensor],
-    ) -> None:
-        arrivals = self._stm.begin_writes_later([t for index, t in later.items() if index not in here])
-        # Each is used by one thread at a time: the queue's, and this one.
-        shell, shell_here = make_shell(optimizer), make_shell(optimizer)
-        rest = []
-        with plain():
-            for group in optimizer.param_groups:
-                settings = hyper_parameters(group)
-                fused = {**settings, "fused": True} if is_open(optimizer, group) else None
-                kept = []
-                for parameter in group["params"]:
-                    tensor = later.get(managed_of(parameter).index) if is_managed(parameter) else None
-                    if tensor is None or tensor.parameter is not parameter:
-                        kept.append(parameter)
-                        continue
-                    gradient = parameter.grad
-                    assert gradient is not None
-                    entry = dict.get(optimizer.state, parameter)
-                    if tensor.index in here:
-                        make = partial(device_update, shell_here, parameter, settings, fused, entry)
-                        self._captured_here.append(DeviceUpdate(tensor, make))
-                        continue
-                    if fused is not None and takes_fused(optimizer, parameter, gradient, entry):
-                        update = ParameterUpdate(
-                            shell, parameter, tensor.home, gradient, fused, entry, moves_version=True
-                        )
-                    else:
-                        update = ParameterUpdate(shell, parameter, tensor.home, gradient, settings, entry)
-                    if entry is None:
-                        self._without_entry.append((parameter, update))
-                    self._captured.append(
-                        Captured(
-                            tensor=tensor, update=update, arrivals=arrivals[tensor.index], gradient=gradient
-                        )
-                    )
-                if kept:
-                    rest.append({**group, "params": kept})
-        self._groups, optimizer.param_groups = optimizer.param_groups, rest
-
-    def _use_kernels(self) -> None:
-        """What the step is left to do, it does with the kernels that `hetero.stm.kernels` chooses."""
-        optimizer = self._optimizer
-        given = optimizer.param_groups
-        groups, self._written_unseen = split(optimizer, given, self._is_ours)
-        if self._written_unseen:
-            if self._groups is None:
-                self._groups = given
-            optimizer.param_groups = groups
-
-    def _move_versions(self) -> None:
-        """As a for-loop would have."""
-        written, self._written_unseen = self._written_unseen, []
-        with plain():
-            torch.autograd.graph.increment_version(written)
-
-    def _is_ours(self, parameter: torch.Tensor) -> bool:
-        return (
-            parameter.device.type == "cpu"
-            and is_managed(parameter)
-            and managed_of(parameter).owner is self._stm
-        )
-
-    def _commit(self) -> None:
-        """States that updates have made are the optimizer's. Nothing may be queued."""
-        made, self._without_entry = self._without_entry, []
-        if made and not isinstance(self._optimizer.state, WatchedState):
-            return  # somebody has put another dict in its place since
-        for parameter, update in made:
-            if update.new_entry is not None:
-                with plain():
-                    dict.__setitem__(self._optimizer.state, parameter, update.new_entry)
 
 
 # The attribute, the local name, and the argument of getrefcount.

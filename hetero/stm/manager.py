@@ -1,8 +1,9 @@
 """StatefulTensorMgr: the hub of the management of one model's tensors.
 
 Owns the lock, and which part is asked what. The parts each own one thing: `Registry` which tensors there are, `Ledger`
-the count of bytes, `Residency` the device copies, `Gradients` the way home, `Activations` what forward saves, `Cycles`
-the plans, `Executor` the position in them, `Segments` their boundaries.
+the count of bytes, `Residency` the device copies (`Room`: who leaves), `Gradients` the way home (`GradientAccess`: as
+the user meets it), `Activations` what forward saves, `Cycles` the plans, `Executor` the position in them, `Segments`
+their boundaries.
 Thread-safe: autograd runs backward on threads of its own, so one lock guards every entry.
 """
 
@@ -21,11 +22,13 @@ from hetero.stm.activations import Activations
 from hetero.stm.cycles import Cycles
 from hetero.stm.deferred import Update, UpdateQueue
 from hetero.stm.executor import Executor
-from hetero.stm.exposure import gradient_has_one_name, gradient_is_private, measure_incoming
+from hetero.stm.exposure import measure_incoming
+from hetero.stm.factors import Factor
 from hetero.stm.fetch import make_identity, plain
 from hetero.stm.forecast import TrialCounts
 from hetero.stm.forks import in_child, watch
-from hetero.stm.gradients import Factor, Gradients
+from hetero.stm.gradaccess import GradientAccess
+from hetero.stm.gradients import Gradients
 from hetero.stm.precision import Upcast
 from hetero.stm.registry import Registry
 from hetero.stm.residency import Residency
@@ -90,6 +93,13 @@ class StatefulTensorMgr:
             accelerator, engine, self.ledger, self.collector, policy, config.device_budget, self.updates
         )
         self.gradients = Gradients(engine, arena, self.ledger, self.collector)
+        self.grads = GradientAccess(
+            self.gradients,
+            self.residency,
+            lock=self._lock,
+            parameters=lambda: len(self.tensors),
+            roll_back=self.roll_back,
+        )
         self.activations = Activations(
             accelerator,
             engine,
@@ -101,8 +111,8 @@ class StatefulTensorMgr:
             host_budget=config.host_budget,
             home_bytes=home_bytes,
         )
-        self.residency.reclaim = self._reclaim
-        self.residency.shed = self.activations.shed
+        self.residency.room.reclaim = self._reclaim
+        self.residency.room.shed = self.activations.shed
         self.cycles = Cycles(
             self.tensors,
             budget=config.device_budget,
@@ -172,11 +182,6 @@ class StatefulTensorMgr:
             for tensor, update in updates:
                 self.residency.await_update(tensor, update)
             self.updates.submit([update for _, update in updates])
-
-    def gradient_on_device(self, tensor: ManagedTensor) -> torch.Tensor:
-        """For a parameter that lives there: its gradient, complete and scaled. The caller does not write to it."""
-        with self._lock:
-            return self.gradients.on_device(tensor)
 
     def device_homes(self) -> frozenset[int]:
         """Parameters that the plans want to live on the device, by index."""
@@ -295,54 +300,6 @@ class StatefulTensorMgr:
         """``optimizer`` is ours, and its step runs."""
         return self.stepping is optimizer
 
-    def wait_for_gradient(self, tensor: ManagedTensor) -> None:
-        """Somebody is about to read ``p.grad``."""
-        with self._lock, plain():
-            self.residency.finish_update(tensor)  # the queue reads it, and may write to it
-            self.gradients.wait(tensor)
-            self.gradients.norms.forget(tensor.index)  # whoever reads it may write to it
-
-    def take_norms(self, tensors: list[ManagedTensor], norm_type: float) -> torch.Tensor | None:
-        """Norms of their gradients, on the device, in a vector; None if they have to be read, this time."""
-        with self._lock:
-            norms = self.gradients.norms
-            dtype = tensors[0].home.dtype
-            taken = norms.get([tensor.index for tensor in tensors], norm_type)
-            if taken is None or any(t.pending is not None and not t.is_tried for t in tensors):
-                norms.want(norm_type, dtype, len(self.tensors))
-                return None
-            return taken
-
-    def scale_gradients(self, tensors: list[ManagedTensor], factor: torch.Tensor) -> None:
-        """Multiply their gradients: before anybody sees them, or now if somebody may be looking."""
-        with self._lock, plain():
-            one = self.gradients.make_factor(factor)
-            for tensor in tensors:
-                # What is being tried stays right if the factor turns out to be 1.
-                tried = tensor.is_tried and gradient_has_one_name(tensor.parameter)
-                if not tried:
-                    self.residency.finish_update(tensor)
-                self.gradients.norms.forget(tensor.index)
-                self.gradients.scale(tensor, one)
-                if not tried and not gradient_is_private(tensor.parameter):
-                    self.gradients.wait(tensor)
-
-    def drop_gradient(self, tensor: ManagedTensor) -> None:
-        """``p.grad = None``: the queue keeps what it needs of it."""
-        with self._lock, plain():
-            if tensor.parameter.grad is not None:
-                self.roll_back([tensor])
-                self.gradients.forget_kept(tensor)
-                self.gradients.wait(tensor)
-                self.gradients.forget(tensor)
-                tensor.parameter.grad = None
-
-    def gradient_set(self, tensor: ManagedTensor) -> None:
-        """``p.grad`` is about to be replaced or deleted."""
-        with self._lock, plain():
-            self.roll_back([tensor])
-            self.gradients.forget(tensor)
-
     def rebind_home(self, tensor: ManagedTensor, data: torch.Tensor) -> None:
         """``p.data`` was set: that is home now."""
         with self._lock:
@@ -361,7 +318,7 @@ class StatefulTensorMgr:
                 if freed == 0:  # and never more than it takes: these have to come back
                     freed = self.activations.shed(max(1, self.activations.device_bytes // _PORTIONS))
                 if freed == 0:
-                    freed = self.residency.send_home(self._budget)
+                    freed = self.residency.room.send_home(self._budget)
                     self.residency.evict_idle()
             self._accelerator.release_cached()
             return freed
@@ -452,7 +409,7 @@ class StatefulTensorMgr:
         with self._lock:
             self._end_updates()
             self.executor.finish_segment()
-            self.residency.send_home(self._budget)
+            self.residency.room.send_home(self._budget)
             self.residency.write_back_all()
             self.gradients.wait_all(self.tensors)
             self.gradients.reclaim(self.ledger.device_bytes)

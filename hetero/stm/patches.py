@@ -240,7 +240,7 @@ def _drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Those of managed parameters; the rest is left to the original."""
     for parameter in parameters:
         if is_managed(parameter):
-            managed_of(parameter).owner.drop_gradient(managed_of(parameter))
+            managed_of(parameter).owner.grads.drop(managed_of(parameter))
 
 
 def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -1,9 +1,8 @@
-"""Which device copies exist: fetching, evicting, making room.
+"""Which device copies exist: fetching and evicting.
 
-Owns every transfer of parameters between home and device. Invariant: model data on the device, as the ledger
-counts it, never passes the limit that was given, unless one operator's operands alone do; those may go up to
-``device_budget`` as a whole. It decides nothing about the future: whom to evict is the policy's answer, when
-to prefetch the schedule's.
+Owns every transfer of parameters between home and device. Invariant: a copy that compute may read has arrived, and
+memory that a copy still reads or writes is not given back. It decides nothing about the future: when to prefetch is the
+schedule's answer, who leaves is `hetero.stm.room`'s matter.
 
 [Note: copies on order]
 A parameter whose update is queued (`hetero.stm.deferred`) can be prefetched all the same: memory is taken now, on
@@ -18,9 +17,9 @@ import torch
 
 from hetero.devices import Accelerator, CopyEngine
 from hetero.errors import ManageError
-from hetero.eviction import Candidate, Policy
+from hetero.eviction import Policy
 from hetero.stm.deferred import Update, UpdateQueue
-from hetero.stm.shortage import too_small
+from hetero.stm.room import Room
 from hetero.stm.state import Ledger, Tier
 from hetero.stm.tensors import ManagedTensor, refused_write
 from hetero.stm.uploads import TransferMeter, Uploads
@@ -49,7 +48,6 @@ class Residency:
         self._engine = engine
         self._ledger = ledger
         self._meter = meter
-        self._policy = policy
         self._budget = device_budget
         self._updates = updates
         self._placeholders: dict[torch.dtype, torch.Tensor] = {}
@@ -60,20 +58,10 @@ class Residency:
         self.wanted: frozenset[int] = frozenset()
         self.uploads = Uploads(engine)
         self.resident: dict[int, ManagedTensor] = {}
+        self.room = Room(accelerator, ledger, policy, device_budget, resident=self.resident, evict=self.evict)
         self._starting: torch.Tensor | None = None  # the destination of a copy that is being started
-        # Gradients on their way down still occupy the device; `hetero.stm.gradients` sets this.
-        self.reclaim: Callable[[int], None] = lambda nbytes: None
-        # Saved tensors may leave where copies are not enough; `hetero.stm.activations` sets this.
-        self.shed: Callable[[int], int] = lambda nbytes: 0
-        # Sends home what lives on the device, at least so many bytes if there are; returns how many.
-        # `hetero.stm.devicehomes` sets this.
-        self.send_home: Callable[[int], int] = lambda nbytes: 0
         # Takes back an update that is being tried, or was; `hetero.stm.speculation` sets this.
         self.roll_back: Callable[[ManagedTensor], None] = lambda tensor: None
-        # A budget that all operators fit in, where they have been measured; `hetero.stm.executor` sets this.
-        self.enough: Callable[[], int | None] = lambda: None
-        # When each tensor is needed next, in moments from now; `hetero.stm.executor` sets this.
-        self.next_use: Callable[[ManagedTensor], float] = lambda tensor: float("inf")
 
     def holds(self, operands: Sequence[ManagedTensor], *, limit: int) -> bool:
         """`require` would have nothing to do, nor would `trim`."""
@@ -83,14 +71,6 @@ class Residency:
                 return False
             tensor.last_use = clock
         return self._ledger.device_bytes <= limit and not self._updates.has_failed
-
-    def exceeds(self, limit: int) -> bool:
-        """More model data is on the device than ``limit`` bytes."""
-        return self.excess(limit) > 0
-
-    def excess(self, limit: int) -> int:
-        """How much model data there is on the device beyond ``limit`` bytes."""
-        return self._ledger.device_bytes - limit
 
     def require(self, operands: Sequence[ManagedTensor], *, limit: int, operator: Callable[[], str]) -> int:
         """Make every operand resident and safe to read by compute. Returns how many had to be fetched now.
@@ -110,7 +90,9 @@ class Residency:
             tensor.last_use = self._clock
         if missing:
             wanted = sum(tensor.device_nbytes for tensor in missing.values())
-            self._make_room(wanted, limit, {tensor.index for tensor in operands}, operator)
+            self.room.require(
+                wanted, limit=limit, keep=[tensor.index for tensor in operands], operator=operator
+            )
             for tensor in missing.values():
                 self._fetch(tensor)
         for tensor in operands:
@@ -125,26 +107,13 @@ class Residency:
             self.discard(tensor)
         if tensor.data is not None:
             return True
-        if self._ledger.device_bytes + tensor.device_nbytes > limit:
-            self.reclaim(self._ledger.device_bytes + tensor.device_nbytes - limit)
-            if self._ledger.device_bytes + tensor.device_nbytes > limit:
-                return False
+        if not self.room.claim(tensor.device_nbytes, limit=limit):
+            return False
         try:
             self._fetch(tensor)
         except torch.OutOfMemoryError:  # somebody else's, on the same device: it can wait
             return False
         return True
-
-    def trim(self, limit: int, *, keep: Sequence[int]) -> None:
-        """Bring model data down to ``limit`` as far as copies outside ``keep`` can be evicted."""
-        excess = self._ledger.device_bytes - limit
-        if excess > 0:
-            self.reclaim(excess)
-            self._evict_for(self._ledger.device_bytes - limit, set(keep))
-
-    def make_room_for(self, nbytes: int, *, limit: int, name: str) -> None:
-        """Let ``nbytes`` fit that are no parameter's. Raises `BudgetError` if they cannot."""
-        self._make_room(nbytes, limit, set(), lambda: name)
 
     def evict(self, tensor: ManagedTensor) -> bool:
         """Drop the device copy, written back first if it was written. False if it is in use or held, or lives there."""
@@ -169,7 +138,7 @@ class Residency:
     def evict_idle(self) -> int:
         """Evict whatever no operator uses; returns the bytes freed."""
         before = self._ledger.device_bytes
-        self.reclaim(before)
+        self.room.reclaim(before)
         for tensor in list(self.resident.values()):
             self.evict(tensor)
         return before - self._ledger.device_bytes
@@ -182,7 +151,7 @@ class Residency:
         stream, before = self._accelerator.compute_stream(), self._stream
         if before is not None and stream != before:
             with before:
-                self.send_home(self._budget)
+                self.room.send_home(self._budget)
                 self.evict_idle()
             stream.wait_event(before.record_event())
         self._stream = stream
@@ -249,14 +218,6 @@ class Residency:
             if tensor.pending is not None and not tensor.is_tried:
                 self._finish(tensor)
         self._updates.raise_error()
-
-    def make_room(self, nbytes: int, *, keep: Sequence[int] = ()) -> bool:
-        """Evict until ``nbytes`` more would be within the budget; False if they would not."""
-        short = self._shortage(nbytes)
-        if short > 0:
-            self.reclaim(short)
-            self._evict_for(self._shortage(nbytes), set(keep))
-        return self._shortage(nbytes) <= 0
 
     def stay(self, tensor: ManagedTensor) -> None:
         """From now on it lives on the device. Raises `BudgetError` if it cannot be fetched."""
@@ -406,55 +367,3 @@ class Residency:
                 placeholder = torch.empty(0, dtype=dtype, device=self._accelerator.device)
             self._placeholders[dtype] = placeholder
         return placeholder
-
-    def _make_room(self, wanted: int, limit: int, keep: set[int], operator: Callable[[], str]) -> None:
-        excess = self._ledger.device_bytes + wanted - limit
-        if excess > 0:
-            self.reclaim(excess)
-            excess = self._ledger.device_bytes + wanted - limit
-        if excess > 0:
-            self._evict_for(excess, keep)
-        # The limit is for all model data; what one operator needs may pass it, the budget may not.
-        short = self._shortage(wanted)
-        if short > 0:
-            self.reclaim(short)
-            self._evict_for(self._shortage(wanted), keep)
-            short = self._shortage(wanted)
-            if short > 0 and self.shed(short):
-                short = self._shortage(wanted)
-        if short > 0:
-            self.send_home(short)
-            self._evict_for(self._shortage(wanted), keep)
-            short = self._shortage(wanted)
-        if short > 0:
-            held = sum(t.device_nbytes for t in self.resident.values() if t.index not in keep)
-            raise too_small(
-                self._accelerator,
-                self._budget,
-                operator(),
-                wanted=wanted,
-                short=short,
-                held=held,
-                enough=self.enough(),
-            )
-
-    def _shortage(self, wanted: int) -> int:
-        return self._accelerator.used_bytes() + wanted - self._budget
-
-    def _evict_for(self, nbytes: int, keep: set[int]) -> None:
-        if nbytes <= 0:
-            return
-        candidates = [
-            Candidate(
-                tensor=tensor.index,
-                nbytes=tensor.device_nbytes,
-                next_use=self.next_use(tensor),
-                last_use=tensor.last_use,
-                fetched_at=tensor.fetched_at,
-                dirty=tensor.is_dirty,
-            )
-            for tensor in self.resident.values()
-            if tensor.index not in keep and not tensor.users and not tensor.stays and not tensor.is_held()
-        ]
-        for index in self._policy.victims(candidates, nbytes):
-            self.evict(self.resident[index])

@@ -128,7 +128,7 @@ class Segments:
                     self._gradients.wait(tensor)
                     self._gradients.norms.forget(tensor.index)
             self._backwards.append(captures)
-            self._gradients.keeps = not any(self._backwards)
+            self._gradients.kept.keeps = not any(self._backwards)
         complete = False
         try:
             with self._guarded_backward():
@@ -137,7 +137,7 @@ class Segments:
         finally:
             with self._lock:
                 self._backwards.remove(captures)
-                self._gradients.keeps = bool(self._backwards) and not any(self._backwards)
+                self._gradients.kept.keeps = bool(self._backwards) and not any(self._backwards)
                 segment = self._executor.segment
                 in_backward = segment is not None and segment.key.phase is Phase.BACKWARD
                 if segment is not None and in_backward:
@@ -149,7 +149,7 @@ class Segments:
                     self._gradients.norms.forget_all()
                     self._gradients.wait_all(self._tensors)
                     if not self._backwards:
-                        self._gradients.forget_lost(self._tensors)
+                        self._gradients.kept.forget_lost(self._tensors)
                 if not self._has_optimizer:  # nothing tells when the iteration is over
                     self._executor.release_cap()
 

@@ -201,7 +201,7 @@ class Settled:
             if not self._exchange_all():
                 self._end_step()
                 for index, gradient in gradients.items():
-                    stm.gradients.adopt(stm.tensors[index], gradient)
+                    stm.gradients.kept.adopt(stm.tensors[index], gradient)
                 return False
             for tensor in stm.tensors:
                 tensor.parameter.grad = gradients.get(tensor.index)
@@ -352,7 +352,7 @@ class Settled:
         if written:  # home does not have its bytes
             tensor.clean_version -= 1
         if gradient is not None:
-            self._stm.gradients.adopt(tensor, gradient)
+            self._stm.gradients.kept.adopt(tensor, gradient)
         redirect(shadow, tensor)
         let_go(shadow, self._placeholder(shadow.dtype))
 

@@ -25,9 +25,9 @@ import torch
 from hetero.stm.deferred import Attempt, Update
 from hetero.stm.devicehomes import DeviceHomes
 from hetero.stm.exposure import gradient_has_one_name, state_is_private
+from hetero.stm.factors import Factor
 from hetero.stm.fetch import plain
 from hetero.stm.forecast import Forecast
-from hetero.stm.gradients import Factor
 from hetero.stm.intercept import is_managed, managed_of
 from hetero.stm.jobs import Captured, Surroundings, make_update
 from hetero.stm.kernels import is_open, takes_fused
@@ -101,7 +101,7 @@ class Speculation:
         if task != self._task:
             self._task = task
             self.forecast.note_backward()
-        if not (self._is_expected() and self._stm.gradients.keeps):
+        if not (self._is_expected() and self._stm.gradients.kept.keeps):
             return
         arrival = self._stm.gradients.unread_arrival(tensor)
         if arrival is None or tensor.pending is not None or tensor.index not in self._stepped():

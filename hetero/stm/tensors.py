@@ -81,11 +81,34 @@ class SettledState(Protocol):
         """The manager is gone."""
 
 
+class GradientOwner(Protocol):
+    """What the user may do with ``p.grad`` (`hetero.stm.gradaccess.GradientAccess`)."""
+
+    def wait(self, tensor: "ManagedTensor") -> None:
+        """Return once it can be read."""
+
+    def replace(self, tensor: "ManagedTensor") -> None:
+        """It is about to be another tensor."""
+
+    def drop(self, tensor: "ManagedTensor") -> None:
+        """``p.grad = None``, without waiting for who still needs it."""
+
+    def take_norms(self, tensors: "list[ManagedTensor]", norm_type: float) -> torch.Tensor | None:
+        """Norms of their gradients, on the device, in a vector; None if they have to be read."""
+
+    def scale(self, tensors: "list[ManagedTensor]", factor: torch.Tensor) -> None:
+        """Multiply their gradients, now or before anybody sees them."""
+
+
 class Owner(Protocol):
     """The manager behind a tensor, as interception sees it (`hetero.stm.manager.StatefulTensorMgr`)."""
 
     device: torch.device
     settled: SettledState | None
+
+    @property
+    def grads(self) -> GradientOwner:
+        """Who is asked before anybody touches ``p.grad``."""
 
     def begin_operator(self, operands: list["ManagedTensor"], name: object) -> None:
         """The pre-op sampling moment; operands are resident and in COMPUTE afterwards."""
@@ -98,8 +121,6 @@ class Owner(Protocol):
     def relieve(self) -> int:
         """Free what can be freed after an out-of-memory error; returns the bytes freed."""
 
-    def wait_for_gradient(self, tensor: "ManagedTensor") -> None: ...
-
     def settle_home(self, tensor: "ManagedTensor") -> None:
         """Return once home is what the last ``optimizer.step()`` made of it."""
 
@@ -108,17 +129,6 @@ class Owner(Protocol):
 
     def is_stepping(self, optimizer: torch.optim.Optimizer) -> bool:
         """``optimizer`` is the one that is managed, and its step runs: it knows by itself what to wait for."""
-
-    def gradient_set(self, tensor: "ManagedTensor") -> None: ...
-
-    def take_norms(self, tensors: "list[ManagedTensor]", norm_type: float) -> torch.Tensor | None:
-        """Norms of their gradients, on the device, in a vector; None if they have to be read."""
-
-    def scale_gradients(self, tensors: "list[ManagedTensor]", factor: torch.Tensor) -> None:
-        """Multiply their gradients, now or before anybody sees them."""
-
-    def drop_gradient(self, tensor: "ManagedTensor") -> None:
-        """``p.grad = None``, without waiting for who still needs it."""
 
     def rebind_home(self, tensor: "ManagedTensor", data: torch.Tensor) -> None: ...
 

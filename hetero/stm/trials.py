@@ -18,7 +18,7 @@ import torch
 
 from hetero.devices import CopyEngine
 from hetero.stm.deferred import Attempt, UpdateQueue
-from hetero.stm.gradients import Factor
+from hetero.stm.factors import Factor
 from hetero.stm.jobs import Captured, Surroundings, make_job, wait
 from hetero.stm.optimizers import is_known
 from hetero.stm.slices import Entry, Group

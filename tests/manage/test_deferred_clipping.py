@@ -7,7 +7,7 @@ from loops import backward, batch, mlp
 from twins import assert_same, assert_twins, at_home, device, plain
 
 import hetero
-from hetero.stm.manager import StatefulTensorMgr
+from hetero.stm.gradaccess import GradientAccess
 
 pytestmark = pytest.mark.usefixtures("late_queue")
 
@@ -31,7 +31,7 @@ def test_clipping_accumulation_and_a_scheduler():
 @pytest.fixture
 def norms_taken(monkeypatch):
     """For each clipping, whether it got by without reading gradients."""
-    original = StatefulTensorMgr.take_norms
+    original = GradientAccess.take_norms
     answers = []
 
     def take_norms(self, tensors, norm_type):
@@ -39,7 +39,7 @@ def norms_taken(monkeypatch):
         answers.append(norms is not None)
         return norms
 
-    monkeypatch.setattr(StatefulTensorMgr, "take_norms", take_norms)
+    monkeypatch.setattr(GradientAccess, "take_norms", take_norms)
     return answers
 
 

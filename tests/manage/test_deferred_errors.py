@@ -99,4 +99,4 @@ def test_an_error_within_the_step_leaves_nothing_queued():
     model, optimizer, manager, target = managed_mlp()
     with manager:
         loop(model, optimizer, target)
-        assert not manager._host_step._captured
+        assert not manager._host_step.capture.queued

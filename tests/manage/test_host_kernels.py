@@ -8,7 +8,7 @@ from equality import as_chosen, assert_identical, device, on_host, values_of
 from torch import nn
 
 import hetero
-from hetero.stm import hoststep
+from hetero.stm import capture
 from hetero.stm import slices as slicing
 from hetero.stm.deferred import Kin, Update, UpdateQueue
 from hetero.stm.kernels import GroupKernels, is_open, split, takes_fused
@@ -82,8 +82,8 @@ def test_what_is_left_open_is_fused_from_the_first_step_on(kind, closure):
 @pytest.mark.parametrize("kind", KINDS)
 def test_parameters_that_live_on_the_device_are_stepped_by_the_same_kernels(kind, monkeypatch):
     there = []
-    update = hoststep.device_update
-    monkeypatch.setattr(hoststep, "device_update", lambda *given: there.append(1) or update(*given))
+    update = capture.device_update
+    monkeypatch.setattr(capture, "device_update", lambda *given: there.append(1) or update(*given))
     monkeypatch.setattr(StatefulTensorMgr, "device_homes", lambda self: frozenset(range(0, 26, 3)))
     got, *_ = managed(kind, KINDS[kind], 12, device_homes=True)
     assert_identical(got, unmanaged(kind, as_chosen(kind, KINDS[kind]), 12))

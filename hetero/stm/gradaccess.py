@@ -1,0 +1,89 @@
+"""What the user does with ``p.grad``, and clipping with all of them.
+
+Owns how a look at a gradient, a write and a norm meet what is still being done with it: its way down, factors, an
+update that is queued or being tried. Invariant: nobody can tell that it was under way, except by the clock.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+
+from hetero.stm.exposure import gradient_has_one_name, gradient_is_private
+from hetero.stm.fetch import plain
+from hetero.stm.gradients import Gradients
+from hetero.stm.residency import Residency
+from hetero.stm.tensors import ManagedTensor
+
+__all__ = ["GradientAccess"]
+
+
+class GradientAccess:
+    """To the gradients of one manager's parameters. ``roll_back``: as if no update of these had been tried."""
+
+    def __init__(
+        self,
+        gradients: Gradients,
+        residency: Residency,
+        *,
+        lock: threading.RLock,
+        parameters: Callable[[], int],
+        roll_back: Callable[[Sequence[ManagedTensor]], None],
+    ) -> None:
+        self._gradients = gradients
+        self._residency = residency
+        self._lock = lock
+        self._parameters = parameters
+        self._roll_back = roll_back
+
+    def wait(self, tensor: ManagedTensor) -> None:
+        """Somebody is about to read ``p.grad``."""
+        with self._lock, plain():
+            self._residency.finish_update(tensor)  # the queue reads it, and may write to it
+            self._gradients.wait(tensor)
+            self._gradients.norms.forget(tensor.index)  # whoever reads it may write to it
+
+    def on_device(self, tensor: ManagedTensor) -> torch.Tensor:
+        """For a parameter that lives there: its gradient, complete and scaled. The caller does not write to it."""
+        with self._lock:
+            return self._gradients.on_device(tensor)
+
+    def take_norms(self, tensors: list[ManagedTensor], norm_type: float) -> torch.Tensor | None:
+        """Norms of their gradients, on the device, in a vector; None if they have to be read, this time."""
+        with self._lock:
+            norms = self._gradients.norms
+            taken = norms.get([tensor.index for tensor in tensors], norm_type)
+            if taken is None or any(t.pending is not None and not t.is_tried for t in tensors):
+                norms.want(norm_type, tensors[0].home.dtype, self._parameters())
+                return None
+            return taken
+
+    def scale(self, tensors: list[ManagedTensor], factor: torch.Tensor) -> None:
+        """Multiply their gradients: before anybody sees them, or now if somebody may be looking."""
+        with self._lock, plain():
+            one = self._gradients.factors.make(factor)
+            for tensor in tensors:
+                # What is being tried stays right if the factor turns out to be 1.
+                tried = tensor.is_tried and gradient_has_one_name(tensor.parameter)
+                if not tried:
+                    self._residency.finish_update(tensor)
+                self._gradients.norms.forget(tensor.index)
+                self._gradients.factors.ask(tensor.index, one)
+                if not tried and not gradient_is_private(tensor.parameter):
+                    self._gradients.wait(tensor)
+
+    def drop(self, tensor: ManagedTensor) -> None:
+        """``p.grad = None``: the queue keeps what it needs of it."""
+        with self._lock, plain():
+            if tensor.parameter.grad is not None:
+                self._roll_back([tensor])
+                self._gradients.kept.forget(tensor)
+                self._gradients.wait(tensor)
+                self._gradients.forget(tensor)
+                tensor.parameter.grad = None
+
+    def replace(self, tensor: ManagedTensor) -> None:
+        """``p.grad`` is about to be replaced or deleted."""
+        with self._lock, plain():
+            self._roll_back([tensor])
+            self._gradients.forget(tensor)

@@ -1,0 +1,123 @@
+"""Making room on the device for what is needed next.
+
+Owns the order in which others are asked to leave: what is on its way down, copies by the policy's answer, saved
+tensors, whole parameters that live on the device. Invariant: model data on the device, as the ledger counts it, never
+passes the limit that was given, unless one operator's operands alone do; those may go up to ``device_budget`` as a
+whole. It decides nothing about the future: whom to evict is the policy's answer.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from hetero.devices import Accelerator
+from hetero.eviction import Candidate, Policy
+from hetero.stm.shortage import too_small
+from hetero.stm.state import Ledger
+from hetero.stm.tensors import ManagedTensor
+
+__all__ = ["Room"]
+
+
+class Room:
+    """On one manager's device. ``resident``: copies there, by index; ``evict``: drop one, unless it is in use."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        ledger: Ledger,
+        policy: Policy,
+        device_budget: int,
+        *,
+        resident: Mapping[int, ManagedTensor],
+        evict: Callable[[ManagedTensor], bool],
+    ) -> None:
+        self._accelerator = accelerator
+        self._ledger = ledger
+        self._policy = policy
+        self._budget = device_budget
+        self._resident = resident
+        self._evict = evict
+        # Gradients on their way down still occupy the device; `hetero.stm.manager` sets this.
+        self.reclaim: Callable[[int], None] = lambda nbytes: None
+        # Saved tensors may leave where copies are not enough; `hetero.stm.manager` sets this.
+        self.shed: Callable[[int], int] = lambda nbytes: 0
+        # Sends home what lives on the device, at least so many bytes if there are; returns how many.
+        # `hetero.stm.devicehomes` sets this.
+        self.send_home: Callable[[int], int] = lambda nbytes: 0
+        # A budget that all operators fit in, where they have been measured; `hetero.stm.executor` sets this.
+        self.enough: Callable[[], int | None] = lambda: None
+        # When each tensor is needed next, in moments from now; `hetero.stm.executor` sets this.
+        self.next_use: Callable[[ManagedTensor], float] = lambda tensor: float("inf")
+
+    def excess(self, limit: int) -> int:
+        """How much model data there is on the device beyond ``limit`` bytes."""
+        return self._ledger.device_bytes - limit
+
+    def exceeds(self, limit: int) -> bool:
+        """More model data is on the device than ``limit`` bytes."""
+        return self.excess(limit) > 0
+
+    def trim(self, limit: int, *, keep: Sequence[int]) -> None:
+        """Bring model data down to ``limit`` as far as copies outside ``keep`` can be evicted."""
+        if self.exceeds(limit):
+            self.reclaim(self.excess(limit))
+            self._evict_for(self.excess(limit), set(keep))
+
+    def claim(self, nbytes: int, *, limit: int) -> bool:
+        """``nbytes`` fit without evicting anything, but what is on its way down; False if they do not."""
+        if self.exceeds(limit - nbytes):
+            self.reclaim(self.excess(limit - nbytes))
+        return not self.exceeds(limit - nbytes)
+
+    def make(self, nbytes: int, *, keep: Sequence[int] = ()) -> bool:
+        """Evict until ``nbytes`` more would be within the budget; False if they would not."""
+        short = self._shortage(nbytes)
+        if short > 0:
+            self.reclaim(short)
+            self._evict_for(self._shortage(nbytes), set(keep))
+        return self._shortage(nbytes) <= 0
+
+    def require(
+        self, nbytes: int, *, limit: int, keep: Sequence[int] = (), operator: Callable[[], str]
+    ) -> None:
+        """Let ``nbytes`` more fit, without the copies ``keep`` leaving. Raises `BudgetError` if they cannot."""
+        self.trim(limit - nbytes, keep=keep)
+        # The limit is for all model data; what one operator needs may pass it, the budget may not.
+        if self.make(nbytes, keep=keep):
+            return
+        if self.shed(self._shortage(nbytes)) and self._shortage(nbytes) <= 0:
+            return
+        self.send_home(self._shortage(nbytes))
+        self._evict_for(self._shortage(nbytes), set(keep))
+        short = self._shortage(nbytes)
+        if short > 0:
+            held = sum(t.device_nbytes for t in self._resident.values() if t.index not in keep)
+            raise too_small(
+                self._accelerator,
+                self._budget,
+                operator(),
+                wanted=nbytes,
+                short=short,
+                held=held,
+                enough=self.enough(),
+            )
+
+    def _shortage(self, nbytes: int) -> int:
+        return self._accelerator.used_bytes() + nbytes - self._budget
+
+    def _evict_for(self, nbytes: int, keep: set[int]) -> None:
+        if nbytes <= 0:
+            return
+        candidates = [
+            Candidate(
+                tensor=tensor.index,
+                nbytes=tensor.device_nbytes,
+                next_use=self.next_use(tensor),
+                last_use=tensor.last_use,
+                fetched_at=tensor.fetched_at,
+                dirty=tensor.is_dirty,
+            )
+            for tensor in self._resident.values()
+            if tensor.index not in keep and not tensor.users and not tensor.stays and not tensor.is_held()
+        ]
+        for index in self._policy.victims(candidates, nbytes):
+            self._evict(self._resident[index])
