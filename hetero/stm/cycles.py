@@ -40,7 +40,9 @@ class Place:
 # Segments without a step in between (a closure that runs the model, forwards whose graphs are dropped): give up
 # waiting for the iteration's end.
 _LONGEST_CYCLE = 1024
-_WORTH = 0.005  # share of the iteration that compute has to wait, for parameters on the device to be worth a trial
+_WORTH = (
+    0.005  # share of the iteration that compute has to wait, for parameters on the device to be worth a trial
+)
 _MOST_SAMPLES = 8  # of one key in one iteration
 
 

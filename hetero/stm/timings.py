@@ -26,8 +26,8 @@ _SETTLING = 2  # iterations that are not, after a plan that lets something else 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
     """``periods``: of each segment. ``queued``: parameters that the host updates later, which takes ``host_seconds``
-    a byte. ``measured_seconds``: of the whole iteration; ``waited``: of these, by cause. ``typical_seconds``: the median
-    of all rounds' iterations."""
+    a byte. ``measured_seconds``: of the whole iteration; ``waited``: of these, by cause. ``typical_seconds``: of an
+    iteration, the median of all rounds."""
 
     periods: tuple[tuple[PeriodTimes, ...], ...]
     links: Links
