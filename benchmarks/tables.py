@@ -1,28 +1,78 @@
-"""The README's tables, in markdown, from the files under ``results/``.
+"""docs/measured.md and the README's figures, in markdown, from the files under ``results/``.
 
-python -m benchmarks.tables
+python -m benchmarks.tables            # writes both
+python -m benchmarks.tables --check    # says whether they are what the files say
 
 Every number comes from a file; a benchmark that has not been run gives no table.
 """
 
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks.record import read
 from hetero.units import format_bytes
 
 Record = dict[str, Any]
+Line = tuple[str, str, str, str]
+"""What is linked to the file, the rest of the sentence, what was measured, the bound."""
+
+_ROOT = Path(__file__).resolve().parents[1]
+_BEGIN, _END = "<!-- FIGURES BEGIN: python -m benchmarks.tables -->", "<!-- FIGURES END -->"
+_INTRODUCTION = """# Measured
+
+`make bench` runs the benchmarks; each writes one file under [`benchmarks/results`](../benchmarks/results), with the
+machine, the versions and the commit; `python -m benchmarks.tables` makes this page from them. A *bound* is what we ask
+of ourselves; figures that miss it are here as well. The machine has two shared cores and no GPU: operators of the
+virtual accelerator run on the processor, so times compare ways of working with each other, and say nothing about a GPU.
+"""
 
 
-def main() -> None:
+def main() -> int:
+    readme = _ROOT / "README.md"
+    text = readme.read_text()
+    begin, end = text.index(_BEGIN), text.index(_END)
+    wanted = {
+        _ROOT / "docs" / "measured.md": page(),
+        readme: f"{text[:begin]}{_BEGIN}\n\n{headlines()}\n{text[end:]}",
+    }
+    stale = [path for path, content in wanted.items() if not path.exists() or path.read_text() != content]
+    if "--check" in sys.argv[1:]:
+        for path in stale:
+            print(f"{path.relative_to(_ROOT)} is not what the result files say: python -m benchmarks.tables")
+        return 1 if stale else 0
+    for path in stale:
+        path.write_text(wanted[path])
+        print(path.relative_to(_ROOT))
+    return 0
+
+
+def page() -> str:
+    """Every table, with its source."""
+    parts = [_INTRODUCTION]
     for name, table in TABLES.items():
         record = read(name)
         if record is not None:
-            print(f"{table(record)}\n\n{_source(name, record)}\n")
+            parts.append(f"{table(record)}\n\n{_source(name, record)}\n")
+    return "\n".join(parts)
+
+
+def headlines() -> str:
+    """One line of each."""
+    rows = []
+    for name, line in HEADLINES.items():
+        record = read(name)
+        if record is not None:
+            rows += [
+                (f"[{title}](benchmarks/results/{name}.json){rest}", *cells)
+                for title, rest, *cells in line(record)
+            ]
+    return _table(("", "measured", "bound"), rows)
 
 
 def overhead(record: Record) -> str:
-    return "**What management adds when every copy is resident** (bound: 10 us an operator)\n\n" + _table(
+    return "## What management adds when every copy is resident\n\nBound: 10 us an operator.\n\n" + _table(
         (
             "",
             "managed operators a step",
@@ -56,8 +106,8 @@ _MODES = {
 
 def prefetch(record: Record) -> str:
     return (
-        "**Step time over max(compute, transfer)** on a virtual link of set speed, "
-        f"{record['parameters']['share']:.0%} of the weights resident\n\n"
+        "## Step time over max(compute, transfer)\n\nOn a virtual link of set speed, "
+        f"{record['parameters']['share']:.0%} of the weights resident.\n\n"
         + _table(
             (
                 "",
@@ -84,8 +134,8 @@ def prefetch(record: Record) -> str:
 
 def host_step(record: Record) -> str:
     return (
-        "**Step time over max(compute, transfer, host step)**, host step and transfer equally long, clipping on; in "
-        "brackets what no schedule can be below\n\n"
+        "## Step time over max(compute, transfer, host step)\n\nHost step and transfer equally long, clipping on; in "
+        "brackets what no schedule can be below. Bound: 1.15.\n\n![Step times](images/host_step.png)\n\n"
         + _table(
             (
                 "transfer = host step",
@@ -126,8 +176,8 @@ def host_bandwidth(record: Record) -> str:
         return f"{row['step'][way]['best_bytes_per_second'] / 1e9:.1f}"
 
     return (
-        f"**GB/s of the step on the host**, {threads} threads, the quickest run of each (a copy: "
-        f"{rates['copy']:.1f}, a triad: {rates['triad']:.1f})\n\n"
+        f"## GB/s of the step on the host\n\n{threads} threads, the quickest run of each (a copy: "
+        f"{rates['copy']:.1f}, a triad: {rates['triad']:.1f}).\n\n"
         + _table(
             ("", "tensors", "torch", "torch, fused=True", "hetero"),
             [
@@ -146,8 +196,8 @@ def host_bandwidth(record: Record) -> str:
 def bytes_moved(record: Record) -> str:
     planned, measured = record["results"]["planned"], record["results"]["measured"]
     shares = record["parameters"]["shares"]
-    text = "**Bytes moved over the least possible** (interval LP; the worst of "
-    text += f"{', '.join(record['parameters']['models'])}; bound: 1.02)\n\n"
+    text = "## Bytes moved over the least possible\n\nThe least: the interval linear program. The worst of "
+    text += f"{', '.join(record['parameters']['models'])}; bound: 1.02.\n\n"
     rows = []
     for policy, on in _ways(planned):
         mine = [row for row in planned if row["policy"] == policy and row["prefetch"] == on]
@@ -170,7 +220,7 @@ def planning(record: Record) -> str:
     ways = dict.fromkeys((row["policy"], row["prefetch"]) for row in rows)
     times = {(row["policy"], row["prefetch"], row["accesses"]): row["cpu_seconds"] for row in rows}
     return (
-        "**Planning time by accesses in an iteration**, processor seconds (bound: 1 s for 100,000)\n\n"
+        "## Planning time by accesses in an iteration\n\nProcessor seconds; bound: 1 s for 100,000.\n\n"
         + _table(
             ("policy", "prefetch", *(f"{length:,}" for length in lengths)),
             [
@@ -194,7 +244,8 @@ def sweep(record: Record) -> str:
         for row in record["results"]
     ]
     title = (
-        f"**A GPT of {record['parameters']['parameters'] / 1e9:.3g} billion parameters** (float32, AdamW)\n\n"
+        f"## A GPT of {record['parameters']['parameters'] / 1e9:.3g} billion parameters under budgets\n\n"
+        "float32, AdamW; shares of the unmanaged peak.\n\n"
     )
     heads = ("", "step", "of it the optimizer", "device peak", "budget", "moved a step", "host", "losses")
     return title + _table(heads, rows)
@@ -227,7 +278,7 @@ def _source(name: str, record: Record) -> str:
     if machine["accelerator"]:
         where += f", {machine['accelerator']}"
     return (
-        f"[`benchmarks/results/{name}.json`](benchmarks/results/{name}.json): {where}, torch {record['torch']}, "
+        f"[`benchmarks/results/{name}.json`](../benchmarks/results/{name}.json): {where}, torch {record['torch']}, "
         f"Python {record['python']}, {record['date'][:10]}, commit {record['commit'][:7]}"
     )
 
@@ -243,5 +294,71 @@ TABLES: dict[str, Callable[[Record], str]] = {
     "sweep_cpu": sweep,
 }
 
+
+def _overhead_lines(record: Record) -> list[Line]:
+    row = next(row for row in record["results"] if row["mode"] == "frozen")
+    return [
+        (
+            "time added to an operator",
+            " whose copies are resident",
+            f"{row['added_microseconds']:.1f} us",
+            "10 us",
+        ),
+        ("step where everything fits", ", over unmanaged", f"{row['settled_step_ratio']:.3f}", "1.01"),
+    ]
+
+
+def _bytes_lines(record: Record) -> list[Line]:
+    rows = [row for row in record["results"]["planned"] if row["policy"] == "opt" and row["prefetch"]]
+    worst = max(row["ratio"] for row in rows)
+    return [
+        ("bytes moved over the least possible", f", the worst of {len(rows)} plans", f"{worst:.3f}", "1.02")
+    ]
+
+
+def _prefetch_lines(record: Record) -> list[Line]:
+    row = next(row for row in record["results"] if row["mode"] == "training")
+    ratios = f"{row['ratio_without_prefetch']:.2f}, {row['ratio_with_prefetch']:.2f}"
+    rest = ", transfer as long as compute, over the longer: without prefetch, with"
+    return [("training step", rest, ratios, f"none is below {row['ratio_least']:.2f}")]
+
+
+def _host_step_lines(record: Record) -> list[Line]:
+    row = record["results"][0]
+    ratios = ", ".join(f"{row['ratios'][way]:.2f}" for way in ("at once", "deferred", "tried", "both"))
+    rest = (
+        f", the host's step as long as well, clipping, {row['held']:.0%} of the weights resident: stepped at once, "
+        "deferred, begun in backward (`speculate=True`), and with device homes"
+    )
+    return [("the same", rest, ratios, "1.15")]
+
+
+def _bandwidth_lines(record: Record) -> list[Line]:
+    rows = record["results"]
+    threads = max(row["threads"] for row in rows)
+    mine = [row for row in rows if row["threads"] == threads]
+    copy = next(row["memory"]["copy"]["best_bytes_per_second"] for row in mine if "memory" in row) / 1e9
+    step = next(row["step"] for row in mine if row.get("optimizer") == "AdamW" and row["model"] == "large")
+    rates = [f"{step[way]['best_bytes_per_second'] / 1e9:.0f}" for way in ("torch", "hetero")]
+    return [("AdamW on the host", ", GB/s: torch's default, hetero", ", ".join(rates), f"a copy: {copy:.0f}")]
+
+
+def _planning_lines(record: Record) -> list[Line]:
+    rows = [row for row in record["results"] if row["policy"] == "opt" and row["prefetch"]]
+    row = max(rows, key=lambda row: row["accesses"])
+    return [
+        (f"planning {row['accesses']:,} accesses", ", processor time", f"{row['cpu_seconds']:.2f} s", "1 s")
+    ]
+
+
+HEADLINES: dict[str, Callable[[Record], list[Line]]] = {
+    "overhead": _overhead_lines,
+    "bytes": _bytes_lines,
+    "prefetch": _prefetch_lines,
+    "host_step": _host_step_lines,
+    "host_bandwidth": _bandwidth_lines,
+    "planning": _planning_lines,
+}
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -53,6 +53,12 @@ def test_the_readmes_figures_of_the_demo_are_those_of_its_file() -> None:
     assert numbers["peak_device_bytes"] <= numbers["device_budget"] < numbers["model_data_bytes"]
 
 
+def test_tables_and_figures_are_those_of_the_result_files() -> None:
+    command = [sys.executable, "-m", "benchmarks.tables", "--check"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
 def test_every_keyword_of_manage_is_in_the_readme_with_its_default() -> None:
     import inspect
 

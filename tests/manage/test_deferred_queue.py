@@ -80,13 +80,14 @@ def test_a_fork_finds_nothing_queued():
     with manager:
         two_steps(model, optimizer, target)
         backward(model, target)
-        optimizer.step()
-        assert pending(manager)
-        child = os.fork()
-        if child == 0:
-            waiting = manager._stm.updates._waiting
-            os._exit(1 if waiting or manager._stm.updates._current else 0)
-        assert os.waitpid(child, 0)[1] == 0
+        with stopped(manager):
+            optimizer.step()
+            assert pending(manager)
+            child = os.fork()
+            if child == 0:
+                waiting = manager._stm.updates._waiting
+                os._exit(1 if waiting or manager._stm.updates._current else 0)
+            assert os.waitpid(child, 0)[1] == 0
 
 
 @pytest.mark.skipif(
