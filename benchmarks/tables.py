@@ -6,6 +6,7 @@ python -m benchmarks.tables --check    # says whether they are what the files sa
 Every number comes from a file; a benchmark that has not been run gives no table.
 """
 
+import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,6 +27,17 @@ _INTRODUCTION = """# Measured
 machine, the versions and the commit; `python -m benchmarks.tables` makes this page from them. A *bound* is what we ask
 of ourselves; figures that miss it are here as well. The machine has two shared cores and no GPU: operators of the
 virtual accelerator run on the processor, so times compare ways of working with each other, and say nothing about a GPU.
+"""
+
+_OTHERS = """## Others, without a table here
+
+* [`pool.json`](../benchmarks/results/pool.json), [`networks.json`](../benchmarks/results/networks.json): footprints of
+  placement planners on published instances, and on VGG and ResNet.
+* [`allocators.md`](../benchmarks/results/allocators.md): what TensorFlow's BFC allocator reserves and uses.
+* [`reorder.json`](../benchmarks/results/reorder.json): peaks after reordering, beside Inductor's rules.
+* [`simulation.json`](../benchmarks/results/simulation.json): the simulated step against the measured one.
+* [`planning_step.json`](../benchmarks/results/planning_step.json): planning a step of a model of 7 billion parameters.
+* [`demo.json`](../benchmarks/results/demo.json): the demo.
 """
 
 
@@ -55,7 +67,7 @@ def page() -> str:
         record = read(name)
         if record is not None:
             parts.append(f"{table(record)}\n\n{_source(name, record)}\n")
-    return "\n".join(parts)
+    return "\n".join([*parts, _OTHERS])
 
 
 def headlines() -> str:
@@ -267,6 +279,72 @@ def _sweep_cells(row: Record) -> tuple[str, ...]:
     )
 
 
+def activations(record: Record) -> str:
+    rows = []
+    for row in record["results"]:
+        times, name = row["medians"], row.get("model") or f"chain, {row['transfer_over_forward']:g}"
+        for way, label in _MOVING_ALL.items():
+            mine = f"hetero_at_{way}"
+            predicted = statistics.median(
+                times[mine] / moved["predicted_seconds"] for moved in row["moved"][mine]
+            )
+            rows.append(
+                (
+                    name,
+                    f"{times['unmanaged']:.3f} s",
+                    label,
+                    f"{row['peak_bytes'][way] / row['peak_bytes']['unmanaged']:.0%}",
+                    f"{times[way]:.3f} s",
+                    f"{times[mine]:.3f} s",
+                    f"{times[mine] / times[way]:.3f}",
+                    f"{predicted:.3f}",
+                )
+            )
+    heads = ("", "unmanaged", "beside", "at a peak of", "it", "hetero", "ratio", "measured over predicted")
+    return (
+        "## Steps whose activations leave\n\n"
+        "hetero has the peak of the way beside it as its budget; the chain's number is what a layer's saved tensors "
+        "take on the link, of its forward. Bounds: ratio 1, prediction within 0.05.\n\n" + _table(heads, rows)
+    )
+
+
+_MOVING_ALL = {"save_on_cpu": "torch's save_on_cpu", "swap_everything": "swapping everything beside compute"}
+
+
+def swap(record: Record) -> str:
+    rows = []
+    for row in record["results"]:
+        free = {way: 100 - found["zero_overhead_percent_of_peak"] for way, found in row["methods"].items()}
+        paper = row["paper_mb"]
+        rows.append(
+            (
+                row["machine"],
+                row["network"],
+                *(f"{free[way]} %" for way in _SWAP_WAYS),
+                f"{100 * (1 - row['bound_bytes'] / row['peak_bytes']):.1f} %",
+                f"{100 * (1 - paper[1] / paper[0]):.1f} %" if paper else "",
+            )
+        )
+    return (
+        "## AutoSwap: load reduction at no simulated overhead\n\n"
+        "Batch 100, CIFAR-10 shapes, the paper's model of transfers. Machines: a GTX 1080 Ti's roofline; the same, "
+        "slowed to published kernel times; fitted to the paper's own figures. *bound*: no plan frees more. Overheads against "
+        "limits: [`swap.png`](../benchmarks/results/swap.png).\n\n"
+        + _table(("machine", "network", *_SWAP_WAYS.values(), "bound", "paper"), rows)
+    )
+
+
+_SWAP_WAYS = {
+    "doa": "DOA",
+    "aoa": "AOA",
+    "wdoa": "WDOA",
+    "swdoa": "SWDOA",
+    "bo": "BO of the four",
+    "search": "local search",
+    "plan": "one plan",
+}
+
+
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [heads, ["---"] * len(heads), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -290,6 +368,9 @@ TABLES: dict[str, Callable[[Record], str]] = {
     "host_bandwidth": host_bandwidth,
     "bytes": bytes_moved,
     "planning": planning,
+    "activations": activations,
+    "activations_models": activations,
+    "swap": swap,
     "sweep": sweep,
     "sweep_cpu": sweep,
 }
@@ -343,6 +424,13 @@ def _bandwidth_lines(record: Record) -> list[Line]:
     return [("AdamW on the host", ", GB/s: torch's default, hetero", ", ".join(rates), f"a copy: {copy:.0f}")]
 
 
+def _activations_lines(record: Record) -> list[Line]:
+    row = next(row for row in record["results"] if row["transfer_over_forward"] == 1.0)
+    ratios = [row["medians"][f"hetero_at_{way}"] / row["medians"][way] for way in _MOVING_ALL]
+    rest = ", at the same peak, over that of moving all: by `save_on_cpu`, beside compute"
+    return [("step whose activations leave", rest, ", ".join(f"{ratio:.2f}" for ratio in ratios), "1")]
+
+
 def _planning_lines(record: Record) -> list[Line]:
     rows = [row for row in record["results"] if row["policy"] == "opt" and row["prefetch"]]
     row = max(rows, key=lambda row: row["accesses"])
@@ -357,6 +445,7 @@ HEADLINES: dict[str, Callable[[Record], list[Line]]] = {
     "prefetch": _prefetch_lines,
     "host_step": _host_step_lines,
     "host_bandwidth": _bandwidth_lines,
+    "activations": _activations_lines,
     "planning": _planning_lines,
 }
 
