@@ -329,8 +329,6 @@ class Cycles:
         if not self.timings.is_final(keys):
             return
         self._homes_chosen.add(keys)
-        if not self.device_homes and self.timings.waited_share(keys) < _WORTH:
-            return  # nothing to be won
 
         def planned(homes: tuple[int, ...]) -> tuple[Trace, Schedule]:
             made = self._planner.make(keys, self._samples, plan.margin, homes, costs, thorough=False)
@@ -347,7 +345,7 @@ class Cycles:
         # Each kind of iteration has its own best number; all of them have to live with the least.
         others = len(self._homes_chosen) > 1
         chosen = tuple(index for index in best.homes if not others or index in self.device_homes)
-        self._set_homes(chosen, on_trial=not self.device_homes)
+        self._set_homes(chosen, on_trial=best.moves_more and not self.device_homes)
 
     def _keep_homes(self) -> None:
         """Those that still can live on the device, as many as may."""

@@ -99,13 +99,6 @@ class Timings:
         state = self._states.get(keys)
         return state is not None and state.is_final
 
-    def waited_share(self, keys: Keys) -> float:
-        """Of such an iteration, compute's waiting: no plan can win more."""
-        timing = self.get(keys)
-        if timing is None or timing.measured_seconds <= 0.0:
-            return 0.0
-        return sum(timing.waited.values()) / timing.measured_seconds
-
     def note_moved(self, keys: Keys, *, on_trial: bool) -> None:
         """Something else lives on the device from now on: times are to be measured again. ``on_trial``: it has to show
         then that it was worth it (`was_in_vain`)."""

@@ -76,6 +76,5 @@ def homes_on_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(cycles, "choose_device_homes", most)
     monkeypatch.setattr(Timings, "is_final", lambda self, keys: True)
-    monkeypatch.setattr(Timings, "waited_share", lambda self, keys: 1.0)
     monkeypatch.setattr(Timings, "was_in_vain", lambda self, keys: False)
     monkeypatch.setattr(DeviceHomes, "_is_timed", lambda self, tensors: True)
