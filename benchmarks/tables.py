@@ -328,8 +328,8 @@ def swap(record: Record) -> str:
     return (
         "## AutoSwap: load reduction at no simulated overhead\n\n"
         "Batch 100, CIFAR-10 shapes, the paper's model of transfers. Machines: a GTX 1080 Ti's roofline; the same, "
-        "slowed to published kernel times; fitted to the paper's own figures. *bound*: no plan frees more. Overheads against "
-        "limits: [`swap.png`](../benchmarks/results/swap.png).\n\n"
+        "slowed to published kernel times; fitted to the paper's own figures. *bound*: no plan frees more. Overheads "
+        "against limits: [`swap.png`](../benchmarks/results/swap.png).\n\n"
         + _table(("machine", "network", *_SWAP_WAYS.values(), "bound", "paper"), rows)
     )
 
