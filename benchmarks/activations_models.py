@@ -25,7 +25,7 @@ from benchmarks.activation_ways import LATENCY, Job, lines, measure
 from benchmarks.allocators import load_cnn
 from benchmarks.chain import Pause
 from benchmarks.models import MODELS
-from benchmarks.record import median, write
+from benchmarks.record import commit, median, read, write
 from benchmarks.swap_everything import WAYS
 from hetero.cli.placing import choose_device
 from hetero.devices import virtual
@@ -65,12 +65,14 @@ def main() -> None:
         print(f"skipped: {device} has a link of its own, which cannot be set")
         return
     virtual.set_memory_limit("1GiB")
-    rows = []
+    # One model at a time may be measured anew: each row says of which commit it is.
+    rows = {row["model"]: row for row in (read("activations_models") or {"results": []})["results"]}
     for name in arguments.models:
         row = _row(name, device, arguments)
-        rows.append({"model": name, **row})
+        rows[name] = {"model": name, "commit": commit(), **row}
         print(f"{name}: {lines(row)}", flush=True)
-    write("activations_models", {**vars(arguments), "latency": LATENCY}, rows, device=device)
+        found = [rows[model] for model in _JOBS if model in rows]
+        write("activations_models", {**vars(arguments), "latency": LATENCY}, found, device=device)
 
 
 def _row(name: str, device: torch.device, arguments: argparse.Namespace) -> dict[str, Any]:
