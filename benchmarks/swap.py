@@ -1,20 +1,23 @@
 """AutoSwap's comparison, simulated: how far the load of CNNs can fall at no cost in time, and what it costs beyond.
 
-python -m benchmarks.swap [--keep] [NETWORK ...]
+python -m benchmarks.swap [--keep] [--machines NAME ...] [-- NETWORK ...]
 
 VGG and ResNet on CIFAR-10 shapes, batch 100, traced on fake tensors; operators' times from the roofline of a GTX
 1080 Ti, transfers from the AutoSwap paper's model. Three times: at the roofline itself; with operators slower by what
 published times of that generation's kernels say (`benchmarks.published`); and by what it takes for VGG16's load to
-reach 95 % of its peak after the paper's 24 ms. ``plan`` is the planner that training uses, with every leaving copied
-as in the paper; ``plan, clean`` drops what was not written since it was last copied. Writes JSON and a picture.
+reach 95 % of its peak after the paper's 24 ms. ``plan`` is the one plan under the paper's rules, which begins with
+what all others found; ``plan, clean`` drops what was not written since it was last copied; ``training`` is the
+planner that training uses, under its own rules: transfers start where operators do. ``bounds``: what no plan is
+faster than. Writes JSON and a picture.
 """
 
 import argparse
 import sys
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -22,11 +25,15 @@ from benchmarks.published import slowdown
 from benchmarks.record import RESULTS, read, write
 from hetero.eviction import CapacityError, check, lower_bound, lower_bound_seconds
 from hetero.eviction import plan as next_use
+from hetero.eviction.fluid import fluid
 from hetero.simulate import GTX_1080_TI, Machine
 from hetero.swap import (
     Method,
+    OnePlan,
     Step,
     SwapLimitError,
+    SwapPlan,
+    best_plan,
     least_limit,
     links_of,
     lower_bound_limit,
@@ -40,10 +47,12 @@ import cnn
 
 NETWORKS = [*cnn.VGG_LAYERS, *cnn.RESNET_BLOCKS]
 METHODS: tuple[Method, ...] = ("doa", "aoa", "wdoa", "swdoa", "bo", "search")
-PLANS = ("plan", "plan, clean")
+MACHINES = ("roofline", "published", "calibrated")
+SHOWN = ("bo", "search", "plan", "training")
 CURVE = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5, 0.45, 0.4)
 PAPER = {"vgg16": (647, 447), "resnet50": (4418, 2906)}
 _PAPER_RAMP_SECONDS = 0.024
+_CHECKPOINTS, _CHECKPOINTS_AT_LEAST = 96, 160  # of the bound: at most shares, and at 60 % less
 _MISSES = 4  # percentages in a row that must cost time before a method is said to go no lower
 
 
@@ -53,13 +62,20 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=100)
     parser.add_argument("--bo-trials", type=int, default=30)
     parser.add_argument("--search-trials", type=int, default=300)
-    parser.add_argument("--keep", action="store_true", help="keep other networks' results of the last run")
+    parser.add_argument("--plan-trials", type=int, default=600)
+    parser.add_argument("--machines", nargs="+", choices=MACHINES, default=MACHINES)
+    parser.add_argument("--keep", action="store_true", help="keep the last run's results of others")
     arguments = parser.parse_args()
     factor = _calibrated(arguments.batch)
     last = read("swap") if arguments.keep else None
-    rows = [row for row in last["results"] if row["network"] not in arguments.networks] if last else []
+    again = {(machine, name) for machine in arguments.machines for name in arguments.networks}
+    rows = [row for row in last["results"] if (row["machine"], row["network"]) not in again] if last else []
     parameters = {
-        **{key: value for key, value in vars(arguments).items() if key not in ("keep", "networks")},
+        **{
+            key: value
+            for key, value in vars(arguments).items()
+            if key not in ("keep", "networks", "machines")
+        },
         "calibration_factor": factor,
         "misses": _MISSES,
         "curve": CURVE,
@@ -67,12 +83,13 @@ def main() -> None:
     for name in arguments.networks:
         trace = trace_recipe(partial(cnn.recipe, name, arguments.batch))
         slower = {"roofline": 1.0, "published": slowdown(name), "calibrated": factor}
-        for called, times in slower.items():
+        for called in arguments.machines:
+            times = slower[called]
             machine = GTX_1080_TI.slowed(times)
             row = {"machine": called, "network": name, **_measure(name, trace, machine, arguments)}
             rows.append({**row, "slowed": times})
             _show(row)
-        rows.sort(key=lambda row: NETWORKS.index(row["network"]))
+        rows.sort(key=lambda row: (NETWORKS.index(row["network"]), MACHINES.index(row["machine"])))
         write("swap", parameters, rows, device=None)  # after each: it takes a while
         _plot(rows, RESULTS / "swap.png")
 
@@ -88,78 +105,135 @@ def _calibrated(batch: int) -> float:
 def _measure(name: str, trace: StepTrace, machine: Machine, arguments: argparse.Namespace) -> dict[str, Any]:
     step = swap_step(trace, operator_seconds(trace, machine))
     trials = {"bo": arguments.bo_trials, "search": arguments.search_trials}
-    peak = step.peak_bytes
-    row: dict[str, Any] = {
-        "peak_bytes": peak,
+    methods: dict[str, Any] = {}
+    starts: dict[float, list[SwapPlan]] = {share: [] for share in CURVE}
+    lowest = 100
+    for method in METHODS:
+        began = time.perf_counter()
+        judge = partial(_swaps, step, machine, method, trials=trials.get(method))
+        # What no score costs, neither does BO nor the search: both begin with the scores.
+        zero = _zero(judge, lowest if method in trials else 100)
+        lowest = min(lowest, zero)
+        curve = [(share, judge(share)) for share in CURVE]
+        for share, plan in curve:
+            starts[share] += [] if plan is None else [plan]
+        methods[method] = _result(zero, curve, began)
+    ours = _Ours(step, machine, arguments.plan_trials, arguments.search_trials, starts)
+    for called, planned in (("plan", ours.plan), ("plan, clean", ours.clean), ("training", ours.training)):
+        began = time.perf_counter()
+        zero = _zero(planned, 100 if called == "training" else lowest)
+        methods[called] = _result(zero, [(share, planned(share)) for share in CURVE], began)
+    methods["plan"]["bounds"] = [_bounds(step, machine, share, clean=False) for share in CURVE]
+    methods["plan, clean"]["bounds"] = [_bounds(step, machine, share, clean=True) for share in CURVE]
+    return {
+        "peak_bytes": step.peak_bytes,
         "step_seconds": step.total_seconds,
         "operators": step.span,
         "least_limit_bytes": least_limit(step, method="doa"),
         "bound_bytes": lower_bound_limit(step, machine),
         "paper_mb": PAPER.get(name),
-        "methods": {},
+        "methods": methods,
     }
-    lowest = 100
-    for method in METHODS:
-        began = time.perf_counter()
-        # What no score costs, neither does BO nor the search: both begin with the scores.
-        known = lowest if method in trials else 100
-        zero = _zero(step, machine, method, trials.get(method), known)
-        if method not in trials:
-            lowest = min(lowest, zero)
-        row["methods"][method] = {
-            "zero_overhead_percent_of_peak": zero,
-            "curve": [
-                [share, _overhead(step, machine, method, share, trials.get(method))] for share in CURVE
-            ],
-            "seconds": time.perf_counter() - began,
-        }
-    for planned in PLANS:
-        began = time.perf_counter()
-        clean = planned != "plan"
-        zero = _zero(step, machine, planned, None, lowest)
-        row["methods"][planned] = {
-            "zero_overhead_percent_of_peak": zero,
-            "curve": [[share, _planned(step, machine, share, clean=clean)] for share in CURVE],
-            "bounds": [_bounds(step, machine, share, clean=clean) for share in CURVE],
-            "seconds": time.perf_counter() - began,
-        }
-    return row
 
 
-def _zero(step: Step, machine: Machine, method: str, trials: int | None, known: int) -> int:
+_Judged = SwapPlan | OnePlan | None
+
+
+def _result(zero: int, curve: Sequence[tuple[float, _Judged]], began: float) -> dict[str, Any]:
+    return {
+        "zero_overhead_percent_of_peak": zero,
+        "curve": [[share, None if plan is None else plan.overhead] for share, plan in curve],
+        "seconds": time.perf_counter() - began,
+    }
+
+
+def _zero(judge: Callable[[float], _Judged], known: int) -> int:
     """The least limit without overhead, in whole percent of the peak."""
     best, missed, percent = known, 0, known
     while missed < _MISSES and percent > 1:
         percent -= 1
-        overhead = _overhead(step, machine, method, percent / 100, trials)
-        if overhead == 0.0:
+        plan = judge(percent / 100)
+        if plan is not None and plan.overhead == 0.0:
             best, missed = percent, 0
         else:
             missed += 1
     return best
 
 
-def _overhead(step: Step, machine: Machine, method: str, share: float, trials: int | None) -> float | None:
-    if method in PLANS:
-        return _planned(step, machine, share, clean=method != "plan")
+def _swaps(
+    step: Step, machine: Machine, method: Method, share: float, *, trials: int | None
+) -> SwapPlan | None:
     try:
-        plan = plan_swaps(
-            step, int(share * step.peak_bytes), machine, method=cast(Method, method), trials=trials
-        )
+        plan = plan_swaps(step, int(share * step.peak_bytes), machine, method=method, trials=trials)
     except SwapLimitError:
         return None
     assert plan.timeline.over_bytes == 0
-    return plan.overhead
+    return plan
 
 
-def _planned(step: Step, machine: Machine, share: float, *, clean: bool) -> float | None:
-    try:
-        plan = one_plan(step, int(share * step.peak_bytes), machine, clean=clean)
-    except CapacityError:
-        return None
-    check(plan.trace, plan.schedule)
-    assert plan.timeline.over_bytes == 0
-    return plan.overhead
+class _Ours:
+    """The one plan at a share of the peak, each way once."""
+
+    def __init__(
+        self,
+        step: Step,
+        machine: Machine,
+        trials: int,
+        search_trials: int,
+        starts: dict[float, list[SwapPlan]],
+    ) -> None:
+        self.step, self.machine, self.trials, self.starts = step, machine, trials, starts
+        self.search_trials = search_trials
+        self.trained: dict[float, OnePlan | None] = {}
+        self.planned: dict[float, OnePlan | None] = {}
+
+    def training(self, share: float) -> OnePlan | None:
+        if share not in self.trained:
+            self.trained[share] = self._checked(
+                partial(one_plan, self.step, self._limit(share), self.machine)
+            )
+        return self.trained[share]
+
+    def plan(self, share: float) -> OnePlan | None:
+        if share not in self.planned:
+            trained = self.training(share)
+            if trained is not None and share not in self.starts:
+                found = _swaps(self.step, self.machine, "search", share, trials=self.search_trials)
+                self.starts[share] = [] if found is None else [found]
+            self.planned[share] = trained and self._best(
+                share, self.starts[share], trained, trials=self.trials
+            )
+        return self.planned[share]
+
+    def clean(self, share: float) -> OnePlan | None:
+        """Begins with the plan that copies every time, and is that where clean copies only disturb the order."""
+        copied = self.plan(share)
+        if copied is None or copied.swaps is None:
+            return copied
+        quick = one_plan(self.step, self._limit(share), self.machine, clean=True, planner=next_use)
+        best = self._best(share, [copied.swaps], quick, clean=True, trials=0)
+        return copied if best is None or copied.overhead < best.overhead else best
+
+    def _best(self, share: float, start: list[SwapPlan], trained: OnePlan, **more: Any) -> OnePlan | None:
+        limit = self._limit(share)
+        best = self._checked(
+            partial(best_plan, self.step, limit, self.machine, start=start, trained=trained, **more)
+        )
+        if best is not None and not more.get("clean"):
+            assert best.overhead <= min(plan.overhead for plan in (trained, *start)) + 1e-9
+        return best
+
+    def _limit(self, share: float) -> int:
+        return int(share * self.step.peak_bytes)
+
+    def _checked(self, planner: Callable[[], OnePlan]) -> OnePlan | None:
+        try:
+            plan = planner()
+        except CapacityError:
+            return None
+        check(plan.trace, plan.schedule)
+        assert plan.timeline.over_bytes == 0
+        return plan
 
 
 def _bounds(step: Step, machine: Machine, share: float, *, clean: bool) -> dict[str, Any] | None:
@@ -168,7 +242,11 @@ def _bounds(step: Step, machine: Machine, share: float, *, clean: bool) -> dict[
         plan = one_plan(step, int(share * step.peak_bytes), machine, clean=clean, planner=next_use)
     except CapacityError:
         return None
-    soonest = lower_bound_seconds(plan.trace, links_of(machine))
+    links = links_of(machine)
+    points = _CHECKPOINTS_AT_LEAST if share == CURVE[-1] else _CHECKPOINTS
+    soonest = max(
+        lower_bound_seconds(plan.trace, links), fluid(plan.trace, links, checkpoints=points).step_seconds
+    )
     return {
         "share": share,
         "bytes": lower_bound(plan.trace),
@@ -182,11 +260,13 @@ def _show(row: dict[str, Any]) -> None:
     peak = row["peak_bytes"]
     methods = row["methods"]
     zeros = " ".join(f"{m} {100 - methods[m]['zero_overhead_percent_of_peak']:2d} %" for m in methods)
-    at = "/".join(_percent(dict(map(tuple, methods[m]["curve"]))[0.4]) for m in ("bo", "search", "plan"))
+    at = "/".join(_percent(dict(map(tuple, methods[m]["curve"]))[0.4]) for m in SHOWN)
+    least = methods["plan"]["bounds"][-1]
     bound = 100 * (1 - row["bound_bytes"] / peak)
     print(
         f"{row['machine']:10} {row['network']:9} {peak / 1e6:6.0f} MB {1e3 * row['step_seconds']:6.1f} ms, free: "
-        f"{zeros}, none above {bound:.1f} %; 60 % less costs {at} (bo/search/plan)",
+        f"{zeros}, none above {bound:.1f} %; 60 % less costs {at} ({'/'.join(SHOWN)}), at least "
+        f"{_percent(least and least['overhead'])}",
         flush=True,
     )
 
@@ -206,7 +286,7 @@ def _plot(rows: list[dict[str, Any]], path: Path) -> None:
         ax = axes[machines.index(row["machine"])][names.index(row["network"])]
         for method, result in row["methods"].items():
             points = [(100 * share, 100 * over) for share, over in result["curve"] if over is not None]
-            if points and method != "plan, clean":
+            if points and method not in ("plan, clean", "training"):
                 width = 2.2 if method == "plan" else 1.0
                 color = "black" if method == "plan" else None
                 ax.plot(*zip(*points, strict=True), marker=".", label=method, linewidth=width, color=color)
@@ -215,7 +295,13 @@ def _plot(rows: list[dict[str, Any]], path: Path) -> None:
             [100 * b["share"] for b in bounds],
             [100 * b["overhead"] for b in bounds],
             color="lightgrey",
-            label="below the bound",
+        )
+        ax.plot(
+            [100 * b["share"] for b in bounds],
+            [100 * b["overhead"] for b in bounds],
+            color="grey",
+            linestyle="--",
+            label="bound",
         )
         ax.axvline(
             100 * row["bound_bytes"] / row["peak_bytes"], color="grey", linestyle=":", label="bound at 0 %"

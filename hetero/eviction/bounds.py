@@ -1,11 +1,12 @@
 """What no schedule can go below: bytes per iteration, and seconds per iteration under given links.
 
 Owns `lower_bound` and `lower_bound_seconds`. The first knows neither links nor prefetching; the second adds
-what the order of uses and the capacity force into each stretch of time.
+what the order of uses and the capacity force into each stretch of time, and what `hetero.eviction.fluid` says.
 """
 
 import numpy as np
 
+from hetero.eviction.fluid import fluid
 from hetero.eviction.intervals import Bools, Floats, Intervals, Ints, read_intervals
 from hetero.eviction.model import Links, Trace
 from hetero.eviction.relaxation import bound_from_prices, relax
@@ -33,7 +34,7 @@ def lower_bound_seconds(trace: Trace, links: Links) -> float:
     A stretch of moments takes at least the time of its operators, and at least the time of fetching what they
     use beyond what the device could hold when it began or what was invalidated within it. The bound is the
     best chain of disjoint stretches (longest path), tried from several starting moments of a cyclic
-    iteration.
+    iteration; or that of the step as a fluid (`fluid`), if it is better.
     """
     problem = read_intervals(trace)
     if not problem.periods:
@@ -43,7 +44,7 @@ def lower_bound_seconds(trace: Trace, links: Links) -> float:
     quarters = range(0, problem.periods, max(problem.periods // 4, 1)) if trace.cyclic else (0,)
     chain = max(_longest(problem, seconds, capacity, links, start) for start in quarters)
     bandwidth = links.h2d_bandwidth + (links.d2h_bandwidth if problem.groups else 0.0)
-    return max(chain, lower_bound(trace) / bandwidth)
+    return max(chain, lower_bound(trace) / bandwidth, fluid(trace, links).step_seconds)
 
 
 def _longest(problem: Intervals, seconds: Floats, capacity: Ints, links: Links, start: int) -> float:

@@ -1,17 +1,19 @@
 """The plan for an iteration in which activations may leave: many choices compete in the simulated step.
 
 Owns the competition. Counting bytes is not enough here: an activation has to be copied down before it comes back, and
-late copies hold operators up. So choices by next use, by the linear program and by AutoSwap's four scores and their
-combinations are laid out in several ways and simulated; the best is improved by a local search, as far as that is
-affordable. A pure function: the same arguments give the same schedule.
+late copies hold operators up. So choices by next use, by bytes, by the step as a fluid (`hetero.eviction.fluid`) and
+by AutoSwap's four scores and their combinations are laid out in several ways and simulated; the best is improved by a
+local search, as far as that is affordable. It ends where the fluid's bound says that there is nothing left to win. A
+pure function: the same arguments give the same schedule.
 """
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
+from hetero.eviction.fluid import Fluid, fluid
 from hetero.eviction.intervals import Bools, Floats, Intervals, Ints, read_intervals
 from hetero.eviction.model import Links, Schedule, Trace
 from hetero.eviction.planner import plan
@@ -27,7 +29,10 @@ __all__ = ["compete"]
 _COMBINATIONS = 30  # of the scores, with random weights: as many as the paper's optimisation tries
 _BEST = 6  # choices that are laid out in every way
 _TRIALS = 200  # of the local search
-_AFFORDABLE_ACCESSES = 1_000_000  # simulated in all; about 10 microseconds each
+_AFFORDABLE_MOMENTS = 120_000  # simulated in all; about 20 microseconds each
+_CHECKPOINTS = (32, 64)  # of the fluid: the fewer, the more it leaves to the scores
+_CLOSE = 1.001  # to the bound: not worth a search
+_TIE = 1e-3  # decides between equal shares
 _ROUNDS = 3  # placements that learn from the last one's write backs
 _NOTHING_LOST = 1.0 + 1e-9  # sums of the same times in another order
 
@@ -43,53 +48,61 @@ def compete(
     problem = read_intervals(trace)
     judge = _Judge(trace, problem, links)
     judge.found.append(plan(trace, links=links))
-    goal = max(goal, sum(moment.seconds for moment in trace.moments)) * _NOTHING_LOST
-    if judge.found[0].predicted_seconds > goal:
-        _explore(trace, problem, links, judge, trials, goal)
-    fastest = min(schedule.predicted_seconds for schedule in judge.found)
-    soon = max(goal, fastest * _NOTHING_LOST) * (1.0 + worth)
+    least = max(goal, sum(moment.seconds for moment in trace.moments)) * _NOTHING_LOST
+    if judge.fastest > least:
+        relaxed = [fluid(trace, links, checkpoints=count) for count in _CHECKPOINTS]
+        judge.goal = max(least, _NOTHING_LOST * max(some.step_seconds for some in relaxed))
+        _explore(trace, problem, links, judge, trials, relaxed)
+    soon = max(least, judge.fastest * _NOTHING_LOST) * (1.0 + worth)
     near = [schedule for schedule in judge.found if schedule.predicted_seconds <= soon]
     return min(near, key=lambda schedule: (schedule.moved_bytes, schedule.predicted_seconds))
 
 
 def _explore(
-    trace: Trace, problem: Intervals, links: Links, judge: "_Judge", trials: int, goal: float
+    trace: Trace, problem: Intervals, links: Links, judge: "_Judge", trials: int, relaxed: Sequence[Fluid]
 ) -> None:
     scores = by_score(trace, problem, links)
     judged: list[tuple[float, int, Bools]] = []
-    for name, keep in _choices(trace, problem, scores):
+    for name, keep in _choices(trace, problem, scores, relaxed):
         judged.append((judge(keep, 0, name).predicted_seconds, len(judged), keep))
-        if judge.left <= 0:
+        if judge.done:
             return
     judged.sort(key=lambda entry: entry[:2])
     for _, _, keep in judged[:_BEST]:
         for way in range(1, WAYS):
             judge(keep, way, "scores")
-            if judge.left <= 0:
+            if judge.done:
                 return
+    judge.goal *= _CLOSE
     for start in judged[:2]:
-        if min(schedule.predicted_seconds for schedule in judge.found) > goal:
-            search(problem, start[2], scores["aoa"], judge, trials=trials // 2, stop_at=goal)
+        if not judge.done:
+            search(problem, start[2], scores["aoa"], judge, trials=trials // 2)
 
 
-def _choices(trace: Trace, problem: Intervals, scores: Mapping[str, Floats]) -> Iterator[tuple[str, Bools]]:
+def _choices(
+    trace: Trace, problem: Intervals, scores: Mapping[str, Floats], relaxed: Sequence[Fluid]
+) -> Iterator[tuple[str, Bools]]:
     """Choices that fit, each once, with the name of what made them."""
     seen: set[bytes] = set()
-    for name, keep in _all_choices(trace, problem, scores):
+    for name, keep in _all_choices(trace, problem, scores, relaxed):
         if keep is not None and keep.tobytes() not in seen:
             seen.add(keep.tobytes())
             yield name, keep
 
 
 def _all_choices(
-    trace: Trace, problem: Intervals, scores: Mapping[str, Floats]
+    trace: Trace, problem: Intervals, scores: Mapping[str, Floats], relaxed: Sequence[Fluid]
 ) -> Iterator[tuple[str, Bools | None]]:
     candidates = across_peak(trace, problem)
+    ranks = scores["doa"].argsort(kind="stable").argsort() / max(len(problem.use), 1)
+    for some in relaxed:
+        yield "fluid", choose(problem, problem.room, some.away + _TIE * ranks)
+        yield "fluid", choose(problem, problem.room, (some.away > 0.5) + _TIE * ranks)
+    yield "cost-opt", fewest_bytes(problem, problem.room)
+    yield "opt", farthest_next_use(problem, problem.room)
     for name, values in scores.items():
         yield name, choose(problem, problem.room, values, among=candidates)
         yield name, choose(problem, problem.room, values)
-    yield "opt", farthest_next_use(problem, problem.room)
-    yield "cost-opt", fewest_bytes(problem, problem.room)
     weights = random.Random(0)
     for _ in range(_COMBINATIONS):
         values = combined(scores, [weights.uniform(-1.0, 1.0) for _ in SCORES])
@@ -98,12 +111,21 @@ def _all_choices(
 
 class _Judge:
     """Lays out and simulates choices, and remembers the schedules. Ways 0 and 1 place transfers by periods, 2 and 3 by
-    the clock. ``left``: accesses that may still be simulated."""
+    the clock. ``left``: moments that may still be simulated; ``goal``: a step so short that the rest can be saved."""
 
     def __init__(self, trace: Trace, problem: Intervals, links: Links) -> None:
         self.trace, self.problem, self.links = trace, problem, links
         self.found: list[Schedule] = []
-        self.left = _AFFORDABLE_ACCESSES
+        self.left = _AFFORDABLE_MOMENTS
+        self.goal = 0.0
+
+    @property
+    def fastest(self) -> float:
+        return min(schedule.predicted_seconds for schedule in self.found)
+
+    @property
+    def done(self) -> bool:
+        return self.left <= 0 or self.fastest <= self.goal
 
     def __call__(self, keep: Bools, way: int, name: str = "search") -> Schedule:
         schedules = self._by_clock(keep, way, name) if way >= 2 else self._by_periods(keep, way, name)
@@ -133,7 +155,7 @@ class _Judge:
         ]
 
     def _timed(self, schedule: Schedule) -> tuple[Schedule, Ints]:
-        self.left -= len(self.problem.use)
+        self.left -= len(self.trace.moments)
         result = simulate(self.trace, schedule, self.links)
         behind = np.asarray(result.leaving_bytes, dtype=np.int64)
         return replace(schedule, predicted_seconds=result.step_seconds), behind

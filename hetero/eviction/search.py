@@ -22,9 +22,10 @@ _PATIENCE = 0.02  # relative: how much longer a step is accepted at first, so th
 
 
 class Judge(Protocol):
-    """The timed schedule of a choice, laid out in one of the ways; ``left`` > 0 as long as it may be asked."""
+    """The timed schedule of a choice, laid out in one of the ways; ``done``: there is no use in asking on."""
 
-    left: int
+    @property
+    def done(self) -> bool: ...
 
     def __call__(self, keep: Bools, way: int, /) -> Schedule: ...
 
@@ -36,19 +37,16 @@ def better(one: Schedule, other: Schedule) -> bool:
     return one.moved_bytes < other.moved_bytes
 
 
-def search(
-    problem: Intervals, keep: Bools, score: Floats, judge: Judge, *, trials: int, stop_at: float
-) -> Schedule:
+def search(problem: Intervals, keep: Bools, score: Floats, judge: Judge, *, trials: int) -> Schedule:
     """The best schedule found in ``trials`` judgements, the first of which is ``keep``'s.
 
-    ``keep`` must fit. ``score``: of each interval; larger is likelier to leave. It stops at a step of ``stop_at``
-    seconds, which nothing can beat.
+    ``keep`` must fit. ``score``: of each interval; larger is likelier to leave.
     """
     moves = _Moves(problem, score)
     current = keep
     best = now = judge(keep, 0)
     for trial in range(trials - 1):
-        if best.predicted_seconds <= stop_at or judge.left <= 0:
+        if judge.done:
             break
         choice = moves.neighbour(current)
         schedule = judge(choice, moves.random.randrange(WAYS))

@@ -19,10 +19,11 @@ class TimeBounds:
 
     Attributes:
         operators: as measured, without waiting.
-        copies: operators, and the fetches that any schedule would need, in the order of their uses
+        copies: operators, and the copies that any schedule would need, in the order of their uses
             (`hetero.eviction.lower_bound_seconds`).
         gradients: the way down of those of parameters that live at home.
-        host_step: updates of parameters that live at home, at the speed measured; 0 before that is known.
+        host_step: updates of parameters that live at home, each at the fastest that a byte of any was ever updated;
+            0 before that is known.
     """
 
     operators: float
@@ -38,11 +39,17 @@ class TimeBounds:
 
 def bound_times(stm: StatefulTensorMgr, plan: CyclePlan) -> TimeBounds:
     """Of the iteration that ``plan`` is for."""
-    links, costs = stm.cycles.timings.links(plan.keys), stm.cycles.home_costs()
+    links = stm.cycles.timings.links(plan.keys)
     at_home = [t for t in stm.tensors if t.index not in set(plan.device_homes) and t.parameter.requires_grad]
     return TimeBounds(
         operators=sum(moment.seconds for moment in plan.trace.moments),
         copies=lower_bound_seconds(plan.trace, links),
         gradients=sum(links.d2h_seconds(t.device_nbytes) for t in at_home if t.index in plan.first_uses),
-        host_step=sum(costs[t.index].step_seconds for t in at_home if t.index in costs),
+        host_step=_updated_bytes(stm, plan) * stm.cycles.timings.host_fastest(),
     )
+
+
+def _updated_bytes(stm: StatefulTensorMgr, plan: CyclePlan) -> int:
+    """Of the parameters that the host steps in such an iteration; 0 before that is known."""
+    updates = plan.trace.updates
+    return 0 if updates is None else sum(stm.tensors[index].home.nbytes for index in updates.tensors)

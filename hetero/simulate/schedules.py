@@ -1,7 +1,8 @@
 """An eviction schedule of parameters as a program: sampling moments, operators, fetches and write backs.
 
 Owns the translation of `hetero.eviction`'s nouns. Each moment becomes a compute task without time, which takes the
-memory of what is produced and of the fetches that start there, and the operator, which waits for its operands.
+memory of what is produced and of the fetches that start there, and the operator, which waits for its operands; or the
+latter alone, by AutoSwap's rules.
 Memory that a moment may not use for model data is taken by its operator, so that one limit serves all. It plans
 nothing.
 """
@@ -15,14 +16,18 @@ from hetero.simulate.program import Program, ProgramBuilder
 __all__ = ["lower_schedule"]
 
 
-def lower_schedule(trace: Trace, schedule: Schedule, links: Links) -> tuple[Program, int]:
+def lower_schedule(
+    trace: Trace, schedule: Schedule, links: Links, *, patient: bool = False
+) -> tuple[Program, int]:
     """The program that follows a valid ``schedule`` of a cyclic ``trace``, and the memory limit in bytes to run
     it with.
 
-    The limit is the largest capacity of any moment. The compute tasks are, for each moment in turn, the moment itself
-    and its operator.
+    ``patient``: as AutoSwap's, a fetch waits for its memory by itself, in the middle of an operator if need be, and an
+    operator takes its memory when its operands are there; otherwise moments take and wait for both, as in training. The
+    limit is the largest capacity of any moment. The compute tasks are, for each moment in turn, the moment itself
+    (unless ``patient``) and its operator.
     """
-    lowering = _Lowering(trace, schedule, links)
+    lowering = _Lowering(trace, schedule, links, patient=patient)
     # Who is dirty, and in whose care a copy is, crosses from one iteration to the next: go round twice.
     lowering.walk(_Recorder())
     recorder = _Recorder()
@@ -40,8 +45,8 @@ class _Recorder:
 
 
 class _Lowering:
-    def __init__(self, trace: Trace, schedule: Schedule, links: Links) -> None:
-        self.trace, self.schedule, self.links = trace, schedule, links
+    def __init__(self, trace: Trace, schedule: Schedule, links: Links, *, patient: bool) -> None:
+        self.trace, self.schedule, self.links, self.patient = trace, schedule, links, patient
         self.limit = max((moment.capacity for moment in trace.moments), default=0)
         self.present = set(schedule.start)
         self.dirty: set[int] = set()
@@ -74,7 +79,7 @@ class _Lowering:
         arriving: dict[int, int] = defaultdict(int)
         for t, moment in enumerate(trace.moments):
             arriving[t] += sum(trace.sizes[x] for x in moment.produces)
-        for t, x in found.fetches:
+        for t, x in found.fetches if not self.patient else ():
             arriving[t] += trace.sizes[x]
         # What moment 0 gives up without a transfer is freed by the operator before it, in the iteration before.
         resident = sum(trace.sizes[x] for x in self.schedule.start) - found.freed[0]
@@ -82,11 +87,12 @@ class _Lowering:
         moments, operators = [], []
         for t, moment in enumerate(trace.moments):
             coming = taken[(t + 1) % len(taken)]
-            moments.append(
-                builder.add("compute", 0.0, allocates=arriving[t] + max(0, taken[t] - taken[t - 1]))
-            )
+            takes = arriving[t] + max(0, taken[t] - taken[t - 1])
             left = found.freed[(t + 1) % len(taken)] + max(0, taken[t] - coming)
-            operators.append(builder.add("compute", moment.seconds, frees=left))
+            if not self.patient:
+                moments.append(builder.add("compute", 0.0, allocates=takes))
+                takes = 0
+            operators.append(builder.add("compute", moment.seconds, allocates=takes, frees=left))
         writes: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for t, x in found.write_backs:
             nbytes = trace.sizes[x]
@@ -94,7 +100,12 @@ class _Lowering:
             builder.wait(task, operators[t - 1], lag=int(t == 0))
             writes[x].append((t, task))
         for t, x in found.fetches:
-            task = builder.add("h2d", links.h2d_seconds(trace.sizes[x]), after=[moments[t]])
+            seconds = links.h2d_seconds(trace.sizes[x])
+            if self.patient:
+                task = builder.add("h2d", seconds, allocates=trace.sizes[x])
+                builder.wait(task, operators[t - 1], lag=int(t == 0))
+            else:
+                task = builder.add("h2d", seconds, after=[moments[t]])
             for lag, since in ((0, writes[x]), (1, writes[x])):
                 before = [other for u, other in since if lag or u <= t]
                 if before:

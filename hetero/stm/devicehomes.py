@@ -72,12 +72,14 @@ class DeviceHomes:
         # Of the updates on the host: bytes of parameters, and the time they took.
         self._host_bytes = 0
         self._host_seconds = 0.0
+        self._fastest: float | None = None  # seconds a byte
         self.have_moved = False
         # Weakly: identities keep `stm` where Python's collector cannot see it, and we reach the user's optimizer.
         me = weakref.ref(self)
         stm.residency.room.send_home = lambda nbytes: 0 if (here := me()) is None else here.send_home(nbytes)
         stm.cycles.home_costs = lambda: {} if (here := me()) is None else here.costs()
         stm.cycles.leave_device = lambda indices: None if (here := me()) is None else here.leave(indices)
+        stm.cycles.timings.host_fastest = lambda: 0.0 if (here := me()) is None else here._fastest or 0.0
         stm.cycles.timings.host_work = lambda: (0, 0.0) if (here := me()) is None else here.host_work
 
     @property
@@ -99,6 +101,9 @@ class DeviceHomes:
         """The queue's thread has updated ``nbytes`` of parameters."""
         self._host_bytes += nbytes
         self._host_seconds += seconds
+        if nbytes:
+            rate = seconds / nbytes
+            self._fastest = rate if self._fastest is None else min(self._fastest, rate)
 
     def seconds_for(self, nbytes: int) -> float | None:
         """That updating ``nbytes`` of parameters on the host takes; None before as much has been timed."""

@@ -57,6 +57,8 @@ class Timings:
         # Bytes of parameters that the queue's thread has updated so far, and the seconds it took;
         # `hetero.stm.devicehomes` sets this.
         self.host_work: Callable[[], tuple[int, float]] = lambda: (0, 0.0)
+        # The least time that a byte of any update took, seconds; 0 before there was one.
+        self.host_fastest: Callable[[], float] = lambda: 0.0
 
     def get(self, keys: Keys) -> Timing | None:
         """What is known of iterations of these segments."""

@@ -5,6 +5,7 @@ choose by simulating: the paper's Bayesian optimisation, and a local search. No 
 """
 
 from hetero.swap.bayes import bayesian
+from hetero.swap.best import best_plan
 from hetero.swap.bound import lower_bound_limit
 from hetero.swap.candidates import all_gaps, candidates
 from hetero.swap.model import Gap, Step, Swap, SwapLimitError, SwapPlan, Variable
@@ -29,6 +30,7 @@ __all__ = [
     "Variable",
     "all_gaps",
     "bayesian",
+    "best_plan",
     "candidates",
     "combine",
     "least_limit",

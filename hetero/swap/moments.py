@@ -12,20 +12,24 @@ from dataclasses import dataclass, field, replace
 from hetero.eviction import Links, Moment, Schedule, Trace, compete
 from hetero.simulate import Machine, Timeline, lower_schedule, simulate_program
 from hetero.swap.candidates import THRESHOLD
-from hetero.swap.model import Step, Variable
+from hetero.swap.model import Step, SwapPlan, Variable
 
-__all__ = ["OnePlan", "links_of", "one_plan", "to_trace"]
+__all__ = ["OnePlan", "judged", "links_of", "one_plan", "to_trace"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnePlan:
-    """A schedule of the training planner for a step under ``limit``; ``overhead`` as in `SwapPlan`."""
+    """A schedule for a step under ``limit``; ``overhead`` as in `SwapPlan`.
+
+    ``swaps``: the best plan in AutoSwap's form that was looked at on the way, from which others may begin.
+    """
 
     limit: int
     trace: Trace
     schedule: Schedule
     timeline: Timeline = field(compare=False)
     overhead: float
+    swaps: SwapPlan | None = field(default=None, compare=False, repr=False)
 
 
 def one_plan(
@@ -45,14 +49,21 @@ def one_plan(
     trace = to_trace(step, limit, threshold=threshold, clean=clean)
     links = links_of(machine)
     schedule = planner(trace, links=links)
-    program, most = lower_schedule(trace, schedule, links)
+    return judged(step, limit, trace, schedule, links)
+
+
+def judged(
+    step: Step, limit: int, trace: Trace, schedule: Schedule, links: Links, *, patient: bool = False
+) -> OnePlan:
+    """``schedule``, simulated. ``patient``: under AutoSwap's rules instead of training's (`lower_schedule`)."""
+    program, most = lower_schedule(trace, schedule, links, patient=patient)
     timeline = simulate_program(program, limit=most)
     total = step.total_seconds
     overhead = timeline.step_seconds / total - 1.0 if total > 0.0 else 0.0
     return OnePlan(
         limit=limit,
         trace=trace,
-        schedule=schedule,
+        schedule=replace(schedule, predicted_seconds=timeline.step_seconds),
         timeline=timeline,
         # Sums of the same times in another order differ in their last digits.
         overhead=0.0 if overhead < 1e-9 else overhead,
