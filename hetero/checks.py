@@ -95,7 +95,7 @@ def check_budgets(
     config: Config,
     accelerator: Accelerator,
 ) -> int:
-    """Host memory that model data at home will come to, in bytes. Raises `BudgetError` if the budgets cannot work."""
+    """Host memory that model data at home may come to, in bytes. Raises `BudgetError` if the budgets cannot work."""
     buffers = sum(accelerator.allocated_size(b.numel() * b.element_size()) for _, b in named_buffers(model))
     copies = {name: p.numel() * computes_in(p.dtype, config.precision).itemsize for name, p in parameters}
     name, largest = max(parameters, key=lambda item: copies[item[0]])
@@ -123,7 +123,8 @@ def check_budgets(
         )
     # Gradients are cut from slabs of whole pages.
     pages = sum(-p.numel() * p.element_size() % mmap.PAGESIZE for _, p in parameters if p.requires_grad)
-    return total + pages
+    # Without an optimizer there may be none: they refuse no budget, but activations leave them room.
+    return total + pages + (trained if optimizer is None else 0)
 
 
 def _states_per_parameter(optimizer: torch.optim.Optimizer | None) -> int:

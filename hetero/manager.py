@@ -326,17 +326,19 @@ class Manager:
         model = self._model
         self._own_call = model.__dict__.get("_compiled_call_impl")
         inner = self._own_call or model._call_impl
-        precision = self.config.precision
+        users_own = self._compiled.own_call(inner)
+        precision, device_type = self.config.precision, self.device.type
 
         @functools.wraps(inner)
         def call(*args: Any, **kwargs: Any) -> Any:
-            self._stm.check_process()
+            if self._stm.is_in_child:
+                self._stm.check_process()
             settled = self._settled
             if settled.is_on and torch._C._current_graph_task_id() != -1:
                 return inner(*args, **kwargs)
-            signature = signature_of(model, args, kwargs)
+            signature = signature_of(model, device_type, args, kwargs)
             if settled.enter(torch.is_grad_enabled(), signature):
-                return settled.run(inner, args, kwargs)
+                return settled.run(users_own, args, kwargs)
             if torch.compiler.is_exporting():
                 raise refuse_export(type(model).__name__, self.device)
             # A checkpoint around the model recomputes it within backward: that is no new forward.

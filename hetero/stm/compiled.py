@@ -57,6 +57,13 @@ class CompiledCalls:
             )
             self._wrapped.append((submodule, own, call))
 
+    def own_call(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The user's own, if ``call`` is one of ours."""
+        for submodule, own, ours in self._wrapped:
+            if ours is call:
+                return own or submodule._call_impl
+        return call
+
     def pause(self) -> None:
         """Calls are the user's own until `resume`; one that somebody has wrapped since hands on."""
         self._is_paused = True

@@ -174,6 +174,7 @@ def _run(
             name = getattr(func, "__name__", "")
             if (name.endswith("_") and not name.endswith("__")) or not operands[0].owner.relieve():
                 raise
+            operands[0].owner.note_answered()
     for tensor in operands:
         if tensor.is_dirty:
             _refuse_write_to_leaf(tensor)

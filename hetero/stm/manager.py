@@ -137,6 +137,7 @@ class StatefulTensorMgr:
             self.collector,
             self.cycles,
             relieve=self.relieve,
+            note_answered=accelerator.note_answered,
             cap=lambda on: accelerator.cap(config.device_budget if on else None),
         )
         self.activations.moment = self._activation_moment
@@ -322,6 +323,10 @@ class StatefulTensorMgr:
                     self.residency.evict_idle()
             self._accelerator.release_cached()
             return freed
+
+    def note_answered(self) -> None:
+        """What failed for want of memory is tried again after `relieve`."""
+        self._accelerator.note_answered()
 
     def _reclaim(self, nbytes: int) -> None:
         """Device memory of what is on its way down."""

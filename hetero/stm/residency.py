@@ -112,6 +112,7 @@ class Residency:
         try:
             self._fetch(tensor)
         except torch.OutOfMemoryError:  # somebody else's, on the same device: it can wait
+            self._accelerator.note_answered()
             return False
         return True
 

@@ -121,6 +121,9 @@ class Owner(Protocol):
     def relieve(self) -> int:
         """Free what can be freed after an out-of-memory error; returns the bytes freed."""
 
+    def note_answered(self) -> None:
+        """What failed for want of memory is tried again after `relieve`."""
+
     def settle_home(self, tensor: "ManagedTensor") -> None:
         """Return once home is what the last ``optimizer.step()`` made of it."""
 

@@ -198,6 +198,9 @@ def _memory_functions(extension: ModuleType) -> dict[str, Any]:
     def memory_stats(device: _Device = None) -> Any:
         return torch.accelerator.memory_stats(_index(device))
 
+    def memory_stats_as_nested_dict(device: _Device = None) -> dict[str, Any]:
+        return torch._C._accelerator_getDeviceStats(0)
+
     def reset_peak_memory_stats(device: _Device = None) -> None:
         torch.accelerator.reset_peak_memory_stats(_index(device))
 
