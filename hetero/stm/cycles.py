@@ -40,6 +40,9 @@ class Place:
 # Segments without a step in between (a closure that runs the model, forwards whose graphs are dropped): give up
 # waiting for the iteration's end.
 _LONGEST_CYCLE = 1024
+_WORTH = (
+    0.005  # share of the iteration that compute has to wait, for parameters on the device to be worth a trial
+)
 _MOST_SAMPLES = 8  # of one key in one iteration
 
 
@@ -270,11 +273,10 @@ class Cycles:
             self._keep_homes()
         elif keys in self._verified:
             if self.timings.learn(keys, segments):
-                if self.timings.wants(
-                    keys
-                ):  # else they were chosen by times like these, and would be measured again
-                    self._homes_chosen.discard(keys)
-                self._replan({keys: self._plans[keys].margin})
+                if self.timings.was_in_vain(keys):
+                    self._set_homes(())
+                else:
+                    self._replan({keys: self._plans[keys].margin})
             if keys not in self._homes_chosen:
                 self._choose_homes(keys)
 
@@ -319,11 +321,14 @@ class Cycles:
         costs = self.home_costs()
         if plan is None or not costs:
             return
-        self._homes_chosen.add(keys)
         order = sorted(plan.first_uses, key=plan.first_uses.__getitem__)
         if self._most_home_bytes >= self._budget and self.everything_fits():
+            self._homes_chosen.add(keys)
             self._set_homes(tuple(index for index in order if index in costs))
             return
+        if not self.timings.is_final(keys):
+            return
+        self._homes_chosen.add(keys)
 
         def planned(homes: tuple[int, ...]) -> tuple[Trace, Schedule]:
             made = self._planner.make(keys, self._samples, plan.margin, homes, costs, thorough=False)
@@ -339,7 +344,8 @@ class Cycles:
         )
         # Each kind of iteration has its own best number; all of them have to live with the least.
         others = len(self._homes_chosen) > 1
-        self._set_homes(tuple(index for index in best.homes if not others or index in self.device_homes))
+        chosen = tuple(index for index in best.homes if not others or index in self.device_homes)
+        self._set_homes(chosen, on_trial=best.moves_more and not self.device_homes)
 
     def _keep_homes(self) -> None:
         """Those that still can live on the device, as many as may."""
@@ -350,11 +356,11 @@ class Cycles:
                 kept.append(index)
         self._set_homes(tuple(kept))
 
-    def _set_homes(self, homes: tuple[int, ...]) -> None:
+    def _set_homes(self, homes: tuple[int, ...], *, on_trial: bool = False) -> None:
         if homes != self.device_homes:
             self.device_homes = homes
             for keys in self._plans:
-                self.timings.note_moved(keys)
+                self.timings.note_moved(keys, on_trial=on_trial)
             self._replan({keys: plan.margin for keys, plan in self._plans.items()})
 
     def _replan(self, margins: dict[tuple[SegmentKey, ...], int]) -> None:

@@ -154,7 +154,11 @@ def _device_functions(bad_fork: list[bool]) -> dict[str, Any]:
         torch.accelerator.synchronize()
 
     def current_stream(device: _Device = None) -> torch.Stream:
-        return torch.accelerator.current_stream(_index(device))
+        if type(device) is not torch.device or device.type != _NAME:
+            _index(device)
+        # torch.accelerator.current_stream asks which device this is, through several layers of Python.
+        found: torch.Stream = torch._C._accelerator_getStream(0)
+        return found
 
     def default_stream(device: _Device = None) -> torch.Stream:
         return torch.Stream(stream_id=0, device_index=0, device_type=_device_type())
