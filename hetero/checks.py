@@ -6,7 +6,6 @@ Owns every refusal of `hetero.manage`. Reads only: when one of these raises, not
 import copy
 import mmap
 from collections import defaultdict
-from itertools import pairwise
 
 import torch
 from torch import nn
@@ -14,6 +13,7 @@ from torch import nn
 from hetero.config import Config
 from hetero.devices import Accelerator
 from hetero.errors import BudgetError, ManageError
+from hetero.stm.overlap import first_overlap
 from hetero.stm.precision import computes_in
 from hetero.stm.settled import record_of
 from hetero.units import format_bytes
@@ -30,7 +30,7 @@ def check_manageable(
         raise ManageError(f"{type(model).__name__} has no parameters: there is nothing to manage")
     for name, parameter in parameters:
         _check_parameter(name, parameter)
-    _check_shared_memory(parameters)
+    _check_shared_memory(parameters, named_buffers(model))
     for module in model.modules():
         if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
             raise ManageError(
@@ -53,19 +53,24 @@ def check_manageable(
         )
 
 
-def _check_shared_memory(parameters: list[tuple[str, nn.Parameter]]) -> None:
-    """Different parameters over the same bytes: a write to one would not be seen through the other's copy."""
-    spans = sorted(
-        (p.untyped_storage().data_ptr(), p.storage_offset() * p.element_size(), p.nbytes, name)
-        for name, p in parameters
-        if p.numel() and p.is_contiguous() and not p.is_meta
+def _check_shared_memory(
+    parameters: list[tuple[str, nn.Parameter]], buffers: list[tuple[str, torch.Tensor]]
+) -> None:
+    """Different parameters over the same bytes: a write to one would not be seen through the other's copy. A buffer
+    over a parameter's would stay behind when that goes home."""
+    found = first_overlap(parameters, buffers)
+    if found is None:
+        return
+    name, other, nbytes = found
+    if any(other == buffer for buffer, _ in buffers):
+        raise ManageError(
+            f"buffer {other} and parameter {name} lie over the same memory ({nbytes} bytes): use {name} where the "
+            f"buffer is used, or give the buffer memory of its own (module.{other} = module.{other}.clone())"
+        )
+    raise ManageError(
+        f"{name} and {other} are two parameters over the same memory ({nbytes} bytes): make them one nn.Parameter "
+        "(module.weight = other.weight), or give each its own (p.data = p.data.clone())"
     )
-    for (storage, begin, nbytes, name), (other_storage, other_begin, _, other) in pairwise(spans):
-        if storage == other_storage and other_begin < begin + nbytes:
-            raise ManageError(
-                f"{name} and {other} are two parameters over the same memory: make them one nn.Parameter "
-                "(module.weight = other.weight), or give each its own (p.data = p.data.clone())"
-            )
 
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
@@ -95,7 +100,7 @@ def check_budgets(
     config: Config,
     accelerator: Accelerator,
 ) -> int:
-    """Host memory that model data at home will come to, in bytes. Raises `BudgetError` if the budgets cannot work."""
+    """Host memory that model data at home may come to, in bytes. Raises `BudgetError` if the budgets cannot work."""
     buffers = sum(accelerator.allocated_size(b.numel() * b.element_size()) for _, b in named_buffers(model))
     copies = {name: p.numel() * computes_in(p.dtype, config.precision).itemsize for name, p in parameters}
     name, largest = max(parameters, key=lambda item: copies[item[0]])
@@ -123,7 +128,8 @@ def check_budgets(
         )
     # Gradients are cut from slabs of whole pages.
     pages = sum(-p.numel() * p.element_size() % mmap.PAGESIZE for _, p in parameters if p.requires_grad)
-    return total + pages
+    # Without an optimizer there may be none: they refuse no budget, but activations leave them room.
+    return total + pages + (trained if optimizer is None else 0)
 
 
 def _states_per_parameter(optimizer: torch.optim.Optimizer | None) -> int:

@@ -30,7 +30,7 @@ from hetero.eviction import Policy, resolve_policy
 from hetero.report import MemoryStats, Plan, collect_stats, describe_plan, plot_stats
 from hetero.stm import patches
 from hetero.stm.checkpoints import refuse_export
-from hetero.stm.compiled import CompiledCalls
+from hetero.stm.compiled import CompiledCalls, check_called_eagerly, run_eagerly
 from hetero.stm.functions import give_back, take_over
 from hetero.stm.hoststep import HostStep
 from hetero.stm.intercept import scope
@@ -165,6 +165,7 @@ class Manager:
         # What stood in the two places that are taken over; None: nothing of the object's own.
         self._own_call: Any = None
         self._compiled = compiled = CompiledCalls(model)
+        compiled.release, compiled.wrap = _weakly(self._unwrap_model), _weakly(self._wrap_model)
         self._call: Any = None
         self._patched = False
         # The measurement keeps to the budget as well: what is in use already counts.
@@ -308,9 +309,7 @@ class Manager:
             self._host_step.attach()
 
     def _detach(self) -> None:
-        model = self._model
-        if self._call is not None and model.__dict__.get("_compiled_call_impl") is self._call:
-            _set_own(model, "_compiled_call_impl", self._own_call)
+        self._unwrap_model()
         self._compiled.detach()
         if self._host_step is not None:
             self._host_step.detach()
@@ -320,23 +319,32 @@ class Manager:
             patches.remove(self._stm.segments)
             self._patched = False
 
+    def _unwrap_model(self) -> None:
+        if self._call is not None and self._model.__dict__.get("_compiled_call_impl") is self._call:
+            _set_own(self._model, "_compiled_call_impl", self._own_call)
+        self._call = None
+
     def _wrap_model(self) -> None:
         # torch's own slot for a replaced call: it wraps hooks and forward alike, unwinds on any exception, and
         # `Module.__getstate__` leaves it out, so that copies and pickles of the model are plain.
         model = self._model
         self._own_call = model.__dict__.get("_compiled_call_impl")
         inner = self._own_call or model._call_impl
-        precision = self.config.precision
+        users_own = self._compiled.own_call(inner)
+        precision, device_type = self.config.precision, self.device.type
 
         @functools.wraps(inner)
         def call(*args: Any, **kwargs: Any) -> Any:
-            self._stm.check_process()
+            if self._stm.is_in_child:
+                self._stm.check_process()
+            if self._compiled.is_outdated:
+                self._compiled.follow()
             settled = self._settled
             if settled.is_on and torch._C._current_graph_task_id() != -1:
                 return inner(*args, **kwargs)
-            signature = signature_of(model, args, kwargs)
+            signature = signature_of(model, device_type, args, kwargs)
             if settled.enter(torch.is_grad_enabled(), signature):
-                return settled.run(inner, args, kwargs)
+                return settled.run(users_own, args, kwargs)
             if torch.compiler.is_exporting():
                 raise refuse_export(type(model).__name__, self.device)
             # A checkpoint around the model recomputes it within backward: that is no new forward.
@@ -346,10 +354,12 @@ class Manager:
                         args, kwargs = cast_inputs(precision, args, kwargs)
                     return inner(*args, **kwargs)
             saved = self._stm.activations if self.config.activations else None
+            check_called_eagerly(model)
             self._stm.segments.begin_forward(signature)
             complete = False
             try:
-                with scope(), self._stm.executor.guarded(), saved_tensors_as_handles(saved):
+                explaining, guarded = self._compiled.explaining(), self._stm.executor.guarded()
+                with explaining, scope(), guarded, saved_tensors_as_handles(saved):
                     if precision is not None:
                         args, kwargs = cast_inputs(precision, args, kwargs)
                     result = inner(*args, **kwargs)
@@ -358,6 +368,7 @@ class Manager:
                 self._stm.segments.end_forward(complete=complete)
             return result
 
+        run_eagerly(call)
         self._call = model.__dict__["_compiled_call_impl"] = call
 
     def _take_optimizer_states(self) -> None:

@@ -1,6 +1,10 @@
 """The virtual accelerator, made before any test runs: autograd counts devices at the process's first backward."""
 
 import contextlib
+import os
+
+# On CUDA, products with a bias would take tens of MiB for the time of each call, more than most budgets here have.
+os.environ.setdefault("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "1")
 
 import torch
 

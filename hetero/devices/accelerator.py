@@ -3,6 +3,8 @@
 Owns the only calls of a device module's memory functions. Reads counters; never moves or allocates anything.
 """
 
+from collections import Counter
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, cast
 
@@ -20,6 +22,8 @@ ALLOCATION_GRANULARITY = 512
 _caps: dict[torch.device, dict[int, int]] = {}
 # What the user had set before the first of them.
 _shares_before: dict[torch.device, float] = {}
+# Out-of-memory errors of which nobody but us has learned; the allocator counts all.
+_answered: Counter[torch.device] = Counter()
 
 
 def default_device() -> torch.device:
@@ -50,6 +54,7 @@ class Accelerator:
         if index is None:
             device = torch.device(device.type, self._call("current_device"))
         self.device = device
+        self._stats: Callable[..., Any] | None = getattr(self._module, "memory_stats_as_nested_dict", None)
 
     def _call(self, name: str, *args: object) -> Any:
         function = getattr(self._module, name, None)
@@ -66,6 +71,20 @@ class Accelerator:
                 torch.cuda.memory_stats_as_nested_dict(self.device)["allocated_bytes"]["all"]["current"]
             )
         return int(self._call("memory_allocated", self.device))
+
+    def pressure(self) -> tuple[int, int]:
+        """`used_bytes`, and how many out-of-memory errors there have been that we did not answer, in one look.
+
+        The second may be set back by whoever resets the allocator's counters; without such a counter it stays 0.
+        """
+        if self._stats is None:
+            return self.used_bytes(), 0
+        stats = self._stats(self.device)
+        return stats["allocated_bytes"]["all"]["current"], stats["num_ooms"] - _answered[self.device]
+
+    def note_answered(self) -> None:
+        """An out-of-memory error has been caught, and its allocation will be tried again or done without."""
+        _answered[self.device] += 1
 
     def peak_bytes(self) -> int:
         """Highest `used_bytes` since the last `reset_peak`."""

@@ -129,13 +129,11 @@ class CopyEngine:
     def _copy(self, stream: torch.Stream, source: torch.Tensor, destination: torch.Tensor) -> torch.Event:
         meter = self.meter
         if meter is None or not meter.is_clocked:
-            with torch.no_grad(), stream:
-                destination.copy_(source, non_blocking=True)
+            _copy_on(stream, source, destination)
             return self._mark(stream)
         begin, end = (torch.Event(device=self.accelerator.device, enable_timing=True) for _ in range(2))
         begin.record(stream)
-        with torch.no_grad(), stream:
-            destination.copy_(source, non_blocking=True)
+        _copy_on(stream, source, destination)
         end.record(stream)
         meter.note_copy(source.nbytes, begin, end, is_upload=stream is self._up)
         return end
@@ -152,3 +150,12 @@ class CopyEngine:
         # Host kernels cannot be watched, so the virtual device is told what the host is about to touch.
         if self._virtual is not None and tensor.is_pinned():
             self._virtual.check_host_access(tensor, write=write)
+
+
+def _copy_on(stream: torch.Stream, source: torch.Tensor, destination: torch.Tensor) -> None:
+    if source.requires_grad or destination.requires_grad:
+        with torch.no_grad(), stream:
+            destination.copy_(source, non_blocking=True)
+    else:  # the common case, without the cost of a grad mode
+        with stream:
+            destination.copy_(source, non_blocking=True)

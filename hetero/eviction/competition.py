@@ -37,20 +37,23 @@ _ROUNDS = 3  # placements that learn from the last one's write backs
 _NOTHING_LOST = 1.0 + 1e-9  # sums of the same times in another order
 
 
-def compete(trace: Trace, *, links: Links, trials: int = _TRIALS) -> Schedule:
+def compete(
+    trace: Trace, *, links: Links, trials: int = _TRIALS, goal: float = 0.0, worth: float = 0.0
+) -> Schedule:
     """The fastest schedule found for one iteration of ``trace``; of equally fast ones, that with the fewest bytes.
 
-    ``trials``: of the local search, fewer if the trace is long. Raises `CapacityError` as `plan`.
+    ``trials``: of the local search, fewer if the trace is long. ``goal``: seconds with which it is content.
+    ``worth``: share of the step that more bytes must save. Raises `CapacityError` as `plan`.
     """
     problem = read_intervals(trace)
     judge = _Judge(trace, problem, links)
     judge.found.append(plan(trace, links=links))
-    least = sum(moment.seconds for moment in trace.moments) * _NOTHING_LOST
+    least = max(goal, sum(moment.seconds for moment in trace.moments)) * _NOTHING_LOST
     if judge.fastest > least:
         relaxed = [fluid(trace, links, checkpoints=count) for count in _CHECKPOINTS]
         judge.goal = max(least, _NOTHING_LOST * max(some.step_seconds for some in relaxed))
         _explore(trace, problem, links, judge, trials, relaxed)
-    soon = max(least, judge.fastest * _NOTHING_LOST)
+    soon = max(least, judge.fastest * _NOTHING_LOST) * (1.0 + worth)
     near = [schedule for schedule in judge.found if schedule.predicted_seconds <= soon]
     return min(near, key=lambda schedule: (schedule.moved_bytes, schedule.predicted_seconds))
 

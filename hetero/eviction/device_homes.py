@@ -16,7 +16,7 @@ __all__ = ["HomeCost", "HomeStep", "choose_device_homes"]
 
 _PARTS = 8
 _AFFORDABLE_MOMENTS = 20_000
-_WORTH = 0.005  # share of the step that more parameters on the device must save to be worth it
+_WORTH = 0.005  # share of the step that more bytes must save to be worth it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,11 +31,13 @@ class HomeCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HomeStep:
-    """Predicted: one iteration with ``homes`` on the device, which take ``nbytes`` of it."""
+    """Predicted: one iteration with ``homes`` on the device, which take ``nbytes`` of it. ``moves_more``: bytes, copies
+    and gradients together, than without."""
 
     homes: tuple[int, ...]
     nbytes: int
     seconds: float
+    moves_more: bool = False
 
 
 def choose_device_homes(
@@ -47,7 +49,8 @@ def choose_device_homes(
     links: Links,
     plan: Callable[[tuple[int, ...]], tuple[Trace, Schedule]],
 ) -> HomeStep:
-    """The number of parameters, of those in ``order`` (by first use), that makes the iteration shortest.
+    """The number of parameters, of those in ``order`` (by first use), that makes the iteration shortest; of about
+    equally short ones, that with which the fewest bytes move.
 
     ``costs``: of the parameters that may live on the device. ``sizes``: bytes of each parameter's copy and of its
     gradient. ``most_bytes``: of the device, for all of them together. ``plan(homes)``: trace and schedule with these
@@ -57,7 +60,7 @@ def choose_device_homes(
     taken = [0]
     for index in movable:
         taken.append(taken[-1] + costs[index].nbytes)
-    best: HomeStep | None = None
+    found: list[tuple[int, HomeStep]] = []
     tried: set[int] = set()
     moments = None
     for part in range(_PARTS + 1):
@@ -74,10 +77,21 @@ def choose_device_homes(
             break
         moments = len(trace.moments)
         seconds = _seconds(trace, schedule, links, order, frozenset(homes), costs, sizes)
-        if best is None or seconds < best.seconds * (1.0 - _WORTH):
-            best = HomeStep(homes=homes, nbytes=taken[count], seconds=seconds)
-    assert best is not None
-    return best
+        moved = schedule.moved_bytes + sum(sizes[index] for index in movable[count:])
+        found.append(
+            (
+                moved,
+                HomeStep(
+                    homes=homes,
+                    nbytes=taken[count],
+                    seconds=seconds,
+                    moves_more=bool(found) and moved > found[0][0],
+                ),
+            )
+        )
+    soon = min(step.seconds for _, step in found) * (1.0 + _WORTH)
+    near = [(moved, step) for moved, step in found if step.seconds <= soon]
+    return min(near, key=lambda entry: (entry[0], entry[1].nbytes))[1]
 
 
 def _count_within(taken: Sequence[int], nbytes: int) -> int:

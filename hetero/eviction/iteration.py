@@ -13,14 +13,16 @@ from collections import defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
+from hetero.eviction.bounds import lower_bound
 from hetero.eviction.competition import compete
 from hetero.eviction.model import CapacityError, Links, Policy, Schedule, Trace
 from hetero.eviction.planner import plan
 from hetero.eviction.policies import CostAware, FarthestNextUse, resolve_policy
 
-__all__ = ["host_bytes", "plan_iteration", "with_alive"]
+__all__ = ["host_bytes", "plan_iteration", "unhindered_seconds", "with_alive"]
 
 _WORTH = 0.005  # share of the step that more traffic must save to be worth it
+_FEW = 0.01  # share of the bytes that have to move in any case: as many more are not worth looking for others
 _ROUNDS = 6  # of letting more of them stay
 
 Planner = Callable[[Trace], Schedule]
@@ -48,22 +50,46 @@ def plan_iteration(
         return plan(some, links=links, policy=chosen, prefetch=prefetch)
 
     def thoroughly(some: Trace) -> Schedule:
-        return compete(some, links=links)
+        first = quickly(some)
+        if first.predicted_seconds > goal * (1.0 + _WORTH):
+            return compete(some, links=links, goal=goal, worth=_WORTH)
+        return frugally(some, first)
+
+    def frugally(some: Trace, first: Schedule | None = None) -> Schedule:
+        """There is no time to be won, perhaps bytes."""
+        first = first or quickly(some)
+        if first.moved_bytes <= lower_bound(some) * (1.0 + _FEW):
+            return first
+        other = plan(some, links=links, policy=CostAware())
+        slower = other.predicted_seconds > first.predicted_seconds * (1.0 + _WORTH)
+        return first if slower or first.moved_bytes <= other.moved_bytes else other
 
     if not any(moment.produces for moment in trace.moments):
         return quickly(trace)
     competes = thorough and prefetch and isinstance(chosen, FarthestNextUse | CostAware)
+    planner = thoroughly if competes else quickly
+    goal = unhindered_seconds(trace, links) if competes else 0.0
     try:
         without = quickly(with_alive(trace))
     except CapacityError:
-        return _within(trace, thoroughly if competes else quickly, host_room)
-    if without.predicted_seconds <= sum(moment.seconds for moment in trace.moments) * (1.0 + _WORTH):
-        competes = False  # there is no time to be won
-    schedule = _within(trace, thoroughly if competes else quickly, host_room)
+        return _within(trace, planner, host_room)
+    if competes and without.predicted_seconds <= goal * (1.0 + _WORTH):
+        if without.moved_bytes <= lower_bound(trace) * (1.0 + _FEW):
+            return without
+        planner = frugally
+    schedule = _within(trace, planner, host_room)
     if host_room is not None and host_bytes(trace, schedule) > host_room:
         return without
     slower = without.predicted_seconds > schedule.predicted_seconds * (1.0 + _WORTH)
     return schedule if slower or schedule.moved_bytes < without.moved_bytes else without
+
+
+def unhindered_seconds(trace: Trace, links: Links) -> float:
+    """The step with room for everything: operators, and what they wait for whatever the plan, such as the host's
+    updates and the copies that these make worthless."""
+    room = 2 * sum(trace.sizes)
+    moments = tuple(replace(moment, capacity=max(moment.capacity, room)) for moment in trace.moments)
+    return plan(replace(trace, moments=moments), links=links).predicted_seconds
 
 
 def host_bytes(trace: Trace, schedule: Schedule) -> int:

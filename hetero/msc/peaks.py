@@ -57,4 +57,5 @@ class PeakKeeper:
                 nbytes = min(short, _FILL_BYTES)
                 fill.append(torch.empty(nbytes, dtype=torch.uint8, device=self._accelerator.device))
         except torch.OutOfMemoryError:
-            pass  # another process took the memory meanwhile: the counter then shows a little less
+            # Another process took the memory meanwhile: the counter then shows a little less.
+            self._accelerator.note_answered()

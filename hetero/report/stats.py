@@ -34,7 +34,8 @@ class MemoryStats:
         device_model_bytes, host_model_bytes: model data by where it is now, copies included.
         bytes_moved: over both directions in the last complete iteration.
         lower_bound_bytes: what any schedule would have had to move in such an iteration under this budget (interval
-            linear program, Berger et al. 2018), gradients included; 0 before there is a plan.
+            linear program, Berger et al. 2018), gradients included, with the same parameters living on the device; 0
+            before there is a plan.
         predicted_seconds: simulated time of a planned iteration; 0.0 before there is a plan.
         total_fetched_bytes, total_written_bytes: host to device and device to host since `hetero.manage`.
         activation_out_bytes, activation_in_bytes: saved tensors that left the device, and that came back, since

@@ -236,6 +236,7 @@ class Activations:
         try:
             self._start_back(record)
         except torch.OutOfMemoryError:  # somebody else's, on the same device: it can wait
+            self._accelerator.note_answered()
             return False
         return True
 
@@ -364,6 +365,7 @@ class Activations:
         except torch.OutOfMemoryError:
             if self.shed(account.device_nbytes) == 0:
                 raise
+            self._accelerator.note_answered()
             self._accelerator.release_cached()
             self._start_back(record)
 

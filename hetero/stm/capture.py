@@ -121,7 +121,8 @@ class Capture:
                         self._queue(tensor, arrivals[tensor.index], shell, settings, fused)
                 if kept:
                     rest.append({**group, "params": kept})
-        self._groups, optimizer.param_groups = optimizer.param_groups, rest
+        given = optimizer.param_groups
+        self._groups, optimizer.param_groups = given, [*rest, *_one_not_capturable(rest, given)]
 
     def use_kernels(self) -> None:
         """What the step is left to do, it does with the kernels that `hetero.stm.kernels` chooses."""
@@ -191,3 +192,10 @@ class Capture:
         if entry is None:
             self._without_entry.append((parameter, update))
         self.queued.append(Captured(tensor=tensor, update=update, arrivals=arrivals, gradient=gradient))
+
+
+def _one_not_capturable(rest: list[Group], given: list[Group]) -> list[Group]:
+    """Where it takes one: torch warns once of an optimizer all of whose groups are capturable, and all of none are."""
+    if any(not group.get("capturable", True) for group in rest):
+        return []
+    return [{**group, "params": []} for group in given if not group.get("capturable", True)][:1]

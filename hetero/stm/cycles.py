@@ -8,7 +8,7 @@ sequences (an eval loop, another shape, another number of micro-batches) live be
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hetero.eviction import (
     CapacityError,
@@ -49,6 +49,9 @@ class Place:
 # Segments without a step in between (a closure that runs the model, forwards whose graphs are dropped): give up
 # waiting for the iteration's end.
 _LONGEST_CYCLE = 1024
+_WORTH = (
+    0.005  # share of the iteration that compute has to wait, for parameters on the device to be worth a trial
+)
 _MOST_SAMPLES = 8  # of one key in one iteration
 
 
@@ -283,11 +286,11 @@ class Cycles:
             self._keep_homes()
         elif keys in self._verified:
             if self.timings.learn(keys, segments):
-                if self.timings.wants(
-                    keys
-                ):  # else they were chosen by times like these, and would be measured again
-                    self._homes_chosen.discard(keys)
-                self._replan({keys: self._plans[keys].margin})
+                if self.timings.was_in_vain(keys):
+                    self._renewed[keys] = self._choose_places(keys, (), thorough=True)
+                    self._set_homes(())
+                else:
+                    self._replan({keys: self._plans[keys].margin})
             if self.updates_early() is not self._early:
                 self._early = not self._early
                 self._renewed.clear()
@@ -337,22 +340,17 @@ class Cycles:
         costs = self.home_costs()
         if plan is None or not (costs or self._early):
             return
-        self._homes_chosen.add(keys)
         order = sorted(plan.first_uses, key=plan.first_uses.__getitem__)
         if costs and self._most_home_bytes >= self._budget and self.everything_fits():
+            self._homes_chosen.add(keys)
             self._set_homes(tuple(index for index in order if index in costs))
             return
+        if not self.timings.is_final(keys):
+            return
+        self._homes_chosen.add(keys)
 
-        def planned(homes: tuple[int, ...], renewed: tuple[int, ...]) -> tuple[Trace, Schedule]:
-            made = self._make(keys, plan.margin, homes, costs, renewed, thorough=False)
-            return made.trace, made.schedule
-
-        def choose(homes: tuple[int, ...], *, thorough: bool) -> tuple[int, ...]:
-            updates = None if plan.trace.updates is None else plan.trace.updates.tensors
-            if not self._early or not updates:
-                return ()
-            here = [x for x in order if x in updates and x not in homes]
-            return choose_renewed(here, lambda renewed: planned(homes, renewed), thorough=thorough)
+        def planned(homes: tuple[int, ...]) -> tuple[Trace, Schedule]:
+            return self._tried(keys, homes, self._choose_places(keys, homes, thorough=False))
 
         best = choose_device_homes(
             order,
@@ -360,16 +358,34 @@ class Cycles:
             [tensor.device_nbytes for tensor in self._tensors],
             most_bytes=min(self._most_home_bytes, self._budget - plan.margin),
             links=self.timings.links(keys),
-            plan=lambda homes: planned(homes, choose(homes, thorough=False)),
+            plan=planned,
         )
         # Each kind of iteration has its own best number; all of them have to live with the least.
         others = len(self._homes_chosen) > 1
-        homes = tuple(index for index in best.homes if not others or index in self.device_homes)
-        self._renewed[keys] = choose(homes, thorough=True)
+        chosen = tuple(index for index in best.homes if not others or index in self.device_homes)
+        self._renewed[keys] = self._choose_places(keys, chosen, thorough=True)
         early = plan.trace.updates is not None and plan.trace.updates.early is not self._early
-        if homes == self.device_homes and (early or plan.renewed != self._renewed[keys]):
+        if chosen == self.device_homes and (early or plan.renewed != self._renewed[keys]):
             self._replan({keys: plan.margin})
-        self._set_homes(homes)
+        self._set_homes(chosen, on_trial=best.moves_more and not self.device_homes)
+
+    def _choose_places(
+        self, keys: tuple[SegmentKey, ...], homes: tuple[int, ...], *, thorough: bool
+    ) -> tuple[int, ...]:
+        """Which parameters keep a place on the device beside ``homes``."""
+        plan = self._plans[keys]
+        if not self._early or plan.trace.updates is None:
+            return ()
+        updates = plan.trace.updates.tensors
+        order = sorted(plan.first_uses, key=plan.first_uses.__getitem__)
+        others = [index for index in order if index in updates and index not in homes]
+        return choose_renewed(others, lambda places: self._tried(keys, homes, places), thorough=thorough)
+
+    def _tried(
+        self, keys: tuple[SegmentKey, ...], homes: tuple[int, ...], places: tuple[int, ...]
+    ) -> tuple[Trace, Schedule]:
+        made = self._make(keys, self._plans[keys].margin, homes, self.home_costs(), places, thorough=False)
+        return made.trace, replace(made.schedule, fetched_bytes=made.fetched_bytes)
 
     def _keep_homes(self) -> None:
         """Those that still can live on the device, as many as may."""
@@ -380,11 +396,11 @@ class Cycles:
                 kept.append(index)
         self._set_homes(tuple(kept))
 
-    def _set_homes(self, homes: tuple[int, ...]) -> None:
+    def _set_homes(self, homes: tuple[int, ...], *, on_trial: bool = False) -> None:
         if homes != self.device_homes:
             self.device_homes = homes
             for keys in self._plans:
-                self.timings.note_moved(keys)
+                self.timings.note_moved(keys, on_trial=on_trial)
             self._replan({keys: plan.margin for keys, plan in self._plans.items()})
 
     def _replan(self, margins: dict[tuple[SegmentKey, ...], int]) -> None:

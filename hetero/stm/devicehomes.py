@@ -17,6 +17,7 @@ import torch
 from hetero.devices import Accelerator
 from hetero.errors import BudgetError, ManageError
 from hetero.eviction import HomeCost
+from hetero.stm.exposure import state_is_private
 from hetero.stm.fetch import plain
 from hetero.stm.homes import set_memory
 from hetero.stm.manager import StatefulTensorMgr
@@ -217,13 +218,18 @@ class DeviceHomes:
             tensor.stays = True
             self._here[index] = tensor
 
-    def bring_states_home(self) -> None:
+    def bring_states_home(self, kept: frozenset[int] | None) -> None:
         """Somebody is about to look at them: an alias taken on the device would be stale once they have left it. The
-        next step brings back those that nobody holds."""
+        next step brings back those that nobody holds. ``kept``: only those that somebody holds already, besides us,
+        who hold those with these ids."""
         with plain():
             groups = self._groups()
             for tensor in self._here.values():
-                self._send_states(tensor, groups)
+                entry = dict.get(self._optimizer.state, tensor.parameter)
+                held = kept is None or (entry is not None and not state_is_private(entry, kept))
+                del entry  # or the next one of it would be counted twice
+                if held:
+                    self._send_states(tensor, groups)
 
     def leave(self, indices: frozenset[int]) -> None:
         """These are not to live here any more."""

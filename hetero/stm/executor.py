@@ -36,6 +36,7 @@ class Executor:
         cycles: Cycles,
         *,
         relieve: Callable[[], int],
+        note_answered: Callable[[], None],
         cap: Callable[[bool], None],
     ) -> None:
         self._tensors = tensors
@@ -45,6 +46,7 @@ class Executor:
         self._collector = collector
         self._cycles = cycles
         self._relieve = relieve
+        self._note_answered = note_answered
         self._cap = cap
         self._is_guarded = False
         self._has_left_plan = False
@@ -76,10 +78,11 @@ class Executor:
     def guarded(self, coming: SegmentKey | None = None) -> contextlib.AbstractContextManager[None]:
         """Around what may run out of memory (`hetero.stm.guard`): the segment that runs, or ``coming``, if it may
         begin within."""
-        at_once = self._is_guarded if coming is None else self._cycles.will_be_guarded(coming)
+        # What runs before the first managed operator of ``coming`` is still under the cap that the last one has set.
+        at_once = self._is_guarded or (coming is not None and self._cycles.will_be_guarded(coming))
         if at_once:
             self._cap(True)
-        return guarded(self._relieve, at_once=at_once)
+        return guarded(self._relieve, at_once=at_once, note_answered=self._note_answered)
 
     def begin_segment(self, key: SegmentKey) -> None:
         """A forward, backward or step begins."""
@@ -180,7 +183,8 @@ class Executor:
         nothing was, all that can leave does."""
         follows = self._plan is not None and not self._has_left_plan
         limit = self._limit() if follows else self._cycles.measured_limit(self._segment)
-        if follows and limit is not None and not self._room.exceeds(limit):
+        # Where forward kept more than was measured, the caller may need more as well.
+        if follows and not self._drift and limit is not None and not self._room.exceeds(limit):
             return
         with self._collector.evicting(for_operator=False):
             self._residency.evict_idle()

@@ -52,6 +52,8 @@ class Gradients:
         self.factors = Factors(engine, arena)
         self.norms = GradientNorms(engine.accelerator.device)
         self.kept = KeptGradients(engine, self._memory, self.factors, self.norms, meter)
+        # Gradients with a graph have come home: a backward may go through them.
+        self.have_graphs = False
         # How many bytes may be on their way at once; 0 hands each gradient over before the next operator runs.
         self.in_flight_limit = 0
 
@@ -77,6 +79,7 @@ class Gradients:
         if not has_gradient(tensor):
             self.kept.forget(tensor)  # of a backward that failed before autograd took it over
         if torch.is_grad_enabled() or gradient.layout is not torch.strided:
+            self.have_graphs = self.have_graphs or torch.is_grad_enabled()
             # Double backward differentiates through the move; sparse gradients have no flat memory to copy.
             self.wait(tensor)  # autograd adds to what may be on its way
             return gradient.to(home.device).to(home.dtype)

@@ -47,9 +47,10 @@ _CHOSEN_BY_MODE = frozenset(
 class _Guard(TorchDispatchMode):
     """While it is active, every operator is tried again after ``relieve()`` freed memory."""
 
-    def __init__(self, relieve: Callable[[], int]) -> None:
+    def __init__(self, relieve: Callable[[], int], note_answered: Callable[[], None]) -> None:
         super().__init__()
         self.relieve = relieve
+        self._note_answered = note_answered
         self.is_armed = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -61,6 +62,7 @@ class _Guard(TorchDispatchMode):
                 except torch.OutOfMemoryError:
                     if self.relieve() == 0:
                         raise
+                    self._note_answered()
 
 
 class _Here(threading.local):
@@ -71,10 +73,12 @@ _here = _Here()
 
 
 @contextlib.contextmanager
-def guarded(relieve: Callable[[], int], *, at_once: bool) -> Iterator[None]:
+def guarded(
+    relieve: Callable[[], int], *, at_once: bool, note_answered: Callable[[], None] = lambda: None
+) -> Iterator[None]:
     """Within it, operators of this thread, and of a backward that begins here, are guarded: ``at_once``, or from
-    `arm` on."""
-    guard = _Guard(relieve)
+    `arm` on. ``note_answered``: called for each error after which an operator is tried again."""
+    guard = _Guard(relieve, note_answered)
     outer, _here.guard = _here.guard, guard
     if at_once:
         arm()

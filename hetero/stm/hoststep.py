@@ -63,6 +63,7 @@ class HostStep:
         self.optimizer = self._optimizer = optimizer
         self._stm = manager
         self._note_states = note_states
+        self._kept_ids = kept_ids
         self._own_step: Any = None
         self._step_method: Any = None
         self._load_hook: RemovableHandle | None = None
@@ -148,6 +149,7 @@ class HostStep:
         self._watch(self._optimizer)
         self._stepped = set(stepped)
         self.device_homes.adopt(self._stepped)
+        self._device_homes.bring_states_home(self._kept_ids())
         self._note_states()
 
     def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
@@ -334,7 +336,7 @@ class HostStep:
         self._stm.roll_back()
         self._stm.finish_updates()
         self.capture.commit()
-        self._device_homes.bring_states_home()
+        self._device_homes.bring_states_home(None)
         self._note_moves()
         if writes:
             self._stepped.clear()

@@ -174,6 +174,7 @@ def _run(
             name = getattr(func, "__name__", "")
             if (name.endswith("_") and not name.endswith("__")) or not operands[0].owner.relieve():
                 raise
+            operands[0].owner.note_answered()
     for tensor in operands:
         if tensor.is_dirty:
             _refuse_write_to_leaf(tensor)
@@ -245,11 +246,15 @@ def _at_home(
     for tensor in operands:
         tensor.owner.settle_home(tensor)
     name = getattr(func, "__name__", "")
-    if name.endswith("_") or "out" in kwargs or name == "__setitem__":
+    writes = name.endswith("_") or "out" in kwargs or name == "__setitem__"
+    if writes:
         for tensor in operands:
             tensor.owner.check_process()
             tensor.owner.before_home_write(tensor)
     result = func(*args, **kwargs)
+    if writes:
+        for tensor in operands:
+            tensor.owner.after_home_write(tensor)
     results = list(_tensors((result,)))
     if any(value.requires_grad for value in results):  # ``detach()``, in ``state_dict()``, does not
         note_use_at_home(operands)

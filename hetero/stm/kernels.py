@@ -109,7 +109,7 @@ def split(
     result: list[Group] = []
     chosen: list[torch.Tensor] = []
     for group in groups:
-        if not is_open(optimizer, group):
+        if not group["params"] or not is_open(optimizer, group):
             result.append(group)
             continue
 

@@ -137,6 +137,7 @@ class StatefulTensorMgr:
             self.collector,
             self.cycles,
             relieve=self.relieve,
+            note_answered=accelerator.note_answered,
             cap=lambda on: accelerator.cap(config.device_budget if on else None),
         )
         self.activations.moment = self._activation_moment
@@ -272,9 +273,16 @@ class StatefulTensorMgr:
         with self._lock:
             self.residency.before_host_write(tensor)
 
+    def after_home_write(self, tensor: ManagedTensor) -> None:
+        """It has been: a copy that somebody else holds follows."""
+        if tensor.is_stale:
+            with self._lock, plain():
+                if tensor.is_stale and tensor.is_held():
+                    self.residency.follow_home(tensor)
+
     def settle_home(self, tensor: ManagedTensor) -> None:
         """Return once home is what the last ``optimizer.step()`` made of it. Raises what failed in the queue."""
-        if tensor.pending is not None or tensor.is_ahead or self.updates.has_failed:
+        if tensor.pending is not None or tensor.is_dirty or self.updates.has_failed:
             with self._lock, plain():
                 self.residency.settle(tensor)
 
@@ -304,6 +312,8 @@ class StatefulTensorMgr:
         """``p.data`` was set: that is home now."""
         with self._lock:
             self.check_process()
+            if not tensor.stays:  # what was written to it was written to what is replaced
+                self.residency.discard(tensor)
             self.residency.before_host_write(tensor)
             self.residency.discard(tensor)
             tensor.parameter.data = data
@@ -322,6 +332,10 @@ class StatefulTensorMgr:
                     self.residency.evict_idle()
             self._accelerator.release_cached()
             return freed
+
+    def note_answered(self) -> None:
+        """What failed for want of memory is tried again after `relieve`."""
+        self._accelerator.note_answered()
 
     def _reclaim(self, nbytes: int) -> None:
         """Device memory of what is on its way down."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from hetero.stm.exposure import memory_is_private
 from hetero.stm.fetch import plain
 from hetero.stm.homes import set_memory
 from hetero.stm.kernels import is_open, split, takes_fused
@@ -38,7 +39,7 @@ class OwnStep:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._steps: list[tuple[torch.Tensor, str]] = []
+        self._moved: list[ManagedTensor] = []  # whose count of steps has gone to the device
         self._method: Any = None
         self._before: Any = None
         self._groups: list[_Group] | None = None
@@ -78,18 +79,28 @@ class OwnStep:
                 optimizer.__dict__["step"] = self._before
         self._method = None
         self._open.clear()
-        for step, name in self._steps:
-            set_memory(step, step.detach().cpu(), name)
-        self._steps.clear()
+        for tensor in self._moved:
+            step = (dict.get(optimizer.state, tensor.parameter) or {}).get("step")
+            if isinstance(step, torch.Tensor):
+                set_memory(step, step.detach().cpu(), f"{tensor.name}.step")
+        self._moved.clear()
+
+    def is_viewed(self, tensors: Iterable[ManagedTensor]) -> bool:
+        """Somebody has an alias of a state's memory, which would be left behind when states go home. Whoever holds
+        the state itself, or the entry that it is in, goes with it."""
+        for tensor in tensors:
+            for value in (dict.get(self._optimizer.state, tensor.parameter) or {}).values():
+                if isinstance(value, torch.Tensor) and not memory_is_private(value, 0):
+                    return True
+        return False
 
     # -- helpers --------------------------------------------------------------------------------------
 
     def _takes_fused(self, tensor: ManagedTensor, entry: dict[str, Any] | None, device: torch.device) -> bool:
         step = (entry or {}).get("step")
         if isinstance(step, torch.Tensor) and step.device != device:
-            name = f"{tensor.name}.step"
-            set_memory(step, step.detach().to(device), name)
-            self._steps.append((step, name))
+            set_memory(step, step.detach().to(device), f"{tensor.name}.step")
+            self._moved.append(tensor)
         assert tensor.data is not None
         return takes_fused(self._optimizer, tensor.data, None, entry)
 

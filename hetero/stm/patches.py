@@ -14,10 +14,11 @@ as all managers rest (`hetero.stm.settled`).
 * Clipping by the global norm (`hetero.stm.clipping`).
 * ``torch.compiler``'s session: while one thread compiles, ``torch.compiler.is_compiling()`` answers True to all, and
   optimizers compute otherwise then. What is queued is done before.
+* ``Module.compile`` replaces a call that may be wrapped (`hetero.stm.compiled`).
 * ``Module.load_state_dict``, where it would put other tensors in the place of parameters (`hetero.stm.checkpoints`).
 * ``Optimizer.load_state_dict`` and ``add_param_group``: what a step has left to be done is done before.
 
-Beside them, torch's own hooks around every optimizer's step.
+Beside them, torch's own hooks around every optimizer's step, and for every submodule that is set.
 """
 
 import contextlib
@@ -27,6 +28,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -34,6 +36,7 @@ from hetero.errors import ManageError
 from hetero.stm import clipping, interrupts
 from hetero.stm.casts import begin_region
 from hetero.stm.checkpoints import check_loads_in_place
+from hetero.stm.compiled import compile_module, note_registered
 from hetero.stm.deferred import finish_everything
 from hetero.stm.fetch import plain
 from hetero.stm.guard import formulas_kept
@@ -47,6 +50,7 @@ from hetero.stm.intercept import (
     substituted,
     write_back,
 )
+from hetero.stm.onethread import run_on_device_thread
 from hetero.stm.outside import full_copies, keeps_its_type
 from hetero.stm.settled import before_change, note_optimizer, record_of
 from hetero.stm.tensors import ManagedTensor
@@ -66,6 +70,7 @@ _Optimizer: Any = torch.optim.Optimizer
 _compiler: Any = torch.compiler
 _compile_session: Any = getattr(_compiler, "_compile_session_context", None)  # not in every version
 _module_apply = _Module._apply
+_module_compile = _Module.compile
 _module_zero_grad = _Module.zero_grad
 _module_load_state_dict = _Module.load_state_dict
 _optimizer_zero_grad = _Optimizer.zero_grad
@@ -81,6 +86,10 @@ class BackwardListener(Protocol):
     def backward(self, *, captures: bool) -> contextlib.AbstractContextManager[None]:
         """Surrounds a backward; ``captures``: it returns gradients instead of accumulating them."""
 
+    @property
+    def mixed_device(self) -> torch.device | None:
+        """The device, where graphs may have nodes at home as well."""
+
     def wait_for_gradients(self) -> None:
         """Every gradient that was handed over can be read afterwards."""
 
@@ -88,6 +97,7 @@ class BackwardListener(Protocol):
 _managers = 0
 _listeners: list[BackwardListener] = []  # of those managers that do not rest
 _step_hooks: list[RemovableHandle] = []
+_registration_hooks: list[RemovableHandle] = []
 # What stood in the places that are taken over now; `_INHERITED`: nothing of their own.
 _replaced: list[tuple[Any, str, Any]] = []
 _replaced_always: list[tuple[Any, str, Any]] = []
@@ -99,6 +109,7 @@ def install(listener: BackwardListener) -> None:
     global _managers
     if not _managers:
         _replace(_REPLACED_ALWAYS, _replaced_always)
+        _registration_hooks.append(register_module_module_registration_hook(note_registered))
     wake(listener)
     interrupts.install()
     _managers += 1
@@ -112,6 +123,7 @@ def remove(listener: BackwardListener) -> None:
     interrupts.remove()
     if not _managers:
         _put_back(_replaced_always)
+        _registration_hooks.pop().remove()
 
 
 def wake(listener: BackwardListener) -> None:
@@ -167,6 +179,9 @@ def _announced_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
     with contextlib.ExitStack() as stack:
         for listener in _listeners:
             stack.enter_context(listener.backward(captures=captures))
+        for listener in _listeners:
+            if (device := listener.mixed_device) is not None:
+                return run_on_device_thread(device, lambda: _run(outputs, args, kwargs))
         return _run(outputs, args, kwargs)
 
 
@@ -222,6 +237,11 @@ def _load_in_place(
     return _module_load_state_dict(self, state_dict, strict, assign)
 
 
+@functools.wraps(_module_compile)
+def _compile(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+    compile_module(self, lambda: _module_compile(self, *args, **kwargs))
+
+
 @functools.wraps(_module_zero_grad)
 def _zero_module_grad(self: nn.Module, set_to_none: bool = True) -> None:
     if set_to_none:
@@ -254,6 +274,7 @@ def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
                 tensor = managed_of(parameter)
                 if not (tensor.stays and tensor.owner.is_stepping(optimizer)):
                     tensor.note_write()
+                    tensor.owner.after_home_write(tensor)
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -306,6 +327,7 @@ if _compile_session is not None:
     _REPLACEMENTS.append((_compiler, "_compile_session_context", _settled_session))
 _REPLACED_ALWAYS: list[tuple[Any, str, Any]] = [
     (_Module, "_apply", _refuse_conversion),
+    (_Module, "compile", _compile),
     (_Module, "load_state_dict", _load_in_place),
     (_Optimizer, "load_state_dict", _settled(_load_state_dict)),
     (_Optimizer, "add_param_group", _settled(_add_param_group)),

@@ -19,6 +19,7 @@ from hetero.devices import Accelerator, CopyEngine
 from hetero.errors import ManageError
 from hetero.eviction import Policy
 from hetero.stm.deferred import Update, UpdateQueue
+from hetero.stm.following import renew
 from hetero.stm.room import Room
 from hetero.stm.state import Ledger, Tier
 from hetero.stm.tensors import ManagedTensor, refused_write
@@ -84,7 +85,7 @@ class Residency:
                 self.roll_back(tensor)
             if tensor.is_stale:
                 self._meter.count_stale(tensor.index)
-                self.discard(tensor)
+                self.follow_home(tensor)
             if tensor.data is None:
                 missing[tensor.index] = tensor
             tensor.last_use = self._clock
@@ -104,7 +105,7 @@ class Residency:
     def prefetch(self, tensor: ManagedTensor, *, limit: int) -> bool:
         """Start fetching if it fits as things are; False if it does not."""
         if tensor.is_stale:
-            self.discard(tensor)
+            self.follow_home(tensor)
         if tensor.data is not None:
             return True
         if not self.room.claim(tensor.device_nbytes, limit=limit):
@@ -112,6 +113,7 @@ class Residency:
         try:
             self._fetch(tensor)
         except torch.OutOfMemoryError:  # somebody else's, on the same device: it can wait
+            self._accelerator.note_answered()
             return False
         return True
 
@@ -134,6 +136,22 @@ class Residency:
         if tensor.data is not None:
             tensor.identity = None
             self.drop(tensor)
+
+    def follow_home(self, tensor: ManagedTensor) -> None:
+        """Home has overtaken the copy: bring it up to date if somebody else holds it, else forget it."""
+        if not tensor.is_held():
+            self.discard(tensor)
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            self._refresh_low(tensor)
+            renew(tensor, self._engine, self.uploads)
+
+    def follow_homes(self) -> None:
+        """As `follow_home`, wherever home may have been written without our knowing."""
+        for tensor in list(self.resident.values()):
+            tensor.note_unknown_writes()
+            if tensor.is_stale:
+                self.follow_home(tensor)
 
     def evict_idle(self) -> int:
         """Evict whatever no operator uses; returns the bytes freed."""
@@ -176,8 +194,7 @@ class Residency:
         self._engine.free_after_download(event)
         # The copy counts as one write; autograd's check must see as many as there were on the device.
         torch._C._autograd._unsafe_set_version_counter((tensor.home,), (version,))
-        tensor.clean_version = tensor.data._version
-        tensor.loaded_clock = tensor.home_clock
+        tensor.note_loaded()
         return tensor.device_nbytes
 
     def write_back_all(self) -> None:
@@ -203,7 +220,7 @@ class Residency:
         Raises what failed in the queue, whichever parameter's update it was; all is settled then as well.
         """
         self.finish_update(tensor)
-        if tensor.is_ahead:
+        if tensor.is_dirty:
             self._meter.count_eviction(0, self.write_back(tensor))
 
     def finish_update(self, tensor: ManagedTensor) -> None:
@@ -250,7 +267,7 @@ class Residency:
         if update.arrival is not None:
             self.uploads.note(update.arrival, tensor)
             tensor.ready = update.arrival
-            tensor.loaded_clock = tensor.home_clock
+            tensor.note_arrived()
         else:  # nothing was on order, or it could not be started
             self.discard(tensor)
 
@@ -265,7 +282,7 @@ class Residency:
         """Forget the copies of ``tensors`` that home has overtaken, and their place in old graphs."""
         for tensor in tensors:
             if tensor.is_stale:
-                self.discard(tensor)
+                self.follow_home(tensor)
             elif tensor.data is None:
                 tensor.identity = None
 

@@ -58,6 +58,7 @@ class Segments:
             key = SegmentKey(Phase.FORWARD, trains, (signature, len(self._pending_forwards) if trains else 0))
             if trains:
                 self._activations.begin_forward(len(self._pending_forwards))
+            self._residency.follow_homes()
             self._executor.begin_segment(key)
             if trains:
                 self._pending_forwards.append(key)
@@ -93,6 +94,7 @@ class Segments:
         with self._lock:
             with self._collector.waiting_for_host():
                 self._residency.finish_updates(self._tensors)
+            self._residency.write_back_all()  # through views that are held
             self._executor.begin_segment(SegmentKey(Phase.STEP, True, None))
             self._pending_forwards.clear()
             self._gradients.reclaim(0)
@@ -152,6 +154,12 @@ class Segments:
                         self._gradients.kept.forget_lost(self._tensors)
                 if not self._has_optimizer:  # nothing tells when the iteration is over
                     self._executor.release_cap()
+
+    @property
+    def mixed_device(self) -> torch.device | None:
+        """The device, where graphs may have nodes at home as well (`hetero.stm.onethread`)."""
+        mixed = self._gradients.have_graphs or any(tensor.used_at_home for tensor in self._tensors)
+        return self._tensors[0].owner.device if mixed else None
 
     def wait_for_gradients(self) -> None:
         """Every gradient that was handed over can be read afterwards."""

@@ -2,8 +2,9 @@
 
 Owns the way there and back. Invariant: while settled, model and optimizer are what ``model.to(device)`` would have
 made of them, so every number is the unmanaged run's. What stays is one check at each forward of the model, `enter`: of
-the inputs' signature, which must have been measured, of the flags of frozen parameters, and of the device's memory
-counter; it ends the state where the iteration to come may need more than the budget has.
+the inputs' signature, which must have been measured, of the flags of frozen parameters, and of two of the device's
+counters. It ends the state where the iteration to come may need more than the budget has, and for good where memory
+has run out since the check before, in backward, in the step, or wherever nobody of ours was called.
 
 [Note: who looks]
 A settled parameter's device is another than before, so whoever combined it with a tensor on the host no longer can.
@@ -104,6 +105,8 @@ class Settled:
         self._running: list[None] = []  # forwards that run now, of all threads
         self._growth = Growth(peak=0, by_kind={})
         self._gradient_bytes = 0
+        self._limit = budget  # less what was given to others when it settled: `Manager.trim` ends it
+        self._seen_failures = 0
         self._probe: nn.Parameter | None = None
         self._frozen: list[nn.Parameter] = []
         self._shadows: list[nn.Parameter] = []
@@ -119,7 +122,20 @@ class Settled:
         """A forward of the model begins: whether as the user's own. Settles, or leaves, before."""
         kind = (trains, signature)
         if self.is_on:
-            return self._admits(kind) or not self.leave()
+            # Written out, because it is all that runs of ours: of a training step, this and what calls it.
+            used, failures = self._accelerator.pressure()
+            if failures != self._seen_failures:
+                self._note_failures(failures)
+            growth = self._growth.by_kind.get(kind)
+            if growth is not None and trains and self._probe is not None and self._probe.grad is None:
+                growth += self._gradient_bytes
+            admits = (
+                growth is not None
+                and used + growth <= self._limit
+                and not self._must_leave
+                and not any(map(_requires_grad, self._frozen))
+            )
+            return admits or not self.leave()
         if not self._allowed or self._stm.cycles.last_plan is None:
             return False
         if self._wait > 0:
@@ -142,17 +158,11 @@ class Settled:
         finally:
             self._running.pop()
 
-    def _admits(self, kind: Kind) -> bool:
-        growth = self._growth.by_kind.get(kind)
-        if growth is None or self._must_leave or any(map(_requires_grad, self._frozen)):
-            return False
-        if kind[0] and self._probe is not None and self._probe.grad is None:
-            growth += self._gradient_bytes
-        return self._accelerator.used_bytes() + growth <= self._limit
-
-    @property
-    def _limit(self) -> int:
-        return self._budget - self._stm.cycles.margin
+    def _note_failures(self, failures: int) -> None:
+        """The allocator's count of them is another than at the last check; less if somebody has reset it."""
+        if failures > self._seen_failures:
+            self._must_leave, self._allowed = True, False
+        self._seen_failures = failures
 
     # -- whether --------------------------------------------------------------------------------------
 
@@ -176,7 +186,7 @@ class Settled:
         model += max(sizes.values(), default=0)
         if any(t.cast is not None for t in self._stm.tensors) or any(_autocasts(k) for k in growth.by_kind):
             model += parameters // 2
-        if model + growth.peak > self._limit:
+        if model + growth.peak > self._budget - self._stm.cycles.margin:
             self._too_much = plans
             return None
         return growth
@@ -220,6 +230,7 @@ class Settled:
             return False
         missing = sum(t.device_nbytes for t in stm.tensors if not t.is_resident)
         most = max(growth.by_kind.values()) + self._gradient_bytes + missing
+        self._limit = self._budget - stm.cycles.margin
         if self._accelerator.used_bytes() + most > self._limit:
             return False
         if not self._has_searched:
@@ -268,6 +279,12 @@ class Settled:
 
     def _exchange_all(self) -> bool:
         self._shadows, self._versions = [], []
+        try:  # now, because whoever leaves may do so for want of memory
+            for tensor in self._stm.tensors:
+                self._placeholder(tensor.parameter.dtype)
+        except torch.OutOfMemoryError:
+            self._accelerator.note_answered()
+            return False
         for tensor in self._stm.tensors:
             parameter = tensor.parameter
             version = tensor.version
@@ -310,6 +327,7 @@ class Settled:
         if (compiled := self._compiled()) is not None:
             compiled.pause()
         self._must_leave = False
+        _, self._seen_failures = self._accelerator.pressure()
         self.is_on = True
         _settled.add(self)
         self._rest()
@@ -317,12 +335,13 @@ class Settled:
     # -- and back -------------------------------------------------------------------------------------
 
     def leave(self, *, force: bool = False) -> bool:
-        """Intercept again; False if somebody's alias of a parameter would be left behind. ``force``: then too."""
+        """Intercept again; False if somebody's alias of a parameter, gradient or state would be left behind.
+        ``force``: then too."""
         if not self.is_on:
             return True
-        stm, device = self._stm, self._accelerator.device
+        stm = self._stm
         with stm.lock, torch.inference_mode(False), torch.no_grad(), plain():
-            if not force and (self._running or in_scope() or not may_go_back(stm.tensors, device)):
+            if not force and (self._running or in_scope() or not self._may_leave()):
                 return False
             self._wake()
             if (compiled := self._compiled()) is not None:
@@ -336,6 +355,12 @@ class Settled:
             _settled.discard(self)
             stm.begin_anew()
         return True
+
+    def _may_leave(self) -> bool:
+        """Nobody has an alias of what would be left behind."""
+        if self._own_step is not None and self._own_step.is_viewed(self._stm.tensors):
+            return False
+        return may_go_back(self._stm.tensors, self._accelerator.device)
 
     def _leave_one(self, tensor: ManagedTensor, shadow: nn.Parameter) -> None:
         parameter = tensor.parameter
@@ -390,4 +415,4 @@ class Settled:
 
 def _autocasts(kind: Kind) -> bool:
     signature = kind[1]
-    return isinstance(signature, tuple) and len(signature) > 1 and signature[1] is True
+    return isinstance(signature, tuple) and len(signature) > 1 and signature[1] is not False

@@ -12,25 +12,30 @@ from torch import nn
 __all__ = ["signature_of"]
 
 
-def signature_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """Of a call of ``model``; hashable."""
+def signature_of(
+    model: nn.Module, device_type: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[object, ...]:
+    """Of a call of ``model`` on such a device; hashable. The second is what autocast casts to there, or False."""
     return (
         model.training,
-        torch.is_autocast_enabled(),
-        tuple(_shapes(args)),
-        tuple((key, *_shapes((value,))) for key, value in kwargs.items()),
+        torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type),
+        _shapes(args),
+        (tuple(kwargs), _shapes(kwargs.values())) if kwargs else (),
     )
 
 
-def _shapes(values: Iterable[Any]) -> Iterable[object]:
+def _shapes(values: Iterable[Any]) -> tuple[object, ...]:
+    # No generators: it is called at each forward, settled ones included, once for each container.
+    seen: list[object] = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            yield (tuple(value.shape), value.dtype)
+            seen.append((tuple(value.shape), value.dtype))
         elif isinstance(value, list | tuple):
-            yield tuple(_shapes(value))
+            seen.append(_shapes(value))
         elif isinstance(value, dict):
-            yield tuple((key, *_shapes((item,))) for key, item in value.items())
+            seen.append((tuple(value), _shapes(value.values())))
         elif isinstance(value, bool | int | float | str | type(None)):
-            yield value
+            seen.append(value)
         else:
-            yield type(value)
+            seen.append(type(value))
+    return tuple(seen)

@@ -121,6 +121,9 @@ class Owner(Protocol):
     def relieve(self) -> int:
         """Free what can be freed after an out-of-memory error; returns the bytes freed."""
 
+    def note_answered(self) -> None:
+        """What failed for want of memory is tried again after `relieve`."""
+
     def settle_home(self, tensor: "ManagedTensor") -> None:
         """Return once home is what the last ``optimizer.step()`` made of it."""
 
@@ -137,6 +140,9 @@ class Owner(Protocol):
 
     def before_home_write(self, tensor: "ManagedTensor") -> None:
         """Its home is about to be written: it is settled, and no copy may still be reading it."""
+
+    def after_home_write(self, tensor: "ManagedTensor") -> None:
+        """It has been: a copy that somebody else holds follows."""
 
     def check_process(self) -> None:
         """Raises in a forked child, which can neither reach the device nor write homes."""
@@ -158,6 +164,7 @@ class ManagedTensor(StatefulTensor):
         "__weakref__",
         "_alias",
         "_fetch_nodes",
+        "_loaded_version",
         "_source",
         "_unseen_writes",
         "_view",
@@ -200,6 +207,7 @@ class ManagedTensor(StatefulTensor):
         self._alias: torch.Tensor | None = None
         self._source: torch.Tensor | None = None
         self._unseen_writes = 0
+        self._loaded_version = 0
         self._fetch_nodes: list[weakref.ref[object]] = []
         # Of ``data``, as it was last saved for backward: most are saved the same way in each iteration.
         self._view: tuple[torch.Tensor, Layout | None, torch.Tensor, int] | None = None
@@ -273,6 +281,11 @@ class ManagedTensor(StatefulTensor):
         """Home was written by somebody who does not move version counters: fused optimizer kernels do not."""
         self._unseen_writes += 1
 
+    def note_unknown_writes(self) -> None:
+        """Whoever shares the memory of ``p.data = x[i:j].data`` (``vector_to_parameters``) may write unseen."""
+        if self._source is not None and not memory_is_private(self.home, 2 + (self._alias is not None)):
+            self.note_write()
+
     def data_alias(self) -> torch.Tensor:
         """What ``p.data`` is: same memory, with a version counter of its own, which we can watch."""
         if self._alias is None:
@@ -280,7 +293,12 @@ class ManagedTensor(StatefulTensor):
         return self._alias.detach()
 
     def is_private(self) -> bool:
-        """Nobody else holds home's memory, so that a late write to it cannot be seen to be late."""
+        """Nobody else holds its memory, at home or on the device, so that a late write cannot be seen to be late."""
+        # One that lives on the device is written there, in place: whoever holds the copy sees it.
+        written_at_home = self.data is not None and self.pending is None and not self.stays
+        return self._home_is_private() and not (written_at_home and self.is_held())
+
+    def _home_is_private(self) -> bool:
         if self.is_exposed or self._source is not None:
             return False
         return memory_is_private(self.home, 1 if self._alias is None else 2)
@@ -294,7 +312,7 @@ class ManagedTensor(StatefulTensor):
     def low_is_stale(self) -> bool:
         """Home was written since its low-precision twin was made, or may have been by somebody who holds its memory."""
         low = self.low
-        return low is not None and (low.clock != self.home_clock or not self.is_private())
+        return low is not None and (low.clock != self.home_clock or not self._home_is_private())
 
     def refresh_low(self) -> None:
         """Bring the low-precision twin up to date. Copies that read it have been waited for."""
@@ -346,8 +364,20 @@ class ManagedTensor(StatefulTensor):
             self.identity.data = copy
             self.data = self.identity.detach()
         self.storage_key = copy.untyped_storage()._cdata
-        self.clean_version = self.data._version
+        self.note_loaded()
+
+    def note_loaded(self) -> None:
+        """The copy has, or will have, home's present bytes."""
+        self.clean_version = 0 if self.data is None else self.data._version
+        self.note_arrived()
+
+    def note_arrived(self) -> None:  # its version tells nothing of the arrival
         self.loaded_clock = self.home_clock
+        self._loaded_version = self.home._version
+
+    def version_of_copy(self) -> int:
+        """The copy's, had it seen the writes to home since it was made."""
+        return (0 if self.data is None else self.data._version) + self.home._version - self._loaded_version
 
     def view_of(self, copy: torch.Tensor, layout: Layout | None) -> torch.Tensor:
         """``copy``, as `Owner.load_saved` returned it, seen as ``layout``, or as it is, for backward."""

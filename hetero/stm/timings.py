@@ -19,13 +19,15 @@ __all__ = ["Timing", "Timings", "fit_links"]
 Keys = tuple[SegmentKey, ...]
 
 _AT_LAST = 3  # iterations timed under the plan that is to stay; the middle one counts
+_WORTH = 0.01  # share of the iteration that what moves on trial has to save
 _SETTLING = 2  # iterations that are not, after a plan that lets something else live on the device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
     """``periods``: of each segment. ``queued``: parameters that the host updates later, which takes ``host_seconds``
-    a byte. ``measured_seconds``: of the whole iteration; ``waited``: of these, by cause."""
+    a byte. ``measured_seconds``: of the whole iteration; ``waited``: of these, by cause. ``typical_seconds``: of an
+    iteration, the median of all rounds."""
 
     periods: tuple[tuple[PeriodTimes, ...], ...]
     links: Links
@@ -33,6 +35,7 @@ class Timing:
     host_seconds: float
     measured_seconds: float
     waited: Mapping[Cause, float]
+    typical_seconds: float
 
 
 @dataclass(slots=True)
@@ -41,6 +44,7 @@ class _State:
     timing: Timing | None = None
     is_final: bool = False
     skip: int = 0
+    before: float | None = None  # seconds of an iteration before something moved on trial
 
 
 class Timings:
@@ -92,10 +96,26 @@ class Timings:
         state.rounds = []
         return True
 
-    def note_moved(self, keys: Keys) -> None:
-        """Something else lives on the device from now on: times are to be measured again."""
+    def is_final(self, keys: Keys) -> bool:
+        """Times were measured under the plan that is to stay."""
+        state = self._states.get(keys)
+        return state is not None and state.is_final
+
+    def note_moved(self, keys: Keys, *, on_trial: bool) -> None:
+        """Something else lives on the device from now on: times are to be measured again. ``on_trial``: it has to show
+        then that it was worth it (`was_in_vain`)."""
         state = self._states.setdefault(keys, _State())
+        state.before = state.timing.typical_seconds if on_trial and state.is_final and state.timing else None
         state.rounds, state.is_final, state.skip = [], False, _SETTLING
+
+    def was_in_vain(self, keys: Keys) -> bool:
+        """What moved on trial has made these iterations no faster, as measured: a prediction does not know what its
+        copies and updates take from operators. Said once."""
+        state = self._states.get(keys)
+        if state is None or state.before is None or not state.is_final or state.timing is None:
+            return False
+        before, state.before = state.before, None
+        return state.timing.typical_seconds > before * (1.0 - _WORTH)
 
     def forget(self, keys: Keys) -> None:
         """These iterations are no longer what they were."""
@@ -120,6 +140,7 @@ def _middle(rounds: Sequence[IterationTimes], probed: Links, before: Timing | No
         host_seconds=host or (0.0 if before is None else before.host_seconds),
         measured_seconds=one.seconds,
         waited=one.waited,
+        typical_seconds=statistics.median(each.seconds for each in rounds),
     )
 
 

@@ -13,8 +13,10 @@ from hetero.eviction import (
     Links,
     Moment,
     Trace,
+    Updates,
     check,
     host_bytes,
+    iteration,
     plan,
     plan_iteration,
     with_alive,
@@ -136,3 +138,23 @@ def test_a_parameter_that_leaves_takes_nothing_of_the_hosts_room():
     trace = Trace(sizes=(4, 4), moments=moments)
     schedule = replace(plan(trace, links=SLOW), actions=(Actions(evict=(1,)), Actions(evict=(0,))))
     assert host_bytes(trace, schedule) == 0
+
+
+def test_where_the_host_holds_the_step_up_no_choices_compete_and_the_fewest_bytes_win(monkeypatch):
+    """Parameter 0 is updated for ten seconds, which no plan shortens; activation 1 may stay."""
+
+    def refuse(*arguments, **keywords):
+        raise AssertionError("there is no time to be won")
+
+    monkeypatch.setattr(iteration, "compete", refuse)
+    moments = (
+        Moment(operands=(0,), seconds=1.0, capacity=8),
+        Moment(operands=(1,), seconds=1.0, capacity=8, produces=(1,), dirties=(1,)),
+        Moment(operands=(0,), seconds=1.0, capacity=8),
+        Moment(operands=(1,), seconds=1.0, capacity=8),
+        Moment(operands=(), seconds=1.0, capacity=8, invalidates=(0, 1)),
+    )
+    late = Updates(tensors=(0,), seconds=(10.0,), queued=4, finished=4)
+    schedule = plan_iteration(Trace(sizes=(4, 4), moments=moments, updates=late), links=SLOW)
+    assert schedule.predicted_seconds > sum(moment.seconds for moment in moments)
+    assert schedule.moved_bytes == 4

@@ -47,35 +47,43 @@ def set_memory_limit(nbytes: int) -> None:
 class StepsAtHome:
     """Lets every optimizer step parameters that live on a CUDA device with the host's arithmetic.
 
-    hetero steps at home; a device's kernels round otherwise. On the virtual accelerator both are the host's.
+    hetero steps at home; a device's kernels round otherwise. On the virtual accelerator both are the host's. Parameters
+    and states stay the same objects, as in a step on the device.
     """
 
     def __init__(self) -> None:
         self._moved: list[tuple[torch.nn.Parameter, torch.device, torch.Tensor | None]] = []
+        self._states: set[int] = set()  # ids of those that were on the device
 
     def before(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         for p in _parameters(optimizer):
             if p.is_cuda:
-                self._moved.append((p, p.device, p.grad))
-                p.grad = None
-                self._move(optimizer, p, torch.device("cpu"))
-                grad = self._moved[-1][2]
+                grad, p.grad = p.grad, None
+                self._moved.append((p, p.device, grad))
+                p.data = p.data.cpu()
                 p.grad = None if grad is None else grad.cpu()
+                for value in _states(optimizer, p):
+                    if value.is_cuda:  # with fused kernels the count of steps as well
+                        self._states.add(id(value))
+                        value.data = value.data.cpu()
 
     def after(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         for p, home, grad in self._moved:
             p.grad = None
-            self._move(optimizer, p, home)
+            p.data = p.data.to(home)
             p.grad = grad
+            for value in _states(optimizer, p):
+                if value.shape == p.shape or id(value) in self._states:
+                    value.data = value.data.to(home)
         self._moved.clear()
-
-    def _move(self, optimizer: torch.optim.Optimizer, p: torch.nn.Parameter, target: torch.device) -> None:
-        p.data = p.data.to(target)
-        entries = optimizer.state.get(p, {})
-        for key, value in entries.items():
-            if isinstance(value, torch.Tensor) and value.shape == p.shape:
-                entries[key] = value.to(target)
+        self._states.clear()
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _states(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter) -> list[torch.Tensor]:
+    # Without telling whoever watches who looks.
+    entry = dict.get(optimizer.state, p) or {}
+    return [value for value in entry.values() if isinstance(value, torch.Tensor)]

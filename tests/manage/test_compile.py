@@ -68,18 +68,26 @@ COMPILERS = {
 
 
 def _train(
-    compile_blocks: Callable[[Model, str], None], backend: str, target: torch.device, budget: int | None
+    compile_blocks: Callable[[Model, str], None],
+    backend: str,
+    target: torch.device,
+    budget: int | None,
+    *,
+    after: int | None = None,
 ) -> tuple[dict[str, torch.Tensor], Model]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Model()
     if budget is None:
         model.to(target)
-    compile_blocks(model, backend)
+    if after is None:
+        compile_blocks(model, backend)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     manager = None if budget is None else hetero.manage(model, optimizer, device=target, device_budget=budget)
     found = {}
     for step in range(STEPS):
+        if step == after:
+            compile_blocks(model, backend)
         x = torch.randn(4, 16, device=target)
         loss = (model(x) ** 2).mean()
         loss.backward()
@@ -113,6 +121,45 @@ def test_compiled_blocks_train_to_the_same_bits_under_a_budget(how: str, backend
     assert peak_memory() <= budget
     assert all(type(p) is nn.Parameter for p in model.parameters())
     assert races() == []
+
+
+@pytest.mark.parametrize("after", [0, 2])
+@pytest.mark.parametrize("budget", ["blocks", "everything"])
+@pytest.mark.parametrize("how", COMPILERS)
+def test_what_is_compiled_while_managed_trains_to_the_same_bits(how: str, budget: str, after: int) -> None:
+    target = device()
+    unmanaged, reference = _train(COMPILERS[how], "aot_eager", target, None, after=after)
+    parameter_bytes = sum(p.nbytes for p in reference.parameters())
+    del reference
+    fresh_memory()
+    blocks = 64 * 1024 + parameter_bytes * (10 if how == "whole" else 5) // 8
+    nbytes = blocks if budget == "blocks" else 4 << 20
+    managed, model = _train(COMPILERS[how], "aot_eager", target, nbytes, after=after)
+    assert_identical(managed, unmanaged)
+    assert peak_memory() <= nbytes
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    assert races() == []
+
+
+def test_a_managed_model_within_a_compiled_function_is_refused() -> None:
+    target = device()
+    model = Model()
+    with hetero.manage(model, None, device=target, device_budget="1MiB"):
+        outer = torch.compile(model, backend="eager")
+        with pytest.raises(hetero.ManageError, match=r"block\.compile\(\)"):
+            outer(torch.randn(2, 16, device=target))
+        model(torch.randn(2, 16, device=target)).sum().backward()
+
+
+def test_a_forward_that_is_replaced_by_a_compiled_function_says_what_to_call() -> None:
+    target = device()
+    model = Model()
+    with hetero.manage(model, None, device=target, device_budget="1MiB"):
+        torch._dynamo.reset()
+        model(torch.randn(2, 16, device=target)).sum().backward()
+        model.last.forward = torch.compile(model.last.forward, backend="aot_eager")
+        with pytest.raises(hetero.ManageError, match=r"last\.compile\(\)"):
+            model(torch.randn(2, 16, device=target))
 
 
 def test_model_compiled_as_a_whole_trains_to_the_same_bits() -> None:

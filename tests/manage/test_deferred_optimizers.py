@@ -149,3 +149,27 @@ def test_adamw_with_a_closure_between_deferred_steps():
         return seen
 
     assert_twins(mlp, loop)
+
+
+def test_torch_never_sees_groups_of_which_all_are_capturable_because_there_are_none(monkeypatch):
+    # On a GPU it warns of them, once for each optimizer.
+    seen = []
+
+    def health_check(self):
+        seen.append([group["capturable"] for group in self.param_groups])
+
+    monkeypatch.setattr(torch.optim.Optimizer, "_accelerator_graph_capture_health_check", health_check)
+
+    def two_groups(model):
+        first, *rest = model.parameters()
+        return torch.optim.AdamW([{"params": [first]}, {"params": rest, "lr": 1e-3}], foreach=False)
+
+    model, optimizer, manager, target = managed_mlp(make_optimizer=two_groups)
+    with manager:
+        two_steps(model, optimizer, target)
+        two_steps(model, optimizer, target)
+        count = len(list(model.parameters()))
+        assert host_step_of(optimizer).queued >= 3 * count
+        assert [len(group["params"]) for group in optimizer.param_groups] == [1, count - 1]
+    assert len(seen) >= 4
+    assert not any(all(capturable) for capturable in seen)

@@ -186,3 +186,38 @@ def test_after_an_interrupt_between_the_begin_of_an_operator_and_its_end_no_oper
         ledger = manager._stm.ledger
         assert all(ledger.nbytes(tier, kind, State.COMPUTE) == 0 for tier in Tier for kind in Kind)
         steps(model, optimizer, target, 2)
+
+
+class Gathering(nn.Module):
+    """With ``hoards``, the planned forward keeps so much that it drifts."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(16)])
+        self.kept = []
+        self.hoards = 0
+
+    def forward(self, x):
+        for number, layer in enumerate(self.layers):
+            x = layer(x).tanh()
+            if number < self.hoards:
+                self.kept.append(x.detach().clone())
+        return x
+
+
+@pytest.mark.parametrize("wide", [2, 3])  # backward's first operators need too much; so does the loss
+def test_under_the_cap_of_a_drift_the_loss_and_the_beginning_of_backward_find_room(wide):
+    def loop(model, optimizer, target):
+        seen = []
+        for step in range(6):
+            model.hoards = 8 if step >= 3 else 0
+            model.kept.clear()
+            out = model(torch.randn(32, WIDTH).to(target))
+            loss = out.repeat(wide, 1).square().mean() if step >= 3 else out.square().mean()
+            loss.backward()
+            seen.append([loss, [p.grad for p in model.parameters()]])
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    assert_twins(Gathering, loop, budget=16 * (8 << 10) + 8 * (17 << 10) + (128 << 10))

@@ -90,6 +90,22 @@ def test_what_gradients_and_states_will_need_is_not_given_to_activations_of_the_
         assert host_bytes(manager) <= budget
 
 
+def test_gradients_of_a_model_without_optimizer_are_left_room_as_well():
+    model, target = deep(), device()
+    parameters = sum(p.nbytes for p in model.parameters())
+    budget = 2 * parameters + (1 << 20)
+    with hetero.manage(model, device=target, host_budget=budget) as manager:
+        loss = model(torch.randn(ROWS, WIDTH).to(target)).square().mean()
+        manager._stm.activations.shed(1 << 40)
+        assert 0 < manager._stm.ledger.nbytes(Tier.HOST, Kind.ACTIVATION) <= 1 << 20
+        loss.backward()
+        assert manager.stats.by_kind["host"]["gradient"] >= parameters
+        assert host_bytes(manager) <= budget
+    # Nor is a budget refused that holds the parameters alone: this may be inference.
+    with hetero.manage(deep(), device=target, host_budget=parameters):
+        pass
+
+
 def test_without_room_on_the_host_nothing_leaves_and_what_then_does_not_fit_is_refused():
     def loop(model, optimizer, target):
         return steps(model, optimizer, target, 5)

@@ -114,11 +114,9 @@ def test_gradients_of_gradients_with_respect_to_parameters():
 
     seen: list[torch.Tensor] = []
     assert_twins(mlp, loop, share=0.95)
-    # The first gradients are at home, so this backward runs on autograd's host and device threads at once, and
-    # which of two contributions to a gradient arrives first is a race of theirs: the sum may round differently.
     half = len(seen) // 2
     for got, expected in zip(seen[half:], seen[:half], strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+        assert torch.equal(got, expected)
 
 
 def test_retain_graph_and_a_second_backward():

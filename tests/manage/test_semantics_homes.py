@@ -275,3 +275,24 @@ def test_an_evaluation_on_a_stream_of_its_own():
         return seen
 
     assert_twins(mlp, loop)
+
+
+def test_writes_to_the_vector_that_parameters_were_made_of_are_writes_to_parameters():
+    def loop(model, optimizer, target):
+        seen = []
+        for _ in range(3):
+            vector = nn.utils.parameters_to_vector(model.parameters()).detach() * 0.9
+            nn.utils.vector_to_parameters(vector, model.parameters())
+            for _ in range(2):
+                loss = model(batch(target)).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                seen.append(loss)
+                with torch.no_grad():
+                    seen.append(model(batch(target)))  # copies are made
+                    vector.mul_(0.5)
+                    seen.append(model(batch(target)))
+        return seen
+
+    assert_twins(mlp, loop, share=0.9)

@@ -1,6 +1,7 @@
 """Out of the settled state, in the middle of training: the same numbers, and back into it where that is right."""
 
 import copy
+import functools
 import gc
 import io
 import os
@@ -8,7 +9,7 @@ import pickle
 
 import pytest
 import torch
-from accelerators import clear_races, races, set_memory_limit
+from accelerators import ON_CUDA, clear_races, races, set_memory_limit
 from loops import batch, losses, mlp, square_loss
 from torch import nn
 from twins import adamw, assert_same, assert_twins, device, plain
@@ -19,6 +20,7 @@ from hetero.stm.intercept import ManagedParameter
 pytestmark = pytest.mark.usefixtures("homes_on_device")
 
 PLENTY = 64 << 20
+BLOCKS = "a real allocator serves small tensors from blocks that it has, whatever the limit"
 
 
 def managed_mlp(budget="64MiB", build=mlp, make_optimizer=adamw, **keywords):
@@ -198,26 +200,52 @@ def test_memory_that_somebody_else_takes_ends_it_before_the_budget_is_passed():
         del taken
 
 
-def test_running_out_of_memory_ends_it_for_good():
+@pytest.mark.skipif(ON_CUDA, reason=BLOCKS)
+@pytest.mark.parametrize("where", ["forward", "backward", "step"])
+def test_running_out_of_memory_ends_it_for_good(where):
     model, optimizer, manager, target = managed_mlp()
     with manager:
         settle(model, optimizer, manager, target)
-        set_memory_limit(torch.accelerator.memory_allocated())
-        try:
-            with pytest.raises(torch.OutOfMemoryError):
-                model(batch(target))
-        except RuntimeError:  # the input itself did not fit
-            pass
-        finally:
-            set_memory_limit(256 << 20)
         x = batch(target)
+        run = functools.partial(model, x)
+        if where != "forward":
+            run = run().square().mean().backward
+        if where == "step":
+            run()
+            run = optimizer.step
         set_memory_limit(torch.accelerator.memory_allocated())
         with pytest.raises(torch.OutOfMemoryError):
-            model(x)
+            run()
+        del run
+        assert not is_intercepted(model)  # nobody of ours was called
+        optimizer.zero_grad()
+        model(x)  # leaving takes no memory, and what is managed needs less
+        assert is_intercepted(model)
         set_memory_limit(256 << 20)
         for _ in range(5):
             step(model, optimizer, target)
             assert is_intercepted(model)
+
+
+@pytest.mark.skipif(ON_CUDA, reason=BLOCKS)
+def test_errors_that_another_manager_has_answered_do_not_end_it():
+    model, optimizer, manager, target = managed_mlp()
+    with manager:
+        settle(model, optimizer, manager, target)
+        torch.manual_seed(0)
+        other = mlp()
+        second = adamw(other)
+        budget = torch.accelerator.memory_allocated() + (300 << 10)
+        with hetero.manage(other, second, device=target, device_budget=budget):
+            before = torch.accelerator.memory_stats()["num_ooms"]
+            for rows in (8, 64, 8, 100, 100):
+                step(other, second, target, rows)
+                step(model, optimizer, target)
+                assert manager.plan.everything_fits
+            assert torch.accelerator.memory_stats()["num_ooms"] > before
+        torch.accelerator.reset_accumulated_memory_stats()
+        step(model, optimizer, target)
+        assert manager.plan.everything_fits
 
 
 # -- the user changes something ------------------------------------------------------------------------

@@ -158,10 +158,27 @@ def test_plans_are_made_anew_after_the_first_timed_iteration_and_after_three_mor
     assert timing.host_seconds == 0.5  # of a byte, in the last of them
     assert timing.queued == (4,)
     assert not timings.wants(keys)
-    timings.note_moved(keys)
+    timings.note_moved(keys, on_trial=False)
     assert not timings.wants(keys)  # until what moves has moved
     timings.forget(keys)
     assert timings.wants(keys)
+
+
+@pytest.mark.parametrize(("with_it", "in_vain"), [(1.5, False), (1.99, True), (2.5, True)])
+def test_what_moves_on_trial_has_to_make_iterations_shorter(monkeypatch, with_it, in_vain):
+    without = [times_of(seconds) for seconds in (9.0, 2.0, 3.0, 1.0)]
+    rounds = iter([*without, *(times_of(with_it + off) for off in (-0.25, 0.0, 0.25))])
+    monkeypatch.setattr("hetero.stm.timings.read_times", lambda segments: next(rounds))
+    timings = Timings(PROBED)
+    keys = (KEY,)
+    assert timings.wants(keys)
+    while not timings.is_final(keys):
+        timings.learn(keys, [])
+    assert not timings.was_in_vain(keys)  # nothing has moved
+    timings.note_moved(keys, on_trial=True)
+    assert [timings.learn(keys, []) for _ in range(5)] == [False, False, False, False, True]
+    assert timings.was_in_vain(keys) is in_vain
+    assert not timings.was_in_vain(keys)
 
 
 @pytest.fixture

@@ -154,7 +154,11 @@ def _device_functions(bad_fork: list[bool]) -> dict[str, Any]:
         torch.accelerator.synchronize()
 
     def current_stream(device: _Device = None) -> torch.Stream:
-        return torch.accelerator.current_stream(_index(device))
+        if type(device) is not torch.device or device.type != _NAME:
+            _index(device)
+        # torch.accelerator.current_stream asks which device this is, through several layers of Python.
+        found: torch.Stream = torch._C._accelerator_getStream(0)
+        return found
 
     def default_stream(device: _Device = None) -> torch.Stream:
         return torch.Stream(stream_id=0, device_index=0, device_type=_device_type())
@@ -193,6 +197,9 @@ def _memory_functions(extension: ModuleType) -> dict[str, Any]:
 
     def memory_stats(device: _Device = None) -> Any:
         return torch.accelerator.memory_stats(_index(device))
+
+    def memory_stats_as_nested_dict(device: _Device = None) -> dict[str, Any]:
+        return torch._C._accelerator_getDeviceStats(0)
 
     def reset_peak_memory_stats(device: _Device = None) -> None:
         torch.accelerator.reset_peak_memory_stats(_index(device))

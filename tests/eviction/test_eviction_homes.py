@@ -1,0 +1,65 @@
+"""How many parameters should live on the device: the fastest number, and the fewest bytes of those about as fast."""
+
+import pytest
+
+from hetero.eviction import (
+    Actions,
+    CapacityError,
+    HomeCost,
+    Links,
+    Moment,
+    Schedule,
+    Trace,
+    Updates,
+    choose_device_homes,
+)
+
+SIZES = (10, 10, 10, 10)
+COSTS = {index: HomeCost(nbytes=40, step_nbytes=0, step_seconds=0.0) for index in range(4)}
+
+
+def chosen(outcomes, *, most_bytes=160):
+    """``outcomes``: by number of homes, seconds of the step and bytes of copies; None: they do not fit."""
+
+    def plan(homes):
+        outcome = outcomes[len(homes)]
+        if outcome is None:
+            raise CapacityError(moment=0, needed=2, capacity=1)
+        seconds, nbytes = outcome
+        trace = Trace(
+            sizes=SIZES,
+            moments=(Moment(capacity=100, operands=()),),
+            updates=Updates(tensors=(), seconds=(), queued=0, finished=0),
+        )
+        return trace, Schedule(
+            actions=(Actions(),),
+            fetched_bytes=nbytes,
+            written_back_bytes=0,
+            predicted_seconds=seconds,
+            policy="opt",
+        )
+
+    links = Links(h2d_bandwidth=1.0, d2h_bandwidth=1.0)
+    return choose_device_homes(range(4), COSTS, SIZES, most_bytes=most_bytes, links=links, plan=plan)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "count", "moves_more"),
+    [
+        # Gradients of those at home, 10 bytes each, are counted with the copies.
+        ([(1.0, 50), (1.0, 55), (1.0, 60), (1.0, 75), (1.0, 95)], 2, False),
+        ([(1.0, 50), (1.0, 70), (1.0, 90), (1.0, 99), (1.0, 99)], 0, False),
+        ([(1.0, 50), (0.99, 90), (0.99, 95), (0.9, 190), (0.902, 170)], 4, True),
+        ([(1.0, 50), (0.9, 60), (0.8, 60), None, None], 2, False),
+    ],
+)
+def test_the_fastest_number_or_the_fewest_bytes(outcomes, count, moves_more):
+    best = chosen(outcomes)
+    assert best.homes == tuple(range(count))
+    assert best.nbytes == 40 * count
+    assert best.seconds == outcomes[count][0]
+    assert best.moves_more is moves_more
+
+
+def test_no_more_of_the_device_than_is_given():
+    assert chosen([(1.0, 90), (0.5, 80), (0.4, 70), (0.3, 0), (0.2, 0)], most_bytes=100).homes == (0, 1)

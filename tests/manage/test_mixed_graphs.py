@@ -1,0 +1,84 @@
+"""Graphs with nodes at home and on the device give the same bits as all on the device, whichever thread is faster."""
+
+import random
+import time
+
+import pytest
+import torch
+from loops import batch, mlp
+from twins import assert_twins
+
+
+def _nap(gradient):
+    """Of threads that race, another one wins each time."""
+    time.sleep(2e-4 * random.random())
+
+
+def _penalised(penalty):
+    def loop(model, optimizer, target):
+        seen = []
+        for _ in range(5):
+            loss = model(batch(target)).square().mean()
+            total = loss + penalty(model, loss, target)
+            total.backward()
+            seen.append([loss, total, *[p.grad.clone() for p in model.parameters()]])
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    return loop
+
+
+def _gradients(model, loss):
+    gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    for gradient in gradients:
+        gradient.register_hook(_nap)
+    return gradients
+
+
+def _at_home(model, loss, target):
+    return sum(g.square().sum() for g in _gradients(model, loss)).to(target)
+
+
+def _on_the_device(model, loss, target):
+    return sum(g.to(target).square().sum() for g in _gradients(model, loss))
+
+
+def _of_values(model, loss, target):
+    total = 0.0
+    for parameter in model.parameters():
+        for part in (parameter.abs().sum(), (parameter * parameter).sum()):
+            part.register_hook(_nap)
+            total = total + 1e-3 * part
+    return total.to(target)
+
+
+@pytest.mark.parametrize("penalty", [_at_home, _on_the_device, _of_values])
+@pytest.mark.parametrize("share", [0.95, 1.3])
+def test_a_penalty_gives_the_same_bits_whichever_thread_is_faster(penalty, share):
+    assert_twins(lambda: mlp(depth=2), _penalised(penalty), share=share)
+
+
+def test_a_penalty_gives_the_same_bits_where_parameters_live_on_the_device(homes_on_device):
+    assert_twins(lambda: mlp(depth=2), _penalised(_on_the_device), share=1.8)
+
+
+def test_what_backward_raises_on_the_other_thread_is_raised_here():
+    def loop(model, optimizer, target):
+        seen = []
+        for fails in (False, True, False):
+            loss = model(batch(target)).square().mean()
+            gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+            total = loss + sum(g.square().sum() for g in gradients).to(target)
+            if fails:
+                gradients[0].register_hook(lambda gradient: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    total.backward()
+            else:
+                total.backward()
+                optimizer.step()
+            optimizer.zero_grad()
+            seen.append(total)
+        return seen
+
+    assert_twins(lambda: mlp(depth=2), loop, share=1.2)

@@ -1,0 +1,66 @@
+"""What the user holds of an optimizer's states while settled is true after it has ended as well."""
+
+import pytest
+import torch
+from loops import batch
+from test_settled_exits import managed_mlp, settle, step
+
+pytestmark = pytest.mark.usefixtures("homes_on_device")
+
+SIZES = (5, 6, 5, 6, 8, 8, 8, 8)
+
+
+def held_parts(model, optimizer):
+    first, second = list(model.parameters())[:2]
+    return {
+        "view": optimizer.state[first]["exp_avg"].view(-1),
+        "count": optimizer.state[second]["step"].view(1),
+    }
+
+
+@pytest.mark.parametrize("part", ["view", "count"])
+def test_whoever_holds_an_alias_of_a_state_keeps_it_settled(part):
+    model, optimizer, manager, target = managed_mlp()
+    with manager:
+        settle(model, optimizer, manager, target)
+        held = held_parts(model, optimizer)[part]
+        before = held.clone()
+        for rows in SIZES:
+            step(model, optimizer, target, rows)
+            assert manager.plan.everything_fits
+        assert not torch.equal(held, before)
+        now = held_parts(model, optimizer)[part]
+        assert now.data_ptr() == held.data_ptr()
+        del held, now
+        step(model, optimizer, target, 7)
+        assert not manager.plan.everything_fits
+
+
+def test_an_alias_taken_after_it_has_ended_from_an_entry_held_before_stays_true():
+    model, optimizer, manager, target = managed_mlp()
+    first = next(model.parameters())
+    with manager:
+        settle(model, optimizer, manager, target)
+        entry = optimizer.state[first]
+        model(batch(target, 5)).square().mean().backward()
+        assert not manager.plan.everything_fits
+        held = entry["exp_avg"].view(-1)
+        before = held.clone()
+        optimizer.step()
+        for rows in SIZES:
+            step(model, optimizer, target, rows)
+            assert torch.equal(held, optimizer.state[first]["exp_avg"].view(-1))
+        assert not torch.equal(held, before)
+
+
+def test_a_state_dict_of_the_optimizer_that_is_held_goes_with_the_states():
+    model, optimizer, manager, target = managed_mlp()
+    with manager:
+        settle(model, optimizer, manager, target)
+        held = optimizer.state_dict()
+        for rows in SIZES:
+            step(model, optimizer, target, rows)
+        present = optimizer.state_dict()
+        for number, entry in held["state"].items():
+            for name, value in entry.items():
+                assert value is present["state"][number][name]
