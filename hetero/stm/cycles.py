@@ -118,7 +118,7 @@ class Cycles:
         # Sends those with these indices home.
         self.leave_device: Callable[[frozenset[int]], None] = lambda indices: None
         self._homes_chosen: set[tuple[SegmentKey, ...]] = set()
-        # Whether updates at home begin in backward; `hetero.stm.speculation` sets this.
+        # Updates at home begin in backward; `hetero.stm.speculation` sets this.
         self.updates_early: Callable[[], bool] = lambda: False
         self._early = False
         self._renewed: dict[tuple[SegmentKey, ...], tuple[int, ...]] = {}
