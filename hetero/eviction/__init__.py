@@ -19,6 +19,7 @@ from hetero.eviction.model import (
 )
 from hetero.eviction.planner import plan
 from hetero.eviction.policies import resolve_policy
+from hetero.eviction.renewal import choose_renewed, spare_bytes, without_places
 from hetero.eviction.simulation import Simulation, simulate
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "Updates",
     "check",
     "choose_device_homes",
+    "choose_renewed",
     "compete",
     "host_bytes",
     "lower_bound",
@@ -45,5 +47,7 @@ __all__ = [
     "plan_iteration",
     "resolve_policy",
     "simulate",
+    "spare_bytes",
     "with_alive",
+    "without_places",
 ]

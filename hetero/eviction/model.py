@@ -69,12 +69,18 @@ class Send:
 class Updates:
     """What the host does to tensors at home, one after another: ``seconds[i]`` for ``tensors[i]``, whose gradient
     has to be there. They are queued at moment ``queued``, and done before moment ``finished`` is reached again; a
-    tensor that has not been updated cannot be fetched."""
+    tensor that has not been updated cannot be fetched.
+
+    ``early``: each begins as soon as its gradient is there, of several the first in this order, and the tensor's copy
+    is worthless from the gradient on. ``renewed``: tensors whose place on the device is theirs for good, in no
+    moment's capacity; it is filled anew after each update."""
 
     tensors: tuple[int, ...]
     seconds: tuple[float, ...]
     queued: int
     finished: int
+    early: bool = False
+    renewed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +94,7 @@ class Moment:
     ``invalidates``: tensors whose device copies become worthless here, before the operator.
     ``produces``: operands that come into being here, on the device, and need no fetch: they have no copy before.
     ``sends``: gradients that go home, in the order of their times.
+    ``awaits``: those of ``Updates.renewed`` that it reads as well; they are no operands.
     """
 
     operands: tuple[int, ...]
@@ -97,6 +104,7 @@ class Moment:
     invalidates: tuple[int, ...] = ()
     produces: tuple[int, ...] = ()
     sends: tuple[Send, ...] = ()
+    awaits: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

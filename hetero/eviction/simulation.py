@@ -11,9 +11,12 @@ fetched when that is done, and fetches that could start meanwhile go first. It a
 
 import heapq
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from hetero.eviction.model import Links, Moment, Schedule, Trace, Updates
+from hetero.eviction.host_updates import HostUpdates
+from hetero.eviction.model import Links, Moment, Schedule, Trace
+from hetero.eviction.renewal import spare_bytes
 
 __all__ = ["Simulation", "simulate"]
 
@@ -75,16 +78,23 @@ class _Run:
         self.leaving_bytes = 0
         self.sending: deque[tuple[float, int]] = deque()
         self.sending_bytes = 0
-        self.landed: dict[int, float] = {}  # when gradients were home
-        self.updated: dict[int, float] = {}
-        self.host_free = 0.0
+        self.host = None if trace.updates is None else HostUpdates(trace.updates)
+        self.renewed = frozenset(() if trace.updates is None else trace.updates.renewed)
         self.ordered: list[tuple[float, int, int]] = []  # fetches of what is not updated yet: when it will be
-        self.on_order: set[int] = set()
+        self.on_order: dict[int, int] = {}  # which of these it is, once that is known
+        self.orders = 0
+        # What is updated early and has no place: whose copies may be renewed before the step, and were.
+        early = trace.updates is not None and trace.updates.early
+        self.spare = spare_bytes(trace, schedule) if early else ()
+        self.first = _first_within(trace) if early else frozenset()
+        self.to_renew: list[int] = []
+        self.fresh: set[int] = set()
 
     def iteration(self) -> Simulation:
         began = self.clock
-        down = up = compute = 0.0
-        updates = self.trace.updates
+        down = sum(self.links.h2d_seconds(self.trace.sizes[x]) for x in self.renewed)
+        up = compute = 0.0
+        updates, queue = self.trace.updates, self.host
         host = 0.0 if updates is None else sum(updates.seconds)
         stalls: list[float] = []
         held: list[int] = []
@@ -92,33 +102,43 @@ class _Run:
         arrival = self.arrival
         for now, (moment, actions) in enumerate(zip(self.trace.moments, self.schedule.actions, strict=True)):
             reached = self.clock
-            if updates is not None:
+            if updates is not None and queue is not None:
+                self._order(queue.begin_until(reached))
                 if now == updates.finished:
-                    self.clock = max(reached, self.host_free)
+                    self.clock = queue.finish(reached)
                 if now == updates.queued:
-                    self._update(updates)
+                    self._update(queue)
             if moment.invalidates:
                 self._invalidate(moment.invalidates)
+            if updates is not None and now == updates.queued:
+                self.fresh.clear()
+                self.to_renew.clear()
             if actions.evict:
                 up += self._evict(actions.evict)
             if moment.produces:
                 self.present.update(moment.produces)
                 self.resident += sum(map(self.trace.sizes.__getitem__, moment.produces))
-            if actions.fetch:
-                self.resident += sum(map(self.trace.sizes.__getitem__, actions.fetch))
+            fetch = actions.fetch
+            if fetch:
+                if self.spare:
+                    fetch = tuple(x for x in fetch if x not in self.present)
+                self.resident += sum(map(self.trace.sizes.__getitem__, fetch))
             if self.leaving:
                 self._retire(reached)
                 leaving.append(self.leaving_bytes)
                 self._make_room(moment.capacity)
             else:
                 leaving.append(0)
-            if actions.fetch:
-                down += self._fetch(actions.fetch)
+            if fetch:
+                down += self._fetch(fetch)
+            if self.to_renew:
+                down += self._renew(now, moment)
             start = self.clock
+            wanted = (*moment.operands, *moment.awaits) if moment.awaits else moment.operands
             if self.on_order:
-                self._release_for(moment.operands)
+                self._release_for(wanted)
             if arrival:
-                for x in moment.operands:
+                for x in wanted:
                     if x in arrival:
                         arrived = arrival.pop(x)
                         start = arrived if arrived > start else start
@@ -146,13 +166,56 @@ class _Run:
             leaving_bytes=tuple(leaving),
         )
 
-    def _update(self, updates: Updates) -> None:
-        """The host begins to update what it was given, in order."""
-        free = max(self.host_free, self.clock)
-        for x, seconds in zip(updates.tensors, updates.seconds, strict=True):
-            free = max(free, self.landed.get(x, 0.0)) + seconds
-            self.updated[x] = free
-        self.host_free = free
+    def _update(self, queue: HostUpdates) -> None:
+        """The optimizer has stepped."""
+        queue.queue(self.clock)
+        for x in self.renewed:
+            if x not in self.on_order and (x not in queue.done or queue.done[x] > self.clock):
+                self._expect(x)
+
+    def _expect(self, x: int) -> None:
+        """A copy of what its update makes of it."""
+        self.on_order[x] = 0
+        assert self.host is not None
+        if x in self.host.done:
+            self._order([(self.host.done[x], x)])
+
+    def _order(self, updated: Iterable[tuple[float, int]]) -> None:
+        """It is known when they are."""
+        for ready, x in updated:
+            if x in self.on_order:
+                self.orders += 1
+                self.on_order[x] = self.orders
+                heapq.heappush(self.ordered, (ready, self.orders, x))
+
+    def _lose(self, x: int) -> None:
+        """Its gradient has been made, and its update begins early: the copy is worthless."""
+        self.arrival.pop(x, None)
+        self.on_order.pop(x, None)
+        if x in self.renewed:
+            self._expect(x)
+        elif x in self.present:
+            self.present.discard(x)
+            self.resident -= self.trace.sizes[x]
+        if x in self.first:
+            self.to_renew.append(x)
+
+    def _renew(self, now: int, moment: Moment) -> float:
+        """Order copies of what is being updated, as far as no planned one needs the memory before the step."""
+        sizes, busy = self.trace.sizes, 0.0
+        spare = self.spare[now] - sum(sizes[x] for x in self.fresh)
+        assert self.trace.updates is not None
+        for x in sorted(self.to_renew, key=self.trace.updates.tensors.index):
+            if sizes[x] > spare or self.resident + self.leaving_bytes + sizes[x] > moment.capacity:
+                break
+            spare -= sizes[x]
+            self.to_renew.remove(x)
+            self.fresh.add(x)
+            self.present.add(x)
+            self.resident += sizes[x]
+            self._expect(x)
+            busy += self.links.h2d_seconds(sizes[x])
+        return busy
 
     def _send(self, moment: Moment, start: float) -> float:
         """Run the operator, sending gradients home on the way; returns how long these keep the link busy."""
@@ -162,7 +225,9 @@ class _Run:
             self.clock += send.seconds - run
             run = send.seconds
             seconds = self.links.latency + send.nbytes / self.links.d2h_bandwidth
-            self.up_free = self.landed[send.tensor] = max(self.up_free, self.clock) + seconds
+            self.up_free = max(self.up_free, self.clock) + seconds
+            if self.host is not None and self.host.land(send.tensor, self.up_free):
+                self._lose(send.tensor)
             busy += seconds
             self.sending.append((self.up_free, send.nbytes))
             self.sending_bytes += send.nbytes
@@ -177,33 +242,42 @@ class _Run:
 
     def _release_for(self, operands: tuple[int, ...]) -> None:
         """Place the fetches on the link that could start by now, and those of ``operands``."""
-        wanted = self.on_order.intersection(operands)
+        wanted = set(operands).intersection(self.on_order)
+        assert self.host is not None
+        for x in wanted:
+            self._order(self.host.begin(x))
         while self.ordered and (wanted or self.ordered[0][0] <= self.clock):
-            ready, _, x = heapq.heappop(self.ordered)
-            if x not in self.on_order:
+            ready, number, x = heapq.heappop(self.ordered)
+            if self.on_order.get(x) != number:
                 continue
-            self.on_order.discard(x)
+            self.on_order.pop(x, None)
             wanted.discard(x)
             seconds = self.links.latency + self.trace.sizes[x] / self.links.h2d_bandwidth
             self.down_free = self.arrival[x] = max(self.down_free, ready) + seconds
 
+    def _is_late(self, x: int) -> bool:
+        """Its update has still to be done."""
+        return self.host is not None and self.host.is_late(x, self.clock)
+
     def _invalidate(self, tensors: tuple[int, ...]) -> None:
         for x in tensors:
             self.dirty.discard(x)
-            if x in self.present:
+            if x in self.present and x not in self.fresh:
                 self.present.discard(x)
                 self.resident -= self.trace.sizes[x]
                 self.arrival.pop(x, None)
-                self.on_order.discard(x)
+                self.on_order.pop(x, None)
 
     def _evict(self, tensors: tuple[int, ...]) -> float:
         busy = 0.0
         for x in tensors:
             nbytes = self.trace.sizes[x]
+            if x not in self.present:
+                continue  # lost to an early update
             self.present.discard(x)
             self.resident -= nbytes
             self.arrival.pop(x, None)
-            self.on_order.discard(x)
+            self.on_order.pop(x, None)
             if x not in self.dirty:
                 continue
             self.dirty.discard(x)
@@ -235,9 +309,8 @@ class _Run:
         free = max(self.down_free, self.clock)
         for x in tensors:
             seconds = latency + sizes[x] / bandwidth
-            if self.updated.get(x, 0.0) > self.clock:
-                self.on_order.add(x)
-                heapq.heappush(self.ordered, (self.updated[x], len(self.ordered), x))
+            if self._is_late(x):
+                self._expect(x)
                 busy += seconds
                 continue
             if x in saved:  # home is current only once the write back has ended
@@ -248,3 +321,16 @@ class _Run:
         self.present.update(tensors)
         self.down_free = free
         return busy
+
+
+def _first_within(trace: Trace) -> frozenset[int]:
+    """The tensors that are used first, as many as the optimizer's step leaves room for, but those with a place."""
+    assert trace.updates is not None
+    found, room = [], trace.moments[trace.updates.queued].capacity
+    for x in trace.updates.tensors:
+        if x not in trace.updates.renewed:
+            room -= trace.sizes[x]
+            if room < 0:
+                break
+            found.append(x)
+    return frozenset(found)

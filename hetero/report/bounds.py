@@ -43,7 +43,7 @@ def bound_times(stm: StatefulTensorMgr, plan: CyclePlan) -> TimeBounds:
     at_home = [t for t in stm.tensors if t.index not in set(plan.device_homes) and t.parameter.requires_grad]
     return TimeBounds(
         operators=sum(moment.seconds for moment in plan.trace.moments),
-        copies=lower_bound_seconds(plan.trace, links),
+        copies=lower_bound_seconds(plan.whole_trace, links),
         gradients=sum(links.d2h_seconds(t.device_nbytes) for t in at_home if t.index in plan.first_uses),
         host_step=_updated_bytes(stm, plan) * stm.cycles.timings.host_fastest(),
     )

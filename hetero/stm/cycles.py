@@ -10,7 +10,16 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from hetero.eviction import CapacityError, HomeCost, Links, Policy, Schedule, Trace, choose_device_homes
+from hetero.eviction import (
+    CapacityError,
+    HomeCost,
+    Links,
+    Policy,
+    Schedule,
+    Trace,
+    choose_device_homes,
+    choose_renewed,
+)
 from hetero.msc import Phase, Segment, SegmentKey
 from hetero.stm.plans import CyclePlan, PlanMaker
 from hetero.stm.tensors import ManagedTensor
@@ -109,6 +118,10 @@ class Cycles:
         # Sends those with these indices home.
         self.leave_device: Callable[[frozenset[int]], None] = lambda indices: None
         self._homes_chosen: set[tuple[SegmentKey, ...]] = set()
+        # Whether updates at home begin in backward; `hetero.stm.speculation` sets this.
+        self.updates_early: Callable[[], bool] = lambda: False
+        self._early = False
+        self._renewed: dict[tuple[SegmentKey, ...], tuple[int, ...]] = {}
         # All model data could be on the device at once (`hetero.stm.settled`).
         self.everything_fits: Callable[[], bool] = lambda: False
         self.last_sampled: list[Segment] = []
@@ -158,7 +171,7 @@ class Cycles:
             end=plan.bounds[place + 1],
             sample=not sampled or plan.keys not in self._verified,
             time=plan.keys in self._verified and self.timings.wants(plan.keys),
-            missing=tuple(x for x in plan.schedule.start if x < len(self._tensors)) if place == 0 else (),
+            missing=plan.expected if place == 0 else (),
             number=place,
             guarded=history.has_left_plan or plan.guarded[place],
         )
@@ -277,6 +290,10 @@ class Cycles:
                     self._set_homes(())
                 else:
                     self._replan({keys: self._plans[keys].margin})
+            if self.updates_early() is not self._early:
+                self._early = not self._early
+                self._renewed.clear()
+                self._homes_chosen.clear()
             if keys not in self._homes_chosen:
                 self._choose_homes(keys)
 
@@ -317,12 +334,13 @@ class Cycles:
         self._has_refused_homes = True
 
     def _choose_homes(self, keys: tuple[SegmentKey, ...]) -> None:
+        """And which others keep a place there."""
         plan = self._plans.get(keys)
         costs = self.home_costs()
-        if plan is None or not costs:
+        if plan is None or not (costs or self._early):
             return
         order = sorted(plan.first_uses, key=plan.first_uses.__getitem__)
-        if self._most_home_bytes >= self._budget and self.everything_fits():
+        if costs and self._most_home_bytes >= self._budget and self.everything_fits():
             self._homes_chosen.add(keys)
             self._set_homes(tuple(index for index in order if index in costs))
             return
@@ -330,9 +348,16 @@ class Cycles:
             return
         self._homes_chosen.add(keys)
 
-        def planned(homes: tuple[int, ...]) -> tuple[Trace, Schedule]:
-            made = self._planner.make(keys, self._samples, plan.margin, homes, costs, thorough=False)
+        def planned(homes: tuple[int, ...], renewed: tuple[int, ...]) -> tuple[Trace, Schedule]:
+            made = self._make(keys, plan.margin, homes, costs, renewed, thorough=False)
             return made.trace, made.schedule
+
+        def choose(homes: tuple[int, ...], *, thorough: bool) -> tuple[int, ...]:
+            updates = None if plan.trace.updates is None else plan.trace.updates.tensors
+            if not self._early or not updates:
+                return ()
+            here = [x for x in order if x in updates and x not in homes]
+            return choose_renewed(here, lambda renewed: planned(homes, renewed), thorough=thorough)
 
         best = choose_device_homes(
             order,
@@ -340,12 +365,16 @@ class Cycles:
             [tensor.device_nbytes for tensor in self._tensors],
             most_bytes=min(self._most_home_bytes, self._budget - plan.margin),
             links=self.timings.links(keys),
-            plan=planned,
+            plan=lambda homes: planned(homes, choose(homes, thorough=False)),
         )
         # Each kind of iteration has its own best number; all of them have to live with the least.
         others = len(self._homes_chosen) > 1
-        chosen = tuple(index for index in best.homes if not others or index in self.device_homes)
-        self._set_homes(chosen, on_trial=best.moves_more and not self.device_homes)
+        homes = tuple(index for index in best.homes if not others or index in self.device_homes)
+        self._renewed[keys] = choose(homes, thorough=True)
+        early = plan.trace.updates is not None and plan.trace.updates.early is not self._early
+        if homes == self.device_homes and (early or plan.renewed != self._renewed[keys]):
+            self._replan({keys: plan.margin})
+        self._set_homes(homes, on_trial=best.moves_more and not self.device_homes)
 
     def _keep_homes(self) -> None:
         """Those that still can live on the device, as many as may."""
@@ -369,11 +398,14 @@ class Cycles:
         while True:
             try:
                 made = {
-                    keys: self._planner.make(keys, self._samples, margin, self.device_homes, costs)
+                    keys: self._make(keys, margin, self.device_homes, costs, self._renewed.get(keys, ()))
                     for keys, margin in margins.items()
                 }
                 break
             except CapacityError:
+                if any(self._renewed.values()):
+                    self._renewed.clear()
+                    continue
                 if not self.device_homes:
                     raise
                 self.device_homes = self.device_homes[: len(self.device_homes) // 2]
@@ -381,6 +413,20 @@ class Cycles:
         self._plans.update(made)
         if self.last_plan is not None:
             self.last_plan = self._plans.get(self.last_plan.keys)
+
+    def _make(
+        self,
+        keys: tuple[SegmentKey, ...],
+        margin: int,
+        homes: tuple[int, ...],
+        costs: dict[int, HomeCost],
+        renewed: tuple[int, ...],
+        *,
+        thorough: bool = True,
+    ) -> CyclePlan:
+        return self._planner.make(
+            keys, self._samples, margin, homes, costs, renewed=renewed, early=self._early, thorough=thorough
+        )
 
     # -- finding plans --------------------------------------------------------------------------------
 

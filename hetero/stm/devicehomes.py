@@ -22,6 +22,7 @@ from hetero.stm.fetch import plain
 from hetero.stm.homes import set_memory
 from hetero.stm.manager import StatefulTensorMgr
 from hetero.stm.optimizers import ELEMENTWISE
+from hetero.stm.temporaries import MOST, temporaries
 from hetero.stm.tensors import ManagedTensor
 from hetero.stm.updates import ParameterUpdate
 
@@ -29,9 +30,7 @@ __all__ = ["DeviceHomes", "DeviceUpdate", "can_step_on_device"]
 
 _Group = dict[str, Any]
 
-# What an update allocates for a while, in units of the parameter: square roots, bias corrections, weight decay; the
-# scaled gradient.
-TEMPORARIES = 6
+TEMPORARIES = MOST
 
 
 def can_step_on_device(optimizer: torch.optim.Optimizer) -> bool:
@@ -125,6 +124,7 @@ class DeviceHomes:
         ]
         if not self._can_step() or not self._is_timed(tensors):
             return {}
+        beside = temporaries(self._optimizer)
         seconds_per_byte = self._host_seconds / max(self._host_bytes, 1)
         costs = {}
         groups = self._groups()
@@ -134,7 +134,7 @@ class DeviceHomes:
             touched = tensor.parameter.numel() * tensor.parameter.element_size()
             costs[tensor.index] = HomeCost(
                 nbytes=nbytes + 2 * tensor.device_nbytes,
-                step_nbytes=TEMPORARIES * tensor.device_nbytes,
+                step_nbytes=beside * tensor.device_nbytes,
                 step_seconds=touched * seconds_per_byte,
             )
         return costs
@@ -163,7 +163,7 @@ class DeviceHomes:
         for item in updates:
             tensor = item.tensor
             gradient = self._stm.grads.on_device(tensor)
-            room = TEMPORARIES * tensor.device_nbytes
+            room = temporaries(self._optimizer) * tensor.device_nbytes
             if not self._stm.residency.room.make(room):
                 self.send_home(room)
             if tensor.stays and tensor.data is not None:

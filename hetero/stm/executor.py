@@ -60,6 +60,7 @@ class Executor:
         self._to_prefetch: list[int] = []
         # What the next iteration uses first, first.
         self._to_renew: list[ManagedTensor] = []
+        self._renewed: list[ManagedTensor] = []  # that were, in this segment
         self._room = residency.room
         self._room.next_use = self._next_use
         self._room.enough = self._enough
@@ -96,6 +97,7 @@ class Executor:
             self._residency.follow_stream()
         self._to_evict = []
         self._to_renew = []
+        self._renewed = []
         # A plan that is followed for the first time, or again after something else ran, finds other copies
         # resident than it left behind.
         self._to_prefetch = list(place.missing) if self._plan is not None else []
@@ -150,22 +152,26 @@ class Executor:
         )
 
     def renew(self, tensor: ManagedTensor) -> None:
-        """Its copy has been dropped, because home is being written: as soon as there is room, order one of the result,
-        if the next iteration uses it among the first, as many as fit together."""
+        """Its copy has been dropped, because home is being written: order one of the result, if it has a place of its
+        own; else as soon as there is room, if the next iteration uses it among the first, as many as fit together."""
         plan = self._plan
         if plan is None or tensor.index not in plan.bytes_through:
             return
-        if plan.bytes_through[tensor.index] <= plan.step_capacity:
+        if tensor.index in plan.renewed:
+            self._to_prefetch.append(tensor.index)
+        elif plan.bytes_through[tensor.index] <= plan.step_capacity:
             self._to_renew.append(tensor)
             self._to_renew.sort(key=lambda tensor: plan.first_uses.get(tensor.index, 0))
 
     def homes_written(self, tensors: Sequence[ManagedTensor]) -> None:
         """The optimizer has stepped: copies of ``tensors`` are worthless, wherever they were."""
+        self._residency.drop_stale(tensors)  # before: what follows does not take their memory
         self._collector.moment("stepped", ())
         self._collector.note_queued(tuple(t.index for t in tensors if t.pending is not None))
         for tensor in tensors:
             self._collector.count_stale(tensor.index)
-        self._residency.drop_stale(tensors)
+        if self._plan is not None:
+            self._to_prefetch.extend(x for x in self._plan.renewed if x not in self._to_prefetch)
         self._change_layout([], (), "stepped")
 
     def make_room(self, nbytes: int) -> None:
@@ -318,10 +324,18 @@ class Executor:
 
     def _renew(self, limit: int) -> None:
         if self._to_renew and not self._to_prefetch:
+            assert self._plan is not None
             self._gradients.reclaim(0)
-            limit -= self._gradients.room_left
-            while self._to_renew and not self._room.exceeds(limit - self._to_renew[0].device_nbytes):
-                self._residency.prefetch(self._to_renew.pop(0), limit=limit)
+            spare = self._plan.spare[max(0, self._position - 1)] - sum(
+                tensor.device_nbytes for tensor in self._renewed if tensor.is_resident
+            )
+            while self._to_renew:
+                nbytes = self._to_renew[0].device_nbytes
+                if nbytes > spare or self._room.exceeds(limit - nbytes):
+                    break
+                spare -= nbytes
+                self._renewed.append(self._to_renew.pop(0))
+                self._residency.prefetch(self._renewed[-1], limit=limit)
 
     # Numbers from the parameters' on are the plan's saved tensors.
 

@@ -9,6 +9,7 @@ __all__ = ["Forecast", "TrialCounts"]
 
 _LONGEST = 64  # iterations that are watched after one that came otherwise
 _TRUSTED = 16  # right ones in a row after which the next that is not counts as the first
+_UNLEARNT = 8  # iterations in a row without trials, after which plans do not count on them
 
 
 @dataclass(slots=True)
@@ -25,11 +26,13 @@ class Forecast:
 
     Attributes:
         is_open: updates may be tried.
+        is_habit: plans should count on it; it outlasts a few iterations that came otherwise.
     """
 
     def __init__(self) -> None:
-        self.is_open = False
+        self.is_open = self.is_habit = False
         self._was_open = False
+        self._otherwise = 0  # iterations that have not been as `is_habit` says, in a row
         self._backwards = 0
         self._clips = False
         self._came_otherwise = False
@@ -67,3 +70,6 @@ class Forecast:
             self._watched, self._right = self._length, 0
         self._backwards, self._came_otherwise = 0, False
         self.is_open = self._was_open = pays and self._watched == 0
+        self._otherwise = 0 if self.is_open is self.is_habit else self._otherwise + 1
+        if self._otherwise >= (_UNLEARNT if self.is_habit else 1):
+            self.is_habit, self._otherwise = self.is_open, 0

@@ -123,6 +123,7 @@ class HostStep:
         if self._attached:
             self.capture.commit()
         self._attached = False
+        self.speculation.close()
         if self._load_hook is not None:
             self._load_hook.remove()
         # A scheduler made since then has wrapped our step: then it stays, and hands on.

@@ -22,6 +22,8 @@ from hetero.eviction import (
     Trace,
     Updates,
     plan_iteration,
+    spare_bytes,
+    without_places,
 )
 from hetero.msc import Period, PeriodTimes, Phase, Segment, SegmentKey
 from hetero.stm.lives import Lives, read_lives
@@ -44,7 +46,8 @@ class CyclePlan:
     ``first_uses``: rank of each tensor by when it is used first. ``device_homes``: tensors that live on the device and
     take ``home_bytes`` there; the trace, which is about the others, does not know them. ``activations``: per segment,
     the trace's numbers of what it saves, in order (`hetero.stm.lives`). ``guarded``: segments in which something has to
-    leave in the middle of a period, as it did when it was measured.
+    leave in the middle of a period, as it did when it was measured. ``renewed``: tensors whose place on the device is
+    theirs all along, in no moment's capacity, and is filled again when they have been updated.
     """
 
     keys: tuple[SegmentKey, ...]
@@ -64,6 +67,28 @@ class CyclePlan:
     home_bytes: int
     activations: tuple[tuple[int, ...], ...]
     guarded: tuple[bool, ...]
+    renewed: tuple[int, ...]
+
+    @functools.cached_property
+    def spare(self) -> tuple[int, ...]:
+        """From each moment to the step, bytes that no planned copy takes."""
+        return spare_bytes(self.trace, self.schedule)
+
+    @functools.cached_property
+    def whole_trace(self) -> Trace:
+        """The trace with ``renewed`` like any others."""
+        return without_places(self.trace)
+
+    @property
+    def fetched_bytes(self) -> int:
+        """To the device, in an iteration."""
+        return self.schedule.fetched_bytes + sum(self.trace.sizes[x] for x in self.renewed)
+
+    @functools.cached_property
+    def expected(self) -> tuple[int, ...]:
+        """Tensors with a copy on the device, or on its way, when an iteration begins, in the order of first use."""
+        there = {*(x for x in self.schedule.start if x in self.first_uses), *self.renewed}
+        return tuple(sorted(there, key=self.first_uses.__getitem__))
 
     @functools.cached_property
     def step_capacity(self) -> int:
@@ -89,7 +114,7 @@ class CyclePlan:
         """Bytes of the copies of each tensor and of all that are used first before it is."""
         through, nbytes = {}, 0
         for index in sorted(self.first_uses, key=self.first_uses.__getitem__):
-            nbytes += self.trace.sizes[index]
+            nbytes += 0 if index in self.renewed else self.trace.sizes[index]
             through[index] = nbytes
         return through
 
@@ -138,23 +163,28 @@ class PlanMaker:
         homes: tuple[int, ...],
         costs: Mapping[int, HomeCost],
         *,
+        renewed: tuple[int, ...] = (),
+        early: bool = False,
         thorough: bool = True,
     ) -> CyclePlan:
         """The plan for iterations of these segments, as sampled, with ``homes`` living on the device at ``costs``.
 
-        ``thorough``: as in `plan_iteration`. Raises `CapacityError` if they leave too little to the others; without
-        homes it does not.
+        ``renewed``: see `CyclePlan`. ``early``: updates begin in backward. ``thorough``: as in `plan_iteration`. Raises
+        `CapacityError` if they leave too little to the others; without homes and places it does not.
         """
         at_home = frozenset(range(len(self._tensors))).difference(homes)
         lives = read_lives([samples[key][-1] for key in keys], len(self._tensors))
         sizes = (*(t.device_nbytes if t.index in at_home else 0 for t in self._tensors), *lives.sizes)
         home_bytes, step_bytes = self._home_bytes(homes, costs)
+        timing = self._timing(keys, samples)
+        renewed = tuple(x for x in renewed if x in at_home and timing is not None)
+        elsewhere = frozenset((*homes, *renewed))
+        placed = home_bytes + sum(sizes[x] for x in renewed)
         reserve = min(
             self._gradient_reserve(keys, at_home),
-            self._spare_in_backward(keys, samples, margin + home_bytes, sizes, lives),
+            self._spare_in_backward(keys, samples, margin + placed, sizes, lives, elsewhere),
         )
-        fixed = self._fixed_bytes() + home_bytes
-        timing = self._timing(keys, samples)
+        fixed = self._fixed_bytes() + placed
         moments: list[Moment] = []
         operands: list[tuple[int, ...]] = []
         limits: list[int] = []
@@ -166,7 +196,7 @@ class PlanMaker:
             guarded.append(False)
             for index, period in enumerate(measured[-1].periods):
                 now = len(moments)
-                mandatory = tuple(t for t in _mandatory(period, lives, now) if t not in homes)
+                mandatory = tuple(t for t in _mandatory(period, lives, now) if t not in elsewhere)
                 limit = self._budget - _non_model_peak(measured, index) - lives.unseen[now] - margin
                 capacity = limit - fixed
                 if key.phase is Phase.BACKWARD:
@@ -177,7 +207,7 @@ class PlanMaker:
                 guarded[-1] |= any(
                     p.relieved and (p.lost_own or capacity < least) for p in _same(measured, index)
                 )
-                if not homes:  # these did fit when they were measured, with gradients handed over at once
+                if not elsewhere:  # these did fit when they were measured, with gradients handed over at once
                     capacity = max(capacity, least)
                 times = _times(period) if timing is None else timing.periods[place][index]
                 moments.append(
@@ -188,10 +218,11 @@ class PlanMaker:
                         dirties=lives.produced[now],
                         produces=lives.produced[now],
                         invalidates=(
-                            *(t for t in dict.fromkeys(period.invalidates) if t in at_home),
+                            *(t for t in dict.fromkeys(period.invalidates) if t not in elsewhere),
                             *lives.ended[now],
                         ),
                         sends=_sends(times, at_home),
+                        awaits=tuple(t for t in dict.fromkeys(period.operands) if t in renewed),
                     )
                 )
                 operands.append(period.operands)
@@ -202,7 +233,9 @@ class PlanMaker:
             sizes=sizes,
             moments=tuple(moments),
             sending_bytes=reserve,
-            updates=None if timing is None else self._updates(timing, keys, bounds, operands, homes),
+            updates=None
+            if timing is None
+            else self._updates(timing, keys, bounds, operands, homes, renewed, early=early),
         )
         schedule = plan_iteration(
             trace,
@@ -228,6 +261,7 @@ class PlanMaker:
             schedule=schedule,
             positions=_positions(operands),
             uses=_uses(moments),
+            renewed=renewed,
             first_uses=_first_uses(operands),
             device_homes=homes,
             home_bytes=home_bytes,
@@ -248,6 +282,9 @@ class PlanMaker:
         bounds: Sequence[int],
         operands: Sequence[tuple[int, ...]],
         homes: tuple[int, ...],
+        renewed: tuple[int, ...],
+        *,
+        early: bool,
     ) -> Updates | None:
         """What the host does later, in the order of first use."""
         steps = [place for place, key in enumerate(keys) if key.phase is Phase.STEP]
@@ -262,6 +299,8 @@ class PlanMaker:
             seconds=tuple(size * timing.host_seconds for size in nbytes),
             queued=bounds[steps[-1] + 1] - 1,
             finished=bounds[steps[-1]],
+            early=early,
+            renewed=renewed,
         )
 
     def least(self, plan: CyclePlan) -> int:
@@ -277,7 +316,7 @@ class PlanMaker:
     def planned(self, plan: CyclePlan) -> int:
         """What the plan's moments need with the copies that it keeps and fetches ahead."""
         sizes, resident, most = plan.trace.sizes, set(plan.schedule.start), 0
-        homes = plan.home_bytes
+        homes = plan.home_bytes + sum(sizes[x] for x in plan.renewed)
         for position, (moment, actions) in enumerate(
             zip(plan.trace.moments, plan.schedule.actions, strict=True)
         ):
@@ -321,6 +360,7 @@ class PlanMaker:
         margin: int,
         sizes: tuple[int, ...],
         lives: Lives,
+        elsewhere: frozenset[int],
     ) -> int:
         """What every operator of the backwards leaves: with less, gradients on their way would pass the budget."""
         needs: list[int] = []
@@ -331,7 +371,7 @@ class PlanMaker:
                 if key.phase is Phase.BACKWARD:
                     mandatory = _mandatory(period, lives, now)
                     beside = _non_model_peak(measured, index) + lives.unseen[now]
-                    needs.append(beside + sum(sizes[tensor] for tensor in mandatory))
+                    needs.append(beside + sum(sizes[x] for x in mandatory if x not in elsewhere))
                 now += 1
         return max(0, self._budget - margin - self._fixed_bytes() - max(needs, default=0))
 
@@ -380,6 +420,6 @@ def _first_uses(operands: Sequence[tuple[int, ...]]) -> dict[int, int]:
 def _uses(moments: Sequence[Moment]) -> dict[int, list[int]]:
     uses: dict[int, list[int]] = defaultdict(list)
     for position, moment in enumerate(moments):
-        for tensor in moment.operands:
+        for tensor in (*moment.operands, *moment.awaits):
             uses[tensor].append(position)
     return dict(uses)

@@ -87,10 +87,16 @@ class Speculation:
                 None if (here := me()) is None else here.try_early(tensor, gradient)
             )
             stm.residency.roll_back = lambda tensor: _roll_back(stm, forecast, tensor)
+            stm.cycles.updates_early = lambda: False if (here := me()) is None else here.is_habit
             homes = weakref.ref(device_homes)
             self._note = lambda nbytes, seconds: (
                 None if (here := homes()) is None else here.note_seconds(nbytes, seconds)
             )
+
+    @property
+    def is_habit(self) -> bool:
+        """Plans should count on updates that begin in backward."""
+        return self.forecast.is_habit and all(tensor.low is None for tensor in self._stm.tensors)
 
     # -- in backward ----------------------------------------------------------------------------------
 
@@ -185,8 +191,15 @@ class Speculation:
                     settings = hyper_parameters(group)
                     fused = {**settings, "fused": True} if is_open(optimizer, group) else None
                     groups.update((id(parameter), (settings, fused)) for parameter in group["params"])
-            self._setting = _Setting(task, make_shell(optimizer), groups, self._stm.by_first_use())
+            self._setting = _Setting(task, make_shell(optimizer), groups, self._ranks())
         return self._setting
+
+    def _ranks(self) -> dict[int, int]:
+        """Those whose copies have places of their own come first: the link can carry them while backward runs."""
+        ranks, plan = dict(self._stm.by_first_use()), self._stm.cycles.last_plan
+        for index in () if plan is None else plan.renewed:
+            ranks[index] -= len(ranks)
+        return ranks
 
     def _is_possible(self) -> bool:
         optimizer, surroundings = self._optimizer, self._surroundings
@@ -276,6 +289,11 @@ class Speculation:
         self._factors = list(factors.values())
         host = sum(item.tensor.home.nbytes for item in captured)
         self.forecast.note_step(deferred=bool(captured), pays=self._pays(host))
+
+    def close(self) -> None:
+        """No step follows: hold nothing of the last one's, which lies on the device."""
+        self._factors = []
+        self._setting = None
 
     def _tell(self, right: bool) -> None:
         """On the queue's thread."""

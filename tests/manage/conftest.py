@@ -13,6 +13,7 @@ from hetero.eviction import CapacityError, HomeStep
 from hetero.stm import cycles
 from hetero.stm.deferred import Update, UpdateQueue
 from hetero.stm.devicehomes import DeviceHomes
+from hetero.stm.forecast import Forecast
 from hetero.stm.speculation import Speculation
 from hetero.stm.timings import Timings
 
@@ -58,6 +59,24 @@ def speculates(monkeypatch: pytest.MonkeyPatch) -> None:
 def speculating(speculates: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every update is tried as soon as its gradient has left, whatever iterations were like and whatever it costs."""
     monkeypatch.setattr(Speculation, "_is_expected", lambda self: True)
+
+
+@pytest.fixture
+def places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many parameters as fit keep a place on the device, whatever it costs; updates count as begun in backward."""
+
+    def most(order, plan, *, thorough=True):  # type: ignore[no-untyped-def]
+        for count in range(len(order) // 2, 0, -1):
+            chosen = tuple(order[(2 * j + 1) * len(order) // (2 * count)] for j in range(count))
+            with contextlib.suppress(CapacityError):
+                plan(chosen)
+                return chosen
+        return ()
+
+    monkeypatch.setattr(cycles, "choose_renewed", most)
+    monkeypatch.setattr(
+        Forecast, "is_habit", property(lambda self: True, lambda self, value: None), raising=False
+    )
 
 
 @pytest.fixture

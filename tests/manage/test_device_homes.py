@@ -73,7 +73,7 @@ def test_where_everything_fits_nothing_moves():
 
 def test_fewer_live_there_under_a_smaller_budget_and_the_peak_keeps_to_it():
     counts = []
-    for budget in (900 << 10, 1300 << 10, 2 << 20):
+    for budget in (900 << 10, 1300 << 10):
         model, optimizer, manager, target = managed_mlp(budget)
         with manager:
             torch.accelerator.reset_peak_memory_stats()
@@ -82,7 +82,7 @@ def test_fewer_live_there_under_a_smaller_budget_and_the_peak_keeps_to_it():
             assert torch.accelerator.max_memory_allocated() <= budget
             counts.append(len(living(manager)))
         assert races() == []
-    assert 0 < counts[0] < counts[1] < counts[2]
+    assert 0 < counts[0] < counts[1]
 
 
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
@@ -309,7 +309,7 @@ def test_deterministic_algorithms_and_the_switch_keep_everything_at_home():
 
 
 def test_the_plan_says_where_parameters_live_and_what_moves():
-    model, optimizer, manager, target = managed_mlp(1300 << 10)
+    model, optimizer, manager, target = managed_mlp(900 << 10)
     with manager:
         assert manager.plan is None
         for _ in range(6):

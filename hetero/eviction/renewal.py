@@ -1,0 +1,85 @@
+"""Which tensors have a place of their own on the device, that is filled again when the host has updated them.
+
+Owns the choice, and what it does to a trace. Where updates begin in backward, the link could carry what has been
+updated while backward still runs; but memory is full then of what backward is yet to use. A tensor with a place of its
+own keeps it from use to use, so that nobody waits for memory; what the others lose by it is time, not bytes only.
+Several numbers of them, spread evenly over the order of first use, are tried, each with a schedule of its own; the
+simulated iteration decides. A pure function.
+
+[Note: why spread] Forward needs each tensor for less time than the next one's copy takes. With every second one there
+already, the others come in time.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from hetero.eviction.model import CapacityError, Schedule, Trace
+
+__all__ = ["choose_renewed", "spare_bytes", "without_places"]
+
+_MOST_MOMENTS = 40_000  # of all schedules tried together
+_COUNTS, _FEW_COUNTS = 24, 6
+_WORTH = 0.005  # share of the step that places must save to be worth it
+
+Planner = Callable[[tuple[int, ...]], tuple[Trace, Schedule]]
+
+
+def choose_renewed(order: Sequence[int], plan: Planner, *, thorough: bool = True) -> tuple[int, ...]:
+    """Those of ``order`` (tensors by first use) whose places make the iteration shortest.
+
+    ``plan(renewed)``: trace and schedule with these; may raise `CapacityError`. ``thorough``: not only a few numbers
+    of them. Raises `CapacityError` if that happens for none.
+    """
+    trace, schedule = plan(())
+    best: tuple[int, ...] = ()
+    seconds = none = schedule.predicted_seconds
+    trials = min(_COUNTS if thorough else _FEW_COUNTS, 1 + _MOST_MOMENTS // max(1, len(trace.moments)))
+    for trial in range(1, trials):
+        places = _spread(order, len(order) * trial // trials)
+        try:
+            _, schedule = plan(places)
+        except CapacityError:
+            break
+        if schedule.predicted_seconds < seconds:
+            best, seconds = places, schedule.predicted_seconds
+    return best if seconds < none * (1.0 - _WORTH) else ()
+
+
+def spare_bytes(trace: Trace, schedule: Schedule) -> tuple[int, ...]:
+    """From each moment to the optimizer's step, bytes that no planned copy takes; 0 where nothing is known of it."""
+    if trace.updates is None:
+        return (0,) * len(trace.moments)
+    free, resident = [], set(schedule.start)
+    for moment, actions in zip(trace.moments, schedule.actions, strict=True):
+        resident.difference_update(moment.invalidates)
+        resident.difference_update(actions.evict)
+        resident.update(actions.fetch, moment.produces)
+        free.append(moment.capacity - sum(trace.sizes[x] for x in resident))
+    queued = trace.updates.queued
+    free[queued] = trace.moments[queued].capacity  # what is there by then is fetched no more
+    for now in range(queued - 1, -1, -1):
+        free[now] = min(free[now], free[now + 1])
+    return tuple(free)
+
+
+def without_places(trace: Trace) -> Trace:
+    """The same, with tensors that have a place of their own like any others."""
+    updates = trace.updates
+    if updates is None or not updates.renewed:
+        return trace
+    nbytes = sum(trace.sizes[x] for x in updates.renewed)
+    moments = [
+        replace(
+            moment,
+            operands=(*moment.operands, *moment.awaits),
+            capacity=moment.capacity + nbytes,
+            invalidates=(*moment.invalidates, *(updates.renewed if now == updates.queued else ())),
+            awaits=(),
+        )
+        for now, moment in enumerate(trace.moments)
+    ]
+    return replace(trace, moments=tuple(moments), updates=replace(updates, renewed=()))
+
+
+def _spread(order: Sequence[int], count: int) -> tuple[int, ...]:
+    return tuple(order[(2 * j + 1) * len(order) // (2 * count)] for j in range(count))
