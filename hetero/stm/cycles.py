@@ -8,7 +8,7 @@ sequences (an eval loop, another shape, another number of micro-batches) live be
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hetero.eviction import (
     CapacityError,
@@ -118,7 +118,7 @@ class Cycles:
         # Sends those with these indices home.
         self.leave_device: Callable[[frozenset[int]], None] = lambda indices: None
         self._homes_chosen: set[tuple[SegmentKey, ...]] = set()
-        # Whether updates at home begin in backward; `hetero.stm.speculation` sets this.
+        # Updates at home begin in backward; `hetero.stm.speculation` sets this.
         self.updates_early: Callable[[], bool] = lambda: False
         self._early = False
         self._renewed: dict[tuple[SegmentKey, ...], tuple[int, ...]] = {}
@@ -287,6 +287,7 @@ class Cycles:
         elif keys in self._verified:
             if self.timings.learn(keys, segments):
                 if self.timings.was_in_vain(keys):
+                    self._renewed[keys] = self._choose_places(keys, (), thorough=True)
                     self._set_homes(())
                 else:
                     self._replan({keys: self._plans[keys].margin})
@@ -348,16 +349,8 @@ class Cycles:
             return
         self._homes_chosen.add(keys)
 
-        def planned(homes: tuple[int, ...], renewed: tuple[int, ...]) -> tuple[Trace, Schedule]:
-            made = self._make(keys, plan.margin, homes, costs, renewed, thorough=False)
-            return made.trace, made.schedule
-
-        def choose(homes: tuple[int, ...], *, thorough: bool) -> tuple[int, ...]:
-            updates = None if plan.trace.updates is None else plan.trace.updates.tensors
-            if not self._early or not updates:
-                return ()
-            here = [x for x in order if x in updates and x not in homes]
-            return choose_renewed(here, lambda renewed: planned(homes, renewed), thorough=thorough)
+        def planned(homes: tuple[int, ...]) -> tuple[Trace, Schedule]:
+            return self._tried(keys, homes, self._choose_places(keys, homes, thorough=False))
 
         best = choose_device_homes(
             order,
@@ -365,16 +358,34 @@ class Cycles:
             [tensor.device_nbytes for tensor in self._tensors],
             most_bytes=min(self._most_home_bytes, self._budget - plan.margin),
             links=self.timings.links(keys),
-            plan=lambda homes: planned(homes, choose(homes, thorough=False)),
+            plan=planned,
         )
         # Each kind of iteration has its own best number; all of them have to live with the least.
         others = len(self._homes_chosen) > 1
-        homes = tuple(index for index in best.homes if not others or index in self.device_homes)
-        self._renewed[keys] = choose(homes, thorough=True)
+        chosen = tuple(index for index in best.homes if not others or index in self.device_homes)
+        self._renewed[keys] = self._choose_places(keys, chosen, thorough=True)
         early = plan.trace.updates is not None and plan.trace.updates.early is not self._early
-        if homes == self.device_homes and (early or plan.renewed != self._renewed[keys]):
+        if chosen == self.device_homes and (early or plan.renewed != self._renewed[keys]):
             self._replan({keys: plan.margin})
-        self._set_homes(homes, on_trial=best.moves_more and not self.device_homes)
+        self._set_homes(chosen, on_trial=best.moves_more and not self.device_homes)
+
+    def _choose_places(
+        self, keys: tuple[SegmentKey, ...], homes: tuple[int, ...], *, thorough: bool
+    ) -> tuple[int, ...]:
+        """Which parameters keep a place on the device beside ``homes``."""
+        plan = self._plans[keys]
+        if not self._early or plan.trace.updates is None:
+            return ()
+        updates = plan.trace.updates.tensors
+        order = sorted(plan.first_uses, key=plan.first_uses.__getitem__)
+        others = [index for index in order if index in updates and index not in homes]
+        return choose_renewed(others, lambda places: self._tried(keys, homes, places), thorough=thorough)
+
+    def _tried(
+        self, keys: tuple[SegmentKey, ...], homes: tuple[int, ...], places: tuple[int, ...]
+    ) -> tuple[Trace, Schedule]:
+        made = self._make(keys, self._plans[keys].margin, homes, self.home_costs(), places, thorough=False)
+        return made.trace, replace(made.schedule, fetched_bytes=made.fetched_bytes)
 
     def _keep_homes(self) -> None:
         """Those that still can live on the device, as many as may."""

@@ -319,8 +319,8 @@ def test_the_plan_says_where_parameters_live_and_what_moves():
         assert living(manager) == set(plan.lives_on_device)
         assert set(plan.lives_on_device) | set(plan.lives_at_home) == names
         assert set(plan.lives_at_home)
-        fetched = [name for moment in plan.moments for name in moment.fetches]
-        assert set(fetched) == set(plan.lives_at_home)
+        fetched = {name for moment in plan.moments for name in moment.fetches}
+        assert fetched & names == set(plan.lives_at_home)  # activations come back as well
         sizes = {tensor.name: tensor.device_nbytes for tensor in manager._stm.tensors}
         assert sum(sizes[name] for name in fetched) == plan.fetched_bytes >= plan.lower_bound_bytes > 0
         assert {moment.phase for moment in plan.moments} == {"forward", "backward", "step"}
