@@ -39,7 +39,7 @@ from hetero.devices import virtual
 from hetero.stm import jobs, updates
 from hetero.stm.updates import ParameterUpdate
 
-_WARM_UP = 8
+_WARM_UP = 16
 # Of what `manage` is told, and whether the step is deferred.
 _WAYS: dict[str, dict[str, bool]] = {
     "at once": {"device_homes": False, "speculate": False, "defers": False},
