@@ -377,8 +377,7 @@ class Cycles:
         if not self._early or plan.trace.updates is None:
             return ()
         updates = plan.trace.updates.tensors
-        order = sorted(plan.first_uses, key=plan.first_uses.__getitem__)
-        others = [index for index in order if index in updates and index not in homes]
+        others = [index for index in updates if index in plan.first_uses and index not in homes]
         return choose_renewed(others, lambda places: self._tried(keys, homes, places), thorough=thorough)
 
     def _tried(
