@@ -8,7 +8,7 @@ The chain of layers of `benchmarks.chain`, trained with SGD and clipping by the 
 * ``deferred``: the step is queued, and hides behind the next forward.
 * ``homes``: the same, and the plan may let parameters live on the device, where they are stepped.
 * ``tried``: deferred, and updates are begun in backward, as gradients come, and taken back if the step clips.
-* ``both``: the last two together; what `hetero.manage` does by default.
+* ``both``: the last two together. What `hetero.manage` does by default is ``homes``.
 
 A row ``S@B``: the busier direction's transfers take S times the compute time, and so does the host's step, with
 everything at home; the device holds B of the weights. ``S@B!``: with a norm that clips every time, so that no update

@@ -73,9 +73,7 @@ def main() -> int:
     rows = Sweep(settings, device, arguments.seconds).run()
     same = _compare(rows, device)
     facts = {
-        **{
-            key: value for key, value in settings.items() if key != "deepspeed_python"
-        },  # a path of this machine's
+        **{key: value for key, value in settings.items() if key != "deepspeed_python"},  # a local path
         "parameters": parameters,
         "dtype": "float32 (TF32 matmul)" if device.type == "cuda" else "float32",
         "shares": _SHARES,

@@ -20,11 +20,11 @@ from hetero.stm.exposure import gradient_is_plain, gradient_is_private, state_is
 from hetero.stm.fetch import plain
 from hetero.stm.intercept import is_managed, managed_of
 from hetero.stm.jobs import Captured
-from hetero.stm.kernels import is_open, split, takes_fused
+from hetero.stm.kernels import split
 from hetero.stm.manager import Arrivals, StatefulTensorMgr
-from hetero.stm.optimizers import hyper_parameters, make_shell
+from hetero.stm.optimizers import make_shell
 from hetero.stm.tensors import ManagedTensor
-from hetero.stm.updates import ParameterUpdate, device_update
+from hetero.stm.updates import ParameterUpdate, device_update, home_update, settings_of
 from hetero.stm.watched import WatchedState
 
 __all__ = ["Capture"]
@@ -106,8 +106,7 @@ class Capture:
         rest = []
         with plain():
             for group in optimizer.param_groups:
-                settings = hyper_parameters(group)
-                fused = {**settings, "fused": True} if is_open(optimizer, group) else None
+                settings = settings_of(optimizer, group)
                 kept = []
                 for parameter in group["params"]:
                     tensor = later.get(managed_of(parameter).index) if is_managed(parameter) else None
@@ -115,10 +114,10 @@ class Capture:
                         kept.append(parameter)
                     elif tensor.index in here:
                         entry = dict.get(optimizer.state, parameter)
-                        make = partial(device_update, shell_here, parameter, settings, fused, entry)
+                        make = partial(device_update, shell_here, parameter, settings, entry)
                         self.here.append(DeviceUpdate(tensor, make))
                     else:
-                        self._queue(tensor, arrivals[tensor.index], shell, settings, fused)
+                        self._queue(tensor, arrivals[tensor.index], shell, settings)
                 if kept:
                     rest.append({**group, "params": kept})
         given = optimizer.param_groups
@@ -176,19 +175,13 @@ class Capture:
         tensor: ManagedTensor,
         arrivals: Arrivals,
         shell: torch.optim.Optimizer,
-        settings: Group,
-        fused: Group | None,
+        settings: tuple[Group, Group | None],
     ) -> None:
         parameter = tensor.parameter
         gradient = parameter.grad
         assert gradient is not None
         entry = dict.get(self._optimizer.state, parameter)
-        if fused is not None and takes_fused(self._optimizer, parameter, gradient, entry):
-            update = ParameterUpdate(
-                shell, parameter, tensor.home, gradient, fused, entry, moves_version=True
-            )
-        else:
-            update = ParameterUpdate(shell, parameter, tensor.home, gradient, settings, entry)
+        update = home_update(shell, parameter, settings, entry, tensor.home, gradient)
         if entry is None:
             self._without_entry.append((parameter, update))
         self.queued.append(Captured(tensor=tensor, update=update, arrivals=arrivals, gradient=gradient))

@@ -49,9 +49,6 @@ class Place:
 # Segments without a step in between (a closure that runs the model, forwards whose graphs are dropped): give up
 # waiting for the iteration's end.
 _LONGEST_CYCLE = 1024
-_WORTH = (
-    0.005  # share of the iteration that compute has to wait, for parameters on the device to be worth a trial
-)
 _MOST_SAMPLES = 8  # of one key in one iteration
 
 
@@ -293,8 +290,10 @@ class Cycles:
                     self._replan({keys: self._plans[keys].margin})
             if self.updates_early() is not self._early:
                 self._early = not self._early
-                self._renewed.clear()
                 self._homes_chosen.clear()
+                if any(self._renewed.values()):  # they have lost what they were for
+                    self._renewed.clear()
+                    self._replan({each: plan.margin for each, plan in self._plans.items()})
             if keys not in self._homes_chosen:
                 self._choose_homes(keys)
 
@@ -335,7 +334,7 @@ class Cycles:
         self._has_refused_homes = True
 
     def _choose_homes(self, keys: tuple[SegmentKey, ...]) -> None:
-        """And which others keep a place there."""
+        """Which parameters live on the device, and which others keep a place there."""
         plan = self._plans.get(keys)
         costs = self.home_costs()
         if plan is None or not (costs or self._early):
@@ -367,7 +366,7 @@ class Cycles:
         early = plan.trace.updates is not None and plan.trace.updates.early is not self._early
         if chosen == self.device_homes and (early or plan.renewed != self._renewed[keys]):
             self._replan({keys: plan.margin})
-        self._set_homes(chosen, on_trial=best.moves_more and not self.device_homes)
+        self._set_homes(chosen, on_trial=keys if best.moves_more and not self.device_homes else None)
 
     def _choose_places(
         self, keys: tuple[SegmentKey, ...], homes: tuple[int, ...], *, thorough: bool
@@ -395,11 +394,12 @@ class Cycles:
                 kept.append(index)
         self._set_homes(tuple(kept))
 
-    def _set_homes(self, homes: tuple[int, ...], *, on_trial: bool = False) -> None:
+    def _set_homes(self, homes: tuple[int, ...], *, on_trial: tuple[SegmentKey, ...] | None = None) -> None:
+        """``on_trial``: the iterations that have to become shorter by it."""
         if homes != self.device_homes:
             self.device_homes = homes
             for keys in self._plans:
-                self.timings.note_moved(keys, on_trial=on_trial)
+                self.timings.note_moved(keys, on_trial=keys == on_trial)
             self._replan({keys: plan.margin for keys, plan in self._plans.items()})
 
     def _replan(self, margins: dict[tuple[SegmentKey, ...], int]) -> None:

@@ -22,7 +22,7 @@ from hetero.stm.fetch import plain
 from hetero.stm.homes import set_memory
 from hetero.stm.manager import StatefulTensorMgr
 from hetero.stm.optimizers import ELEMENTWISE
-from hetero.stm.temporaries import MOST, temporaries
+from hetero.stm.temporaries import temporaries
 from hetero.stm.tensors import ManagedTensor
 from hetero.stm.updates import ParameterUpdate
 
@@ -30,11 +30,9 @@ __all__ = ["DeviceHomes", "DeviceUpdate", "can_step_on_device"]
 
 _Group = dict[str, Any]
 
-TEMPORARIES = MOST
-
 
 def can_step_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Its updates need no more than `TEMPORARIES` beside what they update."""
+    """Its updates need no more than `temporaries` beside what they update."""
     return type(optimizer) in ELEMENTWISE
 
 
@@ -162,11 +160,12 @@ class DeviceHomes:
         """Step them, and ``note`` each once it is done: it may have made a state."""
         for item in updates:
             tensor = item.tensor
-            gradient = self._stm.grads.on_device(tensor)
+            # Before the gradient is scaled, which takes some of it.
             room = temporaries(self._optimizer) * tensor.device_nbytes
             if not self._stm.residency.room.make(room):
                 self.send_home(room)
             if tensor.stays and tensor.data is not None:
+                gradient = self._stm.grads.on_device(tensor)
                 version = tensor.data._version
                 update = item.make(tensor.data, gradient)
                 update.run()
@@ -174,7 +173,6 @@ class DeviceHomes:
                     tensor.clean_version -= 1
                 tensor.identity = None  # older graphs reach the parameter by it
             else:  # it had to leave just now
-                del gradient
                 self._stm.before_home_writes([tensor])
                 update = item.make(tensor.home, cast(torch.Tensor, tensor.parameter.grad))
                 update.run()

@@ -58,6 +58,18 @@ class Factors:
         """What it is still to be multiplied by; the caller does."""
         return tuple(self._asked.pop(index, ()))
 
+    def first(self, index: int) -> Factor | None:
+        """The first of these; `drop_first` once it is done."""
+        asked = self._asked.get(index)
+        return asked[0] if asked else None
+
+    def drop_first(self, index: int) -> None:
+        """The gradient has been multiplied by it."""
+        asked = self._asked[index]
+        del asked[0]
+        if not asked:
+            del self._asked[index]
+
     def indices(self) -> set[int]:
         """Of the gradients that are still to be multiplied."""
         return set(self._asked)

@@ -25,7 +25,8 @@ from torch import nn
 from hetero.stm.casts import drop_bytes, kept_casts
 from hetero.stm.fetch import Fetch, plain
 from hetero.stm.outside import full_copies, keeps_its_type
-from hetero.stm.tensors import ManagedTensor, Owner
+from hetero.stm.owner import Owner
+from hetero.stm.tensors import ManagedTensor
 
 __all__ = [
     "ManagedParameter",
@@ -171,8 +172,7 @@ def _run(
             break
         except torch.OutOfMemoryError:
             # An in-place operator may have done half its work; everything else can be tried again.
-            name = getattr(func, "__name__", "")
-            if (name.endswith("_") and not name.endswith("__")) or not operands[0].owner.relieve():
+            if _writes_in_place(func) or not operands[0].owner.relieve():
                 raise
             operands[0].owner.note_answered()
     for tensor in operands:
@@ -240,13 +240,39 @@ def run_at_home(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     return _at_home(func, operands, args, kwargs)
 
 
+_IN_PLACE = frozenset(
+    f"__{name}__"
+    for name in [
+        "iadd",
+        "isub",
+        "imul",
+        "idiv",
+        "itruediv",
+        "ifloordiv",
+        "imod",
+        "ipow",
+        "iand",
+        "ior",
+        "ixor",
+        "ilshift",
+        "irshift",
+        "setitem",
+        "set",
+    ]
+)
+
+
+def _writes_in_place(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
+
+
 def _at_home(
     func: Callable[..., Any], operands: list[ManagedTensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     for tensor in operands:
         tensor.owner.settle_home(tensor)
-    name = getattr(func, "__name__", "")
-    writes = name.endswith("_") or "out" in kwargs or name == "__setitem__"
+    writes = _writes_in_place(func) or "out" in kwargs
     if writes:
         for tensor in operands:
             tensor.owner.check_process()

@@ -102,14 +102,15 @@ class KeptGradients:
 
     def bring_home(self, tensor: ManagedTensor) -> None:
         """Somebody looks at ``p.grad``: it is kept no longer."""
-        kept = self._kept.pop(tensor.index)
-        self._scale(tensor, kept)
+        kept = self._kept[tensor.index]
+        self._scale(tensor, kept)  # may run out of memory; then it is as before
         host = tensor.parameter.grad
         assert host is not None
         event = self._engine.download(kept.gradient, host)
         self._meter.count_eviction(0, kept.gradient.nbytes)
         self._engine.host_after_download(event, host)
         self._engine.free_after_download(event)
+        del self._kept[tensor.index]
         self._memory.entry(tensor).place(Tier.DEVICE, 0)
 
     def adopt(self, tensor: ManagedTensor, gradient: torch.Tensor) -> None:
@@ -140,12 +141,13 @@ class KeptGradients:
 
     def _scale(self, tensor: ManagedTensor, kept: _Kept) -> None:
         with torch.no_grad():
-            for factor in self._factors.take(tensor.index):
+            while (factor := self._factors.first(tensor.index)) is not None:
                 # Not in place at first: autograd may hold it for somebody else as well.
                 kept.gradient = (
                     kept.gradient.mul_(factor.source) if kept.is_ours else kept.gradient * factor.source
                 )
                 kept.is_ours = True
+                self._factors.drop_first(tensor.index)
 
 
 def has_gradient(tensor: ManagedTensor) -> bool:

@@ -29,13 +29,14 @@ from hetero.stm.forecast import TrialCounts
 from hetero.stm.forks import in_child, watch
 from hetero.stm.gradaccess import GradientAccess
 from hetero.stm.gradients import Gradients
+from hetero.stm.owner import SettledState
 from hetero.stm.precision import Upcast
 from hetero.stm.registry import Registry
 from hetero.stm.residency import Residency
 from hetero.stm.saved import modified_in_place
 from hetero.stm.segments import Segments
 from hetero.stm.state import Ledger, begin_compute, end_compute
-from hetero.stm.tensors import ManagedTensor, SettledState
+from hetero.stm.tensors import ManagedTensor
 from hetero.units import format_bytes
 
 __all__ = ["Arrivals", "StatefulTensorMgr"]
@@ -195,7 +196,7 @@ class StatefulTensorMgr:
             plan = self.cycles.last_plan
             return {} if plan is None else plan.first_uses
 
-    # -- what interception calls (`hetero.stm.intercept.Owner`) ---------------------------------------
+    # -- what interception calls (`hetero.stm.owner.Owner`) ---------------------------------------
 
     def begin_operator(self, operands: list[ManagedTensor], name: object) -> None:
         """The pre-op sampling moment; operands are resident and in COMPUTE afterwards."""

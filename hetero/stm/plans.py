@@ -1,8 +1,8 @@
 """Making a plan of what was measured.
 
-Owns `CyclePlan` and its arithmetic: what each moment leaves to model data, what lives on the device, what is kept free
-for gradients on their way. Which samples count, and when a plan is used, is decided in `hetero.stm.cycles`; the
-schedule is `hetero.eviction`'s.
+Owns `CyclePlan` and its arithmetic: what each moment leaves to model data (`hetero.stm.rows`: moment by moment), what
+lives on the device, what is kept free for gradients on their way. Which samples count, and when a plan is used, is
+decided in `hetero.stm.cycles`; the schedule is `hetero.eviction`'s.
 """
 
 import bisect
@@ -18,15 +18,15 @@ from hetero.eviction import (
     Moment,
     Policy,
     Schedule,
-    Send,
     Trace,
     Updates,
     plan_iteration,
     spare_bytes,
     without_places,
 )
-from hetero.msc import Period, PeriodTimes, Phase, Segment, SegmentKey
+from hetero.msc import Phase, Segment, SegmentKey
 from hetero.stm.lives import Lives, read_lives
+from hetero.stm.rows import Rows, mandatory_in, non_model_peak
 from hetero.stm.tensors import ManagedTensor
 from hetero.stm.timings import Timing, Timings
 
@@ -184,58 +184,24 @@ class PlanMaker:
             self._gradient_reserve(keys, at_home),
             self._spare_in_backward(keys, samples, margin + placed, sizes, lives, elsewhere),
         )
-        fixed = self._fixed_bytes() + placed
-        moments: list[Moment] = []
-        operands: list[tuple[int, ...]] = []
-        limits: list[int] = []
-        non_model: list[int] = []
-        bounds = [0]
-        guarded: list[bool] = []
+        kept = {Phase.BACKWARD: reserve, Phase.STEP: step_bytes}
+        rows = Rows(
+            room=self._budget - margin,
+            placed=self._fixed_bytes() + placed,
+            kept=kept,
+            at_home=at_home,
+            elsewhere=elsewhere,
+            renewed=renewed,
+        )
         for place, key in enumerate(keys):
-            measured = samples[key]
-            guarded.append(False)
-            for index, period in enumerate(measured[-1].periods):
-                now = len(moments)
-                mandatory = tuple(t for t in _mandatory(period, lives, now) if t not in elsewhere)
-                limit = self._budget - _non_model_peak(measured, index) - lives.unseen[now] - margin
-                capacity = limit - fixed
-                if key.phase is Phase.BACKWARD:
-                    capacity -= reserve
-                elif key.phase is Phase.STEP:
-                    capacity -= step_bytes
-                least = sum(sizes[tensor] for tensor in mandatory)
-                guarded[-1] |= any(
-                    p.relieved and (p.lost_own or capacity < least) for p in _same(measured, index)
-                )
-                if not elsewhere:  # these did fit when they were measured, with gradients handed over at once
-                    capacity = max(capacity, least)
-                times = _times(period) if timing is None else timing.periods[place][index]
-                moments.append(
-                    Moment(
-                        operands=mandatory,
-                        seconds=times.seconds,
-                        capacity=capacity,
-                        dirties=lives.produced[now],
-                        produces=lives.produced[now],
-                        invalidates=(
-                            *(t for t in dict.fromkeys(period.invalidates) if t not in elsewhere),
-                            *lives.ended[now],
-                        ),
-                        sends=_sends(times, at_home),
-                        awaits=tuple(t for t in dict.fromkeys(period.operands) if t in renewed),
-                    )
-                )
-                operands.append(period.operands)
-                limits.append(limit)
-                non_model.append(period.used_bytes - period.model_bytes)
-            bounds.append(len(moments))
+            rows.add_segment(samples[key], lives, sizes, None if timing is None else timing.periods[place])
         trace = Trace(
             sizes=sizes,
-            moments=tuple(moments),
+            moments=tuple(rows.moments),
             sending_bytes=reserve,
             updates=None
             if timing is None
-            else self._updates(timing, keys, bounds, operands, homes, renewed, early=early),
+            else self._updates(timing, keys, rows.bounds, rows.operands, homes, renewed, early=early),
         )
         schedule = plan_iteration(
             trace,
@@ -247,26 +213,26 @@ class PlanMaker:
         )
         return CyclePlan(
             keys=keys,
-            bounds=tuple(bounds),
-            operands=tuple(operands),
+            bounds=tuple(rows.bounds),
+            operands=tuple(rows.operands),
             undisturbed=tuple(
                 None if actions.evict or actions.fetch else [self._tensors[index] for index in indices]
-                for indices, actions in zip(operands, schedule.actions, strict=True)
+                for indices, actions in zip(rows.operands, schedule.actions, strict=True)
             ),
-            limits=tuple(limits),
-            non_model=tuple(non_model),
+            limits=tuple(rows.limits),
+            non_model=tuple(rows.non_model),
             margin=margin,
             gradient_reserve=reserve,
             trace=trace,
             schedule=schedule,
-            positions=_positions(operands),
-            uses=_uses(moments),
+            positions=_positions(rows.operands),
+            uses=_uses(rows.moments),
             renewed=renewed,
-            first_uses=_first_uses(operands),
+            first_uses=_first_uses(rows.operands),
             device_homes=homes,
             home_bytes=home_bytes,
             activations=lives.indices,
-            guarded=tuple(guarded),
+            guarded=tuple(rows.guarded),
         )
 
     def _timing(self, keys: tuple[SegmentKey, ...], samples: Samples) -> Timing | None:
@@ -369,39 +335,11 @@ class PlanMaker:
             measured = samples[key]
             for index, period in enumerate(measured[-1].periods):
                 if key.phase is Phase.BACKWARD:
-                    mandatory = _mandatory(period, lives, now)
-                    beside = _non_model_peak(measured, index) + lives.unseen[now]
+                    mandatory = mandatory_in(period, lives, now)
+                    beside = non_model_peak(measured, index) + lives.unseen[now]
                     needs.append(beside + sum(sizes[x] for x in mandatory if x not in elsewhere))
                 now += 1
         return max(0, self._budget - margin - self._fixed_bytes() - max(needs, default=0))
-
-
-def _times(period: Period) -> PeriodTimes:
-    """As measured with memory, while nothing better is known."""
-    return PeriodTimes(seconds=period.seconds, sends=period.sends)
-
-
-def _sends(times: PeriodTimes, at_home: frozenset[int]) -> tuple[Send, ...]:
-    return tuple(
-        Send(tensor=index, nbytes=nbytes, seconds=seconds)
-        for index, nbytes, seconds in times.sends
-        if index in at_home
-    )
-
-
-def _mandatory(period: Period, lives: Lives, moment: int) -> tuple[int, ...]:
-    """What must be on the device in this period, each once."""
-    return (*dict.fromkeys(period.operands + period.held), *sorted(lives.present[moment]))
-
-
-def _non_model_peak(samples: Sequence[Segment], index: int) -> int:
-    """Highest non-model peak of period ``index`` over the samples that have it."""
-    return max(period.non_model_bytes for period in _same(samples, index))
-
-
-def _same(samples: Sequence[Segment], index: int) -> list[Period]:
-    """Period ``index`` of each sample that has it."""
-    return [segment.periods[index] for segment in samples if index < len(segment.periods)]
 
 
 def _positions(operands: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], list[int]]:

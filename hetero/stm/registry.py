@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from hetero.devices import Accelerator, CopyEngine, HostArena
+from hetero.stm.owner import Owner
 from hetero.stm.precision import LowTwin, computes_in
 from hetero.stm.state import Kind, Ledger, State, StatefulTensor, Tier
-from hetero.stm.tensors import ManagedTensor, Owner
+from hetero.stm.tensors import ManagedTensor
 
 __all__ = ["Registry"]
 

@@ -19,7 +19,7 @@ from hetero.devices import Accelerator, CopyEngine
 from hetero.errors import ManageError
 from hetero.eviction import Policy
 from hetero.stm.deferred import Update, UpdateQueue
-from hetero.stm.following import renew
+from hetero.stm.following import renew, written_twice
 from hetero.stm.room import Room
 from hetero.stm.state import Ledger, Tier
 from hetero.stm.tensors import ManagedTensor, refused_write
@@ -186,6 +186,8 @@ class Residency:
         if tensor.low is not None:
             self.discard(tensor)
             raise refused_write(tensor)
+        if tensor.is_stale:
+            raise written_twice(tensor)
         version = tensor.version
         self.finish_update(tensor)
         self.uploads.wait(tensor, tensor.home)

@@ -54,11 +54,11 @@ class Segments:
     def begin_forward(self, signature: object) -> None:
         """The managed model's forward begins."""
         with self._lock:
+            self._residency.follow_homes()  # may raise, and then nothing has begun
             trains = torch.is_grad_enabled()
             key = SegmentKey(Phase.FORWARD, trains, (signature, len(self._pending_forwards) if trains else 0))
             if trains:
                 self._activations.begin_forward(len(self._pending_forwards))
-            self._residency.follow_homes()
             self._executor.begin_segment(key)
             if trains:
                 self._pending_forwards.append(key)

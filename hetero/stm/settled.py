@@ -23,7 +23,6 @@ from torch import nn
 from hetero.devices import Accelerator
 from hetero.errors import BudgetError, ManageError
 from hetero.stm.compiled import CompiledCalls
-from hetero.stm.devicehomes import TEMPORARIES
 from hetero.stm.exchange import exchange, has_other_optimizer, is_like, let_go, may_go_back, redirect
 from hetero.stm.exposure import gradient_is_private
 from hetero.stm.fetch import plain
@@ -34,6 +33,7 @@ from hetero.stm.intercept import in_scope, is_managed, managed_of
 from hetero.stm.manager import StatefulTensorMgr
 from hetero.stm.ownstep import OwnStep, step_bytes
 from hetero.stm.plans import CyclePlan
+from hetero.stm.temporaries import temporaries
 from hetero.stm.tensors import ManagedTensor
 
 __all__ = ["Settled", "before_change", "note_optimizer", "record_of"]
@@ -180,7 +180,7 @@ class Settled:
         if self._step is not None:
             model += self._step.device_homes.whole_bytes()
             trained_sizes = {id(t.parameter): t.device_nbytes for t in trained}
-            temporary = step_bytes(self._step.optimizer, trained_sizes, TEMPORARIES)
+            temporary = step_bytes(self._step.optimizer, trained_sizes, temporaries(self._step.optimizer))
         growth = read_growth(plans, budget=self._budget, step_bytes=temporary)
         # A gradient that autograd cannot take over as it is, is there twice for a moment.
         model += max(sizes.values(), default=0)
@@ -203,20 +203,35 @@ class Settled:
             if growth is None or kind not in growth.by_kind or not self._may_settle(growth):
                 return False
             if not self._is_private() or not self._begin_step():
-                self._failures += 1
-                self._wait = min(_LONGEST_WAIT, 1 << self._failures)
+                self._wait_longer()
                 return False
             self._growth = growth
-            gradients = {t.index: stm.gradients.give(t) for t in stm.tensors if t.parameter.grad is not None}
-            if not self._exchange_all():
+            gradients: dict[int, torch.Tensor] = {}
+            if not (self._take_gradients(gradients) and self._exchange_all()):
                 self._end_step()
                 for index, gradient in gradients.items():
                     stm.gradients.kept.adopt(stm.tensors[index], gradient)
+                self._wait_longer()
                 return False
             for tensor in stm.tensors:
                 tensor.parameter.grad = gradients.get(tensor.index)
             self._finish_settling()
             return True
+
+    def _wait_longer(self) -> None:
+        self._failures += 1
+        self._wait = min(_LONGEST_WAIT, 1 << self._failures)
+
+    def _take_gradients(self, taken: dict[int, torch.Tensor]) -> bool:
+        """Into ``taken``, by index, on the device; False if there is no memory for all."""
+        try:
+            for tensor in self._stm.tensors:
+                if tensor.parameter.grad is not None:
+                    taken[tensor.index] = self._stm.gradients.give(tensor)
+        except torch.OutOfMemoryError:
+            self._accelerator.note_answered()
+            return False
+        return True
 
     def _may_settle(self, growth: Growth) -> bool:
         """As far as it needs no look at every reference."""

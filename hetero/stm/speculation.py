@@ -30,21 +30,20 @@ from hetero.stm.fetch import plain
 from hetero.stm.forecast import Forecast
 from hetero.stm.intercept import is_managed, managed_of
 from hetero.stm.jobs import Captured, Surroundings, make_update
-from hetero.stm.kernels import is_open, takes_fused
 from hetero.stm.manager import StatefulTensorMgr
 from hetero.stm.optimizers import hyper_parameters, make_shell, steps_alone
 from hetero.stm.slices import Entry, Group
 from hetero.stm.snapshots import Snapshots
 from hetero.stm.tensors import ManagedTensor
 from hetero.stm.trials import Snapshot, Trial, complete, same_value
-from hetero.stm.updates import ParameterUpdate
+from hetero.stm.updates import home_update, settings_of
 
 __all__ = ["Speculation"]
 
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """A backward's: the settings of each parameter's group, by the parameter's id, and those for fused kernels."""
+    """A backward's: the settings of each parameter's group, by the parameter's id."""
 
     task: int
     shell: torch.optim.Optimizer
@@ -116,7 +115,7 @@ class Speculation:
         if tensor.used_at_home or tensor.parameter._post_accumulate_grad_hooks or tensor.low is not None:
             return
         setting = self._settings(task)
-        settings, fused = setting.groups.get(id(tensor.parameter), (None, None))
+        settings = setting.groups.get(id(tensor.parameter))
         if settings is None or not tensor.is_private():
             return
         entry = dict.get(self._optimizer.state, tensor.parameter)
@@ -126,7 +125,7 @@ class Speculation:
         self._stm.trials.snapshot_bytes = self.snapshots.nbytes
         if buffers is None or not self._drop_copy(tensor):
             return
-        self._begin(tensor, gradient, arrival, setting, settings, fused, entry, buffers)
+        self._begin(tensor, gradient, arrival, setting, settings, entry, buffers)
 
     def _is_expected(self) -> bool:
         return self.forecast.is_open and self._stm.executor.follows_plan
@@ -137,8 +136,7 @@ class Speculation:
         gradient: torch.Tensor,
         arrival: torch.Event,
         setting: _Setting,
-        settings: Group,
-        fused: Group | None,
+        settings: tuple[Group, Group | None],
         entry: Entry | None,
         buffers: list[torch.Tensor],
     ) -> None:
@@ -147,22 +145,13 @@ class Speculation:
         alias = torch.empty(0, dtype=gradient.dtype).set_(
             gradient.untyped_storage(), gradient.storage_offset(), gradient.size(), gradient.stride()
         )
-        is_fused = fused is not None and takes_fused(self._optimizer, tensor.parameter, alias, entry)
-        update = ParameterUpdate(
-            setting.shell,
-            tensor.parameter,
-            tensor.home,
-            alias,
-            fused if is_fused and fused is not None else settings,
-            entry,
-            moves_version=is_fused,
-        )
+        update = home_update(setting.shell, tensor.parameter, settings, entry, tensor.home, alias)
         trial = Trial(
             engine=stm.engine,
             tensor=tensor,
             update=update,
             entry=entry,
-            settings=settings,
+            settings=settings[0],
             shell=setting.shell,
             gradient=alias,
             version=gradient._version,
@@ -188,9 +177,8 @@ class Speculation:
             groups: dict[int, tuple[Group, Group | None]] = {}
             if self._is_possible():
                 for group in optimizer.param_groups:
-                    settings = hyper_parameters(group)
-                    fused = {**settings, "fused": True} if is_open(optimizer, group) else None
-                    groups.update((id(parameter), (settings, fused)) for parameter in group["params"])
+                    settings = settings_of(optimizer, group)
+                    groups.update((id(parameter), settings) for parameter in group["params"])
             self._setting = _Setting(task, make_shell(optimizer), groups, self._ranks())
         return self._setting
 

@@ -6,16 +6,16 @@ Read off torch's kernels: a for-loop has the most of them at once, a fused kerne
 
 import torch
 
-__all__ = ["MOST", "temporaries"]
+__all__ = ["temporaries"]
 
-# Square roots, bias corrections, weight decay; the scaled gradient.
-MOST = 6
+_SCALED = 1  # the gradient times the factor of clipping
+_MOST = 5 + _SCALED  # square roots, bias corrections, weight decay
 
 
 def temporaries(optimizer: torch.optim.Optimizer) -> int:
     """Of one parameter's update by ``optimizer`` as it is set now."""
     if type(optimizer) is not torch.optim.SGD:
-        return MOST
+        return _MOST
     return _SCALED + max((_of_sgd(group) for group in optimizer.param_groups), default=0)
 
 
@@ -23,6 +23,3 @@ def _of_sgd(group: dict[str, object]) -> int:
     """A product or a sum each, at most: everything else is added in place."""
     changed = bool(group["weight_decay"]) + bool(group["nesterov"]) + bool(group["maximize"])
     return changed + isinstance(group["lr"], torch.Tensor)
-
-
-_SCALED = 1  # the gradient times the factor of clipping

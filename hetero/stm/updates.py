@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from hetero.stm.fetch import plain
-from hetero.stm.kernels import takes_fused
-from hetero.stm.optimizers import is_known, raw_step
+from hetero.stm.kernels import is_open, takes_fused
+from hetero.stm.optimizers import hyper_parameters, is_known, raw_step
 from hetero.stm.slices import Entry, Group, leaf, may_slice, slices, take_numbers
 
-__all__ = ["ParameterUpdate", "device_update", "run_together"]
+__all__ = ["ParameterUpdate", "device_update", "home_update", "run_together", "settings_of"]
 
 
 class ParameterUpdate:
@@ -149,17 +149,38 @@ def run_together(updates: Sequence[ParameterUpdate]) -> None:
             shell.param_groups, shell.state = [], defaultdict(dict)
 
 
+def settings_of(optimizer: torch.optim.Optimizer, group: Group) -> tuple[Group, Group | None]:
+    """The group's snapshot, and the same for fused kernels where the choice is ours."""
+    settings = hyper_parameters(group)
+    return settings, {**settings, "fused": True} if is_open(optimizer, group) else None
+
+
+def home_update(
+    shell: torch.optim.Optimizer,
+    parameter: nn.Parameter,
+    settings: tuple[Group, Group | None],
+    entry: Entry | None,
+    home: torch.Tensor,
+    gradient: torch.Tensor,
+) -> ParameterUpdate:
+    """Of a parameter that lives at home. ``settings``: by `settings_of`."""
+    group, fused = settings
+    if fused is not None and takes_fused(shell, home, gradient, entry):
+        return ParameterUpdate(shell, parameter, home, gradient, fused, entry, moves_version=True)
+    return ParameterUpdate(shell, parameter, home, gradient, group, entry)
+
+
 def device_update(
     shell: torch.optim.Optimizer,
     parameter: nn.Parameter,
-    group: Group,
-    fused: Group | None,
+    settings: tuple[Group, Group | None],
     entry: Entry | None,
     value: torch.Tensor,
     gradient: torch.Tensor,
 ) -> ParameterUpdate:
-    """Of a parameter that lives where ``value`` does, to be run at once. ``fused``: the group where the choice of
-    kernels is ours; they are those that a step at home uses, and so are the numbers."""
+    """Of a parameter that lives where ``value`` does, to be run at once. Kernels that we choose are those that a step
+    at home uses, and so are the numbers."""
+    group, fused = settings
     if fused is not None:
         there = dict(entry or {})
         step = there.get("step")

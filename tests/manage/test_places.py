@@ -92,3 +92,21 @@ def test_nothing_stays_on_the_device_after_close_while_the_manager_is_held():
 def sgd(model, momentum):
     # The for-loop at home and there alike.
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=momentum, foreach=False)
+
+
+def test_places_go_when_updates_begin_late_again(monkeypatch):
+    target = device()
+    model = chain()
+    optimizer = sgd(model, 0.0)
+    budget = torch.accelerator.memory_allocated() + int(0.8 * sum(p.nbytes for p in model.parameters()))
+    with hetero.manage(
+        model, optimizer, device=target, device_budget=budget, speculate=True, device_homes=False
+    ) as manager:
+        cycles = manager._stm.cycles
+        train(model, optimizer, target, "never", 24)
+        train(model, optimizer, target, "never", 4)  # the plan that it knows
+        assert cycles.last_plan.renewed
+        monkeypatch.setattr(cycles, "updates_early", lambda: False)
+        train(model, optimizer, target, "never", 4)
+        assert not cycles.last_plan.renewed
+        assert not cycles.last_plan.trace.updates.early

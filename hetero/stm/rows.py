@@ -1,0 +1,103 @@
+"""From measured periods to the moments of a trace.
+
+Owns what of a period an eviction planner is told: what has to be on the device, and how much room there is for it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hetero.eviction import Moment, Send
+from hetero.msc import Period, PeriodTimes, Phase, Segment
+from hetero.stm.lives import Lives
+
+__all__ = ["Rows", "mandatory_in", "non_model_peak"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Rows:
+    """What becomes of each measured period, in order; `hetero.stm.plans.CyclePlan` says what the lists are.
+
+    ``room``: bytes of the budget for model data and what was measured beside; of these, ``placed`` are taken all
+    along, and ``kept`` in segments of a phase. ``elsewhere``: parameters that the trace's moments do not move.
+    """
+
+    room: int
+    placed: int
+    kept: Mapping[Phase, int]
+    at_home: frozenset[int]
+    elsewhere: frozenset[int]
+    renewed: tuple[int, ...]
+    moments: list[Moment] = field(default_factory=list)
+    operands: list[tuple[int, ...]] = field(default_factory=list)
+    limits: list[int] = field(default_factory=list)
+    non_model: list[int] = field(default_factory=list)
+    bounds: list[int] = field(default_factory=lambda: [0])
+    guarded: list[bool] = field(default_factory=list)
+
+    def add_segment(
+        self,
+        measured: Sequence[Segment],
+        lives: Lives,
+        sizes: Sequence[int],
+        times: Sequence[PeriodTimes] | None,
+    ) -> None:
+        """The newest of ``measured``, all of one key; ``times`` of its periods, if they are better known."""
+        guarded = False
+        for index, period in enumerate(measured[-1].periods):
+            now = len(self.moments)
+            mandatory = tuple(t for t in mandatory_in(period, lives, now) if t not in self.elsewhere)
+            limit = self.room - non_model_peak(measured, index) - lives.unseen[now]
+            capacity = limit - self.placed - self.kept.get(measured[-1].key.phase, 0)
+            least = sum(sizes[tensor] for tensor in mandatory)
+            guarded |= any(p.relieved and (p.lost_own or capacity < least) for p in _same(measured, index))
+            if not self.elsewhere:  # these did fit when measured, with gradients handed over at once
+                capacity = max(capacity, least)
+            time = _times(period) if times is None else times[index]
+            self.moments.append(
+                Moment(
+                    operands=mandatory,
+                    seconds=time.seconds,
+                    capacity=capacity,
+                    dirties=lives.produced[now],
+                    produces=lives.produced[now],
+                    invalidates=(
+                        *(t for t in dict.fromkeys(period.invalidates) if t not in self.elsewhere),
+                        *lives.ended[now],
+                    ),
+                    sends=_sends(time, self.at_home),
+                    awaits=tuple(t for t in dict.fromkeys(period.operands) if t in self.renewed),
+                )
+            )
+            self.operands.append(period.operands)
+            self.limits.append(limit)
+            self.non_model.append(period.used_bytes - period.model_bytes)
+        self.bounds.append(len(self.moments))
+        self.guarded.append(guarded)
+
+
+def _times(period: Period) -> PeriodTimes:
+    """As measured with memory, while nothing better is known."""
+    return PeriodTimes(seconds=period.seconds, sends=period.sends)
+
+
+def _sends(times: PeriodTimes, at_home: frozenset[int]) -> tuple[Send, ...]:
+    return tuple(
+        Send(tensor=index, nbytes=nbytes, seconds=seconds)
+        for index, nbytes, seconds in times.sends
+        if index in at_home
+    )
+
+
+def mandatory_in(period: Period, lives: Lives, moment: int) -> tuple[int, ...]:
+    """What must be on the device in this period, each once."""
+    return (*dict.fromkeys(period.operands + period.held), *sorted(lives.present[moment]))
+
+
+def non_model_peak(samples: Sequence[Segment], index: int) -> int:
+    """Highest non-model peak of period ``index`` over the samples that have it."""
+    return max(period.non_model_bytes for period in _same(samples, index))
+
+
+def _same(samples: Sequence[Segment], index: int) -> list[Period]:
+    """Period ``index`` of each sample that has it."""
+    return [segment.periods[index] for segment in samples if index < len(segment.periods)]
