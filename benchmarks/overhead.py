@@ -137,7 +137,8 @@ def _job(
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad()
-            len(optimizer.state)  # waits for what is queued, which would else run beside the other's turn
+            if manager is not None:  # what is queued would else run beside the other's turn
+                manager._stm.finish_updates()
 
     return (infer if mode == "inference" else train), manager
 

@@ -34,17 +34,22 @@ def lower_bound_seconds(trace: Trace, links: Links) -> float:
     A stretch of moments takes at least the time of its operators, and at least the time of fetching what they
     use beyond what the device could hold when it began or what was invalidated within it. The bound is the
     best chain of disjoint stretches (longest path), tried from several starting moments of a cyclic
-    iteration; or that of the step as a fluid (`fluid`), if it is better.
+    iteration; or that of the step as a fluid (`fluid`), if it is better. Where updates begin in backward, what they
+    have made may come back before the iteration ends, which neither of these two allows for: then only operators and
+    bytes count.
     """
     problem = read_intervals(trace)
     if not problem.periods:
         return 0.0
     seconds = np.fromiter((moment.seconds for moment in trace.moments), dtype=np.float64)
+    bandwidth = links.h2d_bandwidth + (links.d2h_bandwidth if problem.groups else 0.0)
+    moved = lower_bound(trace) / bandwidth
+    if trace.updates is not None and trace.updates.early:
+        return max(float(seconds.sum()), moved)
     capacity = np.fromiter((moment.capacity for moment in trace.moments), dtype=np.int64)
     quarters = range(0, problem.periods, max(problem.periods // 4, 1)) if trace.cyclic else (0,)
     chain = max(_longest(problem, seconds, capacity, links, start) for start in quarters)
-    bandwidth = links.h2d_bandwidth + (links.d2h_bandwidth if problem.groups else 0.0)
-    return max(chain, lower_bound(trace) / bandwidth, fluid(trace, links).step_seconds)
+    return max(chain, moved, fluid(trace, links).step_seconds)
 
 
 def _longest(problem: Intervals, seconds: Floats, capacity: Ints, links: Links, start: int) -> float:

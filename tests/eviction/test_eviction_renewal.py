@@ -14,6 +14,7 @@ from hetero.eviction import (
     Updates,
     check,
     choose_renewed,
+    lower_bound_seconds,
     plan,
     simulate,
     spare_bytes,
@@ -150,3 +151,12 @@ def test_spare_bytes_are_free_in_every_moment_up_to_the_step(count, room):
             resident |= {*actions.fetch}
             if now >= begin:
                 assert SIZE * len(resident) + spare[begin] <= moment.capacity
+
+
+def test_what_comes_back_in_backward_is_no_less_than_the_bound_of_such_an_iteration():
+    trace = chain(12, 16, tuple(range(12)), update=0.1)
+    seconds = planned(trace, 2.0).predicted_seconds
+    assert lower_bound_seconds(without_places(trace), links(2.0)) <= seconds
+    late = replace(trace.updates, early=False, renewed=())
+    # The test can fail: what bounds updates in the step is beyond that.
+    assert lower_bound_seconds(replace(without_places(trace), updates=late), links(2.0)) > seconds
