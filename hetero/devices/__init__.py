@@ -9,6 +9,7 @@ from hetero.devices.copies import CopyEngine, Wait
 from hetero.devices.host import device_memory_free, host_memory_free, host_memory_used
 from hetero.devices.pinned import HostArena, PinnedSlab
 from hetero.devices.probe import LinkSpeeds, probe_links
+from hetero.devices.storage import storage_of
 
 __all__ = [
     "Accelerator",
@@ -22,4 +23,5 @@ __all__ = [
     "host_memory_free",
     "host_memory_used",
     "probe_links",
+    "storage_of",
 ]

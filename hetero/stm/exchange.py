@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hetero.devices import storage_of
 from hetero.stm.exposure import gradient_is_private, memory_is_private
 from hetero.stm.fetch import plain
 from hetero.stm.intercept import is_managed
@@ -107,9 +108,7 @@ def _has_alias(storages: set[int], parameters: set[int]) -> bool:
     """A tensor that Python knows shares one of these storages."""
     for found in gc.get_objects():
         if issubclass(type(found), torch.Tensor) and id(found) not in parameters:
-            try:
-                if found.untyped_storage()._cdata in storages:
-                    return True
-            except (NotImplementedError, RuntimeError):  # fake, sparse: memory of another kind
-                continue
+            storage = storage_of(found)
+            if storage is not None and storage._cdata in storages:
+                return True
     return False

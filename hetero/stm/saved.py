@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from hetero.devices import storage_of
 from hetero.stm.activations import Activations
 from hetero.stm.fetch import Fetch, plain
 from hetero.stm.records import Saved
@@ -115,12 +116,7 @@ def _never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _storage(saved: torch.Tensor) -> torch.UntypedStorage | None:
     """Which memory it lies in; None if there is no such thing."""
-    if saved.layout is not _STRIDED:
-        return None
-    try:
-        return saved.untyped_storage()
-    except NotImplementedError:  # a tensor without storage (functorch)
-        return None
+    return storage_of(saved) if saved.layout is _STRIDED else None
 
 
 def _handle(saved: torch.Tensor, storage_key: int) -> _Handle | None:

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from hetero.devices import storage_of
 from hetero.errors import PlanError
 from hetero.trace.scopes import Scopes
 from hetero.trace.steptrace import Kind, Operator, Phase, StepTrace, Storage
@@ -255,7 +256,7 @@ class Ledger(TorchDispatchMode):
 
     def _index(self, tensor: torch.Tensor, *, born: int | None = None) -> int | None:
         """The life of ``tensor``'s storage; None if that has no bytes. ``born``: allocated then, if new."""
-        storage = _storage_of(tensor)
+        storage = storage_of(tensor)
         if storage is None:
             return None
         key = storage._cdata
@@ -368,16 +369,6 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
                 yield from _tensors(item)
 
 
-def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    try:
-        return tensor.untyped_storage()
-    except (
-        NotImplementedError,
-        RuntimeError,
-    ):  # sparse tensors and wrapper subclasses have none of their own
-        return None
-
-
 def _device_of(tensor: torch.Tensor) -> str:
     return str(tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device)
 
@@ -392,7 +383,7 @@ def _all_alias(
     """Whether every tensor in ``out`` lies in a storage that was read (and there is at least one)."""
     seen = False
     for tensor in _tensors(out):
-        storage = _storage_of(tensor)
+        storage = storage_of(tensor)
         known = live.get(storage._cdata) if storage is not None else None
         if known is None or known[0] not in reads:
             return False

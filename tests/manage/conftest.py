@@ -10,6 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import hetero
 from hetero.eviction import CapacityError, HomeStep
+from hetero.eviction.renewal import _spread
 from hetero.stm import cycles
 from hetero.stm.deferred import Update, UpdateQueue
 from hetero.stm.devicehomes import DeviceHomes
@@ -67,7 +68,7 @@ def places(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def most(order, plan, *, thorough=True):  # type: ignore[no-untyped-def]
         for count in range(len(order) // 2, 0, -1):
-            chosen = tuple(order[(2 * j + 1) * len(order) // (2 * count)] for j in range(count))
+            chosen = _spread(order, count)
             with contextlib.suppress(CapacityError):
                 plan(chosen)
                 return chosen

@@ -5,7 +5,7 @@ import torch
 from accelerators import device
 from hypothesis import given
 from hypothesis import strategies as st
-from loops import batch
+from loops import losses
 from torch import nn
 from twins import assert_twins
 
@@ -86,17 +86,7 @@ SPLITS = {
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_slices_of_one_storage_train_to_the_same_bits(split):
-    def loop(model, optimizer, target):
-        seen = []
-        for _ in range(6):
-            loss = model(batch(target)).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            seen.append(loss)
-        return seen
-
-    assert_twins(lambda: Slices(SPLITS[split]), loop, share=0.9)
+    assert_twins(lambda: Slices(SPLITS[split]), lambda *given: losses(*given, steps=6), share=0.9)
 
 
 @st.composite

@@ -1,0 +1,305 @@
+"""The tables of docs/measured.md, each from the record of one benchmark."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hetero.units import format_bytes
+
+__all__ = ["MOVING_ALL", "TABLES", "Record", "markdown"]
+
+Record = dict[str, Any]
+
+
+def overhead(record: Record) -> str:
+    return "## What management adds when every copy is resident\n\nBound: 10 us an operator.\n\n" + markdown(
+        (
+            "",
+            "managed operators a step",
+            "added each (median)",
+            "quickest runs",
+            "processor time",
+            "step ratio",
+            "where everything fits",
+        ),
+        [
+            (
+                _MODES[row["mode"]],
+                str(row["operators"]),
+                f"{row['added_microseconds']:.1f} us",
+                f"{row['added_microseconds_at_best']:.1f} us",
+                f"{row['added_cpu_microseconds']:.1f} us",
+                f"{row['step_ratio']:.2f}",
+                f"{row['settled_step_ratio']:.3f}",
+            )
+            for row in record["results"]
+        ],
+    )
+
+
+_MODES = {
+    "inference": "forward without gradients",
+    "frozen": "forward, backward to the input",
+    "training": "forward, backward, AdamW (gradients leave, weights return)",
+}
+
+
+def prefetch(record: Record) -> str:
+    return (
+        "## Step time over max(compute, transfer)\n\nOn a virtual link of set speed, "
+        f"{record['parameters']['share']:.0%} of the weights resident.\n\n"
+        + markdown(
+            (
+                "",
+                "transfer / compute",
+                "without prefetch",
+                "with prefetch",
+                "no schedule below",
+                "with prefetch / that",
+            ),
+            [
+                (
+                    row["mode"],
+                    f"{row['transfer_over_compute']:.2f}",
+                    f"{row['ratio_without_prefetch']:.3f}",
+                    f"{row['ratio_with_prefetch']:.3f}",
+                    f"{row['ratio_least']:.3f}",
+                    f"{row['ratio_with_prefetch'] / row['ratio_least']:.3f}",
+                )
+                for row in record["results"]
+            ],
+        )
+    )
+
+
+def host_step(record: Record) -> str:
+    return (
+        "## Step time over max(compute, transfer, host step)\n\nHost step and transfer equally long, clipping on; in "
+        "brackets what no schedule can be below. Bound: 1.15.\n\n![Step times](images/host_step.png)\n\n"
+        + markdown(
+            (
+                "transfer = host step",
+                "device holds",
+                "clips",
+                "step at once",
+                "deferred",
+                "and device homes",
+                "and begun in backward",
+                "both",
+            ),
+            [
+                (
+                    f"{row['share']:.2f} x compute",
+                    f"{row['held']:.0%}",
+                    "every step" if row["clips"] else "never",
+                    f"{row['ratios']['at once']:.2f}",
+                    *(
+                        f"{row['ratios'][way]:.2f} ({row['least'][way]:.2f})"
+                        for way in ("deferred", "homes", "tried", "both")
+                    ),
+                )
+                for row in record["results"]
+            ],
+        )
+    )
+
+
+def host_bandwidth(record: Record) -> str:
+    rows = record["results"]
+    threads = max(row["threads"] for row in rows)
+    memory = next(row["memory"] for row in rows if row["threads"] == threads and "memory" in row)
+    rates = {key: row["best_bytes_per_second"] / 1e9 for key, row in memory.items()}
+
+    def rate(row: Record, way: str) -> str:
+        if way not in row["step"]:
+            return ""
+        return f"{row['step'][way]['best_bytes_per_second'] / 1e9:.1f}"
+
+    return (
+        f"## GB/s of the step on the host\n\n{threads} threads, the quickest run of each (a copy: "
+        f"{rates['copy']:.1f}, a triad: {rates['triad']:.1f}).\n\n"
+        + markdown(
+            ("", "tensors", "torch", "torch, fused=True", "hetero"),
+            [
+                (
+                    row["optimizer"],
+                    row["model"],
+                    *(rate(row, way) for way in ("torch", "torch, fused", "hetero")),
+                )
+                for row in rows
+                if row["threads"] == threads and "step" in row
+            ],
+        )
+    )
+
+
+def bytes_moved(record: Record) -> str:
+    planned, measured = record["results"]["planned"], record["results"]["measured"]
+    shares = record["parameters"]["shares"]
+    text = "## Bytes moved over the least possible\n\nThe least: the interval linear program. The worst of "
+    text += f"{', '.join(record['parameters']['models'])}; bound: 1.02.\n\n"
+    rows = []
+    for policy, on in _ways(planned):
+        mine = [row for row in planned if row["policy"] == policy and row["prefetch"] == on]
+        run = [row for row in measured if row["policy"] == policy and row["prefetch"] == on]
+        cells = [f"{max(row['ratio'] for row in mine if row['share'] == share):.3f}" for share in shares]
+        cells.append(f"{max(row['ratio'] for row in run):.3f}" if run else "-")
+        rows.append((policy, "yes" if on else "no", *cells))
+    measured_at = ", ".join(f"{share:.0%}" for share in record["parameters"]["measured_shares"])
+    heads = [f"{share:.0%}" for share in shares]
+    return text + markdown(("policy", "prefetch", *heads, f"run at {measured_at}"), rows)
+
+
+def _ways(rows: Sequence[Record]) -> list[tuple[str, bool]]:
+    return list(dict.fromkeys((row["policy"], row["prefetch"]) for row in rows))
+
+
+def planning(record: Record) -> str:
+    rows = record["results"]
+    lengths = list(dict.fromkeys(row["accesses"] for row in rows))
+    ways = dict.fromkeys((row["policy"], row["prefetch"]) for row in rows)
+    times = {(row["policy"], row["prefetch"], row["accesses"]): row["cpu_seconds"] for row in rows}
+    return (
+        "## Planning time by accesses in an iteration\n\nProcessor seconds; bound: 1 s for 100,000.\n\n"
+        + markdown(
+            ("policy", "prefetch", *(f"{length:,}" for length in lengths)),
+            [
+                (
+                    policy,
+                    {True: "yes", False: "no", None: ""}[on],
+                    *(f"{times[policy, on, length]:.2f}" for length in lengths),
+                )
+                for policy, on in ways
+            ],
+        )
+    )
+
+
+def sweep(record: Record) -> str:
+    rows = [
+        (
+            f"{row['way']}, {row['share']:.0%}" if "share" in row else row["way"],
+            *(_sweep_cells(row) if "error" not in row else (row["error"], *[""] * 6)),
+        )
+        for row in record["results"]
+    ]
+    title = (
+        f"## A GPT of {record['parameters']['parameters'] / 1e9:.3g} billion parameters under budgets\n\n"
+        "float32, AdamW; shares of the unmanaged peak.\n\n"
+    )
+    heads = ("", "step", "of it the optimizer", "device peak", "budget", "moved a step", "host", "losses")
+    return title + markdown(heads, rows)
+
+
+def _sweep_cells(row: Record) -> tuple[str, ...]:
+    def size(key: str) -> str:
+        return format_bytes(int(row[key])) if key in row else ""
+
+    losses = ""
+    if "losses_equal_unmanaged" in row:
+        apart = row["largest_relative_loss_difference"]
+        losses = "equal" if row["losses_equal_unmanaged"] else f"within {apart:.1g}"
+    return (
+        f"{row['seconds']:.2f} s",
+        f"{row['optimizer_seconds']:.2f} s",
+        *(size(key) for key in ("peak_device_bytes", "device_budget", "bytes_moved", "host_bytes")),
+        losses,
+    )
+
+
+def activations(record: Record) -> str:
+    rows = []
+    for row in record["results"]:
+        times, name = row["medians"], row.get("model") or f"chain, {row['transfer_over_forward']:g}"
+        for way, label in MOVING_ALL.items():
+            mine = f"hetero_at_{way}"
+            predicted = statistics.median(
+                times[mine] / moved["predicted_seconds"] for moved in row["moved"][mine]
+            )
+            rows.append(
+                (
+                    name,
+                    f"{times['unmanaged']:.3f} s",
+                    label,
+                    f"{row['peak_bytes'][way] / row['peak_bytes']['unmanaged']:.0%}",
+                    f"{times[way]:.3f} s",
+                    f"{times[mine]:.3f} s",
+                    f"{times[mine] / times[way]:.3f}",
+                    f"{predicted:.3f}",
+                )
+            )
+    what = "a chain of layers" if record["benchmark"] == "activations" else "models"
+    heads = ("", "unmanaged", "beside", "at a peak of", "it", "hetero", "ratio", "measured over predicted")
+    return (
+        f"## Steps whose activations leave: {what}\n\n"
+        "hetero has the peak of the way beside it as its budget; the chain's number is what a layer's saved tensors "
+        "take on the link, of its forward. Bounds: ratio 1, prediction within 0.05.\n\n"
+        + markdown(heads, rows)
+    )
+
+
+MOVING_ALL = {"save_on_cpu": "torch's save_on_cpu", "swap_everything": "swapping everything beside compute"}
+
+
+def swap(record: Record) -> str:
+    rows = []
+    for row in record["results"]:
+        free = {way: 100 - found["zero_overhead_percent_of_peak"] for way, found in row["methods"].items()}
+        paper = row["paper_mb"]
+        rows.append(
+            (
+                row["machine"],
+                row["network"],
+                *(f"{free[way]} %" for way in _SWAP_WAYS),
+                f"{100 * (1 - row['bound_bytes'] / row['peak_bytes']):.1f} %",
+                f"{100 * (1 - paper[1] / paper[0]):.1f} %" if paper else "",
+                _overhead_at(row["methods"]["plan"], 0.4),
+            )
+        )
+    return (
+        "## AutoSwap: load reduction at no simulated overhead\n\n"
+        "Batch 100, CIFAR-10 shapes, the paper's model of transfers. Machines: a GTX 1080 Ti's *roofline*; the same, "
+        "slowed to *published* kernel times; *calibrated* with the paper's own figures. *bound*: no plan frees more. "
+        "*60 % less*: the one plan's overhead at that limit, and in brackets what no plan is below; the paper's is "
+        "15 %. Overheads against limits: [`swap.png`](../benchmarks/results/swap.png).\n\n"
+        + markdown(("machine", "network", *_SWAP_WAYS.values(), "bound", "paper", "60 % less"), rows)
+    )
+
+
+def _overhead_at(method: Record, share: float) -> str:
+    overhead = dict(method["curve"])[share]
+    bound = next(bound["overhead"] for bound in method["bounds"] if bound["share"] == share)
+    return f"{overhead:.1%} ({max(bound, 0.0):.1%})" if overhead is not None else ""
+
+
+_SWAP_WAYS = {
+    "doa": "DOA",
+    "aoa": "AOA",
+    "wdoa": "WDOA",
+    "swdoa": "SWDOA",
+    "bo": "BO of the four",
+    "search": "local search",
+    "training": "training's planner",
+    "plan": "one plan",
+}
+
+
+def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table."""
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+TABLES: dict[str, Callable[[Record], str]] = {
+    "overhead": overhead,
+    "prefetch": prefetch,
+    "host_step": host_step,
+    "host_bandwidth": host_bandwidth,
+    "bytes": bytes_moved,
+    "planning": planning,
+    "activations": activations,
+    "activations_models": activations,
+    "swap": swap,
+    "sweep": sweep,
+    "sweep_cpu": sweep,
+}
