@@ -23,18 +23,24 @@ CALIBRATION_BANDWIDTH = 4e9
 
 
 class Pause(torch.autograd.Function):
-    """The identity; its forward takes ``seconds``, its backward twice as long."""
+    """The identity; its forward takes ``seconds``, its backward twice as long, from when the stream has come so far."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
         ctx.seconds = seconds
-        time.sleep(seconds)
+        _pause(x.device, seconds)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        time.sleep(2 * ctx.seconds)
+        _pause(gradient.device, 2 * ctx.seconds)
         return gradient, None
+
+
+def _pause(device: torch.device, seconds: float) -> None:
+    # A kernel begins after what its stream has been told to wait for; a pause of the host's alone would overlap it.
+    torch.accelerator.current_stream(device).synchronize()
+    time.sleep(seconds)
 
 
 class Layer(nn.Linear):
