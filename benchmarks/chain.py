@@ -1,18 +1,19 @@
 """A chain of layers that mostly pause, on a link that can be set: what step times are measured on.
 
 Operators on the virtual accelerator run on the CPU, at whatever speed its other users leave; so most of a layer's time
-is a pause, in which the processor is free as it is when a GPU computes. Times are then stable, and the copies do
-not compete with the operators for the processor.
+is a pause, in which the processor is free as it is when a GPU computes: for copies, and for the host's own work, which
+goes on until an operator has to run. Times are then stable, and the copies do not compete with the operators for the
+processor.
 """
 
 import argparse
-import time
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hetero.cli.placing import choose_device
+from hetero.devices import virtual
 from hetero.report import MemoryStats
 
 __all__ = ["CALIBRATION_BANDWIDTH", "LATENCY", "Chain", "parse", "parser", "settable_device", "traffic"]
@@ -23,24 +24,21 @@ CALIBRATION_BANDWIDTH = 4e9
 
 
 class Pause(torch.autograd.Function):
-    """The identity; its forward takes ``seconds``, its backward twice as long, from when the stream has come so far."""
+    """The identity; on the virtual accelerator, its forward takes ``seconds``, its backward twice as long.
+
+    As a kernel does: it begins after what compute has been told to wait for, and the host goes on at once.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
         ctx.seconds = seconds
-        _pause(x.device, seconds)
+        virtual.keep_busy(seconds)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        _pause(gradient.device, 2 * ctx.seconds)
+        virtual.keep_busy(2 * ctx.seconds)
         return gradient, None
-
-
-def _pause(device: torch.device, seconds: float) -> None:
-    # A kernel begins after what its stream has been told to wait for; a pause of the host's alone would overlap it.
-    torch.accelerator.current_stream(device).synchronize()
-    time.sleep(seconds)
 
 
 class Layer(nn.Linear):

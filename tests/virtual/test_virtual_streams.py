@@ -6,7 +6,8 @@ import psutil
 import pytest
 import torch
 
-from hetero.devices.virtual import is_built, virtual_device
+from hetero.devices.virtual import is_built, keep_busy, virtual_device
+from hetero.errors import ConfigError
 
 COUNT = 2**20
 
@@ -96,6 +97,46 @@ def test_an_event_waits_for_the_version_it_had_when_waited_for(slow_device: torc
     torch.accelerator.current_stream().wait_event(event)
     event.record(torch.accelerator.current_stream())
     assert x.sum().item() == COUNT
+
+
+def test_a_device_kept_busy_holds_up_compute_and_not_the_caller(device: torch.device) -> None:
+    compute = torch.accelerator.current_stream()
+    begin, middle, end = (torch.Event(device, enable_timing=True) for _ in range(3))
+    x = torch.ones(4, device=device)
+    begin.record(compute)
+    keep_busy(0.5)
+    keep_busy(0.5)
+    middle.record(compute)
+    view = x[1:]  # nothing is computed
+    assert not middle.query()  # no machine is so busy that it comes here a second late
+    y = view + 1
+    assert middle.query()
+    end.record(compute)
+    assert begin.elapsed_time(middle) >= 1000.0  # ms: they follow one another
+    assert middle.elapsed_time(end) >= 0.0
+    assert torch.equal(y.cpu(), torch.full((3,), 2.0))
+
+
+def test_a_busy_device_was_not_busy_before_what_it_waited_for_had_ended(slowest_device: torch.device) -> None:
+    compute, up = torch.accelerator.current_stream(), torch.Stream(slowest_device)
+    x, host = torch.empty(COUNT // 4, device=slowest_device), torch.ones(COUNT // 4, pin_memory=True)
+    copied, after = (torch.Event(slowest_device, enable_timing=True) for _ in range(2))
+    up.wait_stream(compute)
+    with up:
+        x.copy_(host, non_blocking=True)
+    copied.record(up)
+    compute.wait_event(copied)
+    keep_busy(0.1)
+    after.record(compute)
+    compute.synchronize()
+    assert copied.elapsed_time(after) >= 100.0  # ms: it began after the copy, whenever it was called
+    assert torch.equal(x.cpu(), host)
+
+
+def test_a_duration_is_a_number_of_seconds(device: torch.device) -> None:
+    for wrong in (-1.0, float("inf"), float("nan")):
+        with pytest.raises(ConfigError, match="no duration"):
+            keep_busy(wrong)
 
 
 def test_operators_of_several_threads_take_turns(device: torch.device) -> None:

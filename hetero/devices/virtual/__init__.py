@@ -16,6 +16,7 @@ recurrent layers have no double backward (as with cuDNN), and save their inputs 
 """
 
 import atexit
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -33,6 +34,7 @@ __all__ = [
     "host_register",
     "host_unregister",
     "is_built",
+    "keep_busy",
     "memory_limit",
     "offer_slots",
     "races",
@@ -98,6 +100,17 @@ def set_link(*, bandwidth: float | str | None = None, latency: float | str | Non
     if latency is not None:
         seconds = parse_seconds(latency)
     _loaded().set_link(rate, seconds)
+
+
+def keep_busy(seconds: float) -> None:
+    """A kernel that takes ``seconds`` and touches nothing: what compute runs next begins so much later, after copies
+    that it has been told to wait for; the caller goes on at once, as after any launch.
+
+    On the thread's default stream. Raises `ConfigError` for a number that is no duration.
+    """
+    if not 0.0 <= seconds < math.inf:
+        raise ConfigError(f"seconds={seconds!r} is no duration: pass a number of seconds, 0 or more")
+    _loaded().keep_busy(seconds)
 
 
 def offer_slots(owner: int, slots: Sequence[tuple[int, int, int]]) -> None:

@@ -55,6 +55,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("allocated_and_peak", &allocated_and_peak, Released());
   m.def("set_link", &set_link, Released());
   m.def("link", &link, Released());
+  m.def("keep_busy", &keep_busy, Released());
   m.def("host_register", [](uintptr_t p, size_t n) { host_register(reinterpret_cast<void*>(p), n); }, Released());
   m.def("host_unregister", [](uintptr_t p) { host_unregister(reinterpret_cast<void*>(p)); }, Released());
   m.def("offer_slots", [](uintptr_t owner, const std::vector<std::array<size_t, 3>>& slots) {

@@ -201,6 +201,31 @@ void wait_event(const Event& e, Stream& s) {
   s.enqueue([ticket = e.ticket] { ticket->wait(); });
 }
 
+void keep_busy(double seconds) {
+  using namespace std::chrono;
+  // A thread that only waits and sleeps. It is no stream: it touches no memory, so it needs no clock.
+  static Stream* sleeper = new Stream(0);
+  auto ticket = std::make_shared<Ticket>();
+  const TimePoint called = steady_clock::now();
+  Stream& s = stream(0);
+  std::vector<std::shared_ptr<Ticket>> after;
+  {
+    std::lock_guard<std::mutex> lock(state_mutex());
+    after = s.deferred;
+    s.deferred.push_back(ticket);
+    s.has_deferred.store(true, std::memory_order_release);
+  }
+  sleeper->enqueue([ticket, after = std::move(after), called, seconds] {
+    TimePoint begin = called;
+    for (const auto& t : after) {
+      t->wait();
+      begin = std::max(begin, t->finished_at());
+    }
+    std::this_thread::sleep_until(begin + duration_cast<TimePoint::duration>(duration<double>(seconds)));
+    ticket->complete();
+  });
+}
+
 bool query_event(const Event& e) {
   if (!e.ticket->finished()) return false;
   std::lock_guard<std::mutex> lock(state_mutex());

@@ -74,6 +74,8 @@ void record_event(Event& e, Stream& s);
 void wait_event(const Event& e, Stream& s);
 bool query_event(const Event& e);
 void synchronize_event(const Event& e);
+// Compute does nothing for so long once it has come so far, as during a kernel; the caller goes on at once.
+void keep_busy(double seconds);
 bool query_stream(Stream& s);
 
 // With the state mutex held:
