@@ -24,7 +24,8 @@ from hetero.devices import virtual
 
 
 class Layer(nn.Module):
-    """A small Linear, an activation function and a pause; saves two tensors of ``rows x width``."""
+    """A small Linear, an activation function and a pause; its result is saved twice, in one storage of ``rows x width``:
+    by the activation function, and by the next layer."""
 
     def __init__(self, width: int, seconds: float) -> None:
         super().__init__()
@@ -44,9 +45,9 @@ def main() -> None:
         print(f"skipped: {device} has a link of its own, which cannot be set")
         return
     job = _job(device, arguments)
-    saved = 2 * arguments.rows * arguments.width * 4
+    saved = arguments.rows * arguments.width * 4
     rows = []
-    for share in (0.5, 1.0, 2.0):
+    for share in (0.25, 0.5, 1.0, 2.0):
         # ``share``: of a layer's forward time that its saved tensors take on the link.
         virtual.set_link(bandwidth=saved / (share * arguments.layer_seconds), latency=LATENCY)
         row = measure(job, rounds=arguments.rounds, steps=arguments.steps)
