@@ -37,7 +37,7 @@ def dropping(when, *, until=STEPS, then=None):
                 optimizer.zero_grad()
             if now == "in place":
                 optimizer.zero_grad(set_to_none=False)
-            seen.append(loss)
+            seen.append(loss.detach())
         return seen
 
     return loop
