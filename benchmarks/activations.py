@@ -24,8 +24,8 @@ from hetero.devices import virtual
 
 
 class Layer(nn.Module):
-    """A small Linear, an activation function and a pause; its result is saved twice, in one storage of ``rows x width``:
-    by the activation function, and by the next layer."""
+    """A small Linear, an activation function and a pause; saves one storage of ``rows x width``, twice: for the
+    activation function, and for the next layer."""
 
     def __init__(self, width: int, seconds: float) -> None:
         super().__init__()

@@ -1,5 +1,6 @@
 """Eviction planning: which device copies leave, and when transfers start. No torch in here."""
 
+from hetero.eviction.between import leave_link_free
 from hetero.eviction.bounds import lower_bound, lower_bound_seconds
 from hetero.eviction.checker import check
 from hetero.eviction.competition import compete
@@ -41,6 +42,7 @@ __all__ = [
     "choose_renewed",
     "compete",
     "host_bytes",
+    "leave_link_free",
     "lower_bound",
     "lower_bound_seconds",
     "plan",

@@ -20,6 +20,7 @@ from hetero.eviction import (
     Schedule,
     Trace,
     Updates,
+    leave_link_free,
     plan_iteration,
     spare_bytes,
     without_places,
@@ -212,6 +213,10 @@ class PlanMaker:
             host_room=self._host_room(),
             thorough=thorough,
         )
+        if keys[-1].phase is Phase.STEP:
+            # As it was before any plan, too: a later one may have been waiting for what had been ordered.
+            idle = min(rows.moments[-1].seconds, samples[keys[-1]][-1].periods[-1].seconds)
+            schedule = leave_link_free(trace, schedule, self.timings.links(keys), seconds=idle)
         return CyclePlan(
             keys=keys,
             bounds=tuple(rows.bounds),
