@@ -53,6 +53,7 @@ class Executor:
         self._cap = cap
         self._is_guarded = False
         self._is_unsure = False
+        self._unused = 0  # of what the plan left to model data after the last forward
         self._watched_from: int | None = (
             None  # model data when the caller's backward began, if that is watched
         )
@@ -226,6 +227,7 @@ class Executor:
             return
         if segment.sampled:
             return
+        self._unused = -self._room.excess(self._limit())
         known = plan.left[self._number]
         # Beside what the model itself has been seen to keep.
         more = 0 if known is None else segment.left_bytes - known - plan.margin - self._drift
@@ -370,10 +372,13 @@ class Executor:
             self._cycles.outgrown.note(non_model - expected, passes_budget=True)
 
     def _look_back(self) -> int:
-        """By how much the budget was passed since this was asked before, where nothing of ours ran."""
-        more = self._collector.peaks.passed(self._cycles.budget)
-        if more > 0:
-            self._cycles.outgrown.note(more, passes_budget=True)
+        """If the budget was passed since this was asked before, where nothing of ours ran: how much more than planned
+        there was then; else 0."""
+        passed = self._collector.peaks.passed(self._cycles.budget)
+        if passed == 0:
+            return 0
+        more = passed + max(0, self._unused)
+        self._cycles.outgrown.note(more, passes_budget=True)
         return more
 
     def _evict(self, planned: tuple[int, ...]) -> None:
