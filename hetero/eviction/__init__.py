@@ -19,7 +19,7 @@ from hetero.eviction.model import (
 )
 from hetero.eviction.planner import plan
 from hetero.eviction.policies import resolve_policy
-from hetero.eviction.renewal import choose_renewed, spare_bytes, without_places
+from hetero.eviction.renewal import choose_renewed, renewable, spare_bytes, without_places
 from hetero.eviction.simulation import Simulation, simulate
 
 __all__ = [
@@ -45,6 +45,7 @@ __all__ = [
     "lower_bound_seconds",
     "plan",
     "plan_iteration",
+    "renewable",
     "resolve_policy",
     "simulate",
     "spare_bytes",

@@ -51,11 +51,7 @@ def compete(
     least = max(goal, sum(moment.seconds for moment in trace.moments)) * _NOTHING_LOST
     if judge.fastest > least:
         relaxed = [fluid(trace, links, checkpoints=count) for count in _CHECKPOINTS]
-        judge.goal = least
-        if (
-            trace.updates is None or not trace.updates.early
-        ):  # else it is no bound: `lower_bound_seconds` says why
-            judge.goal = max(least, _NOTHING_LOST * max(some.step_seconds for some in relaxed))
+        judge.goal = max(least, _NOTHING_LOST * max(some.step_seconds for some in relaxed))
         _explore(trace, problem, links, judge, trials, relaxed)
     soon = max(least, judge.fastest * _NOTHING_LOST) * (1.0 + worth)
     near = [schedule for schedule in judge.found if schedule.predicted_seconds <= soon]

@@ -3,14 +3,37 @@
 Owns its clock and its queue. Two ways: what is queued together is updated in that order, each tensor when its gradient
 is there; or, ``early``, each from the moment its gradient is there. Of several, in backward, one that has a place on
 the device goes first, and then the one that is needed first.
+
+[Note: what begins early] A copy is worthless from the gradient on, and whoever used the tensor again before the step
+would find neither the old value nor the right new one: the executor takes such an update back. So one that is used
+again, or has more than one gradient in an iteration, is updated in the step.
 """
 
 import heapq
 from collections.abc import Iterator
 
-from hetero.eviction.model import Updates
+from hetero.eviction.model import Trace
 
-__all__ = ["HostUpdates"]
+__all__ = ["HostUpdates", "early_sends"]
+
+
+def early_sends(trace: Trace) -> dict[int, int]:
+    """The moments at which the gradients leave of those that are updated early, [Note: what begins early]."""
+    updates = trace.updates
+    if updates is None or not updates.early:
+        return {}
+    found: dict[int, int] = {}
+    known, again = frozenset(updates.tensors), set[int]()
+    for now, moment in enumerate(trace.moments[: updates.queued]):
+        again.update(x for x in (*moment.operands, *moment.awaits) if x in found)
+        for send in moment.sends:
+            if send.tensor in found:
+                again.add(send.tensor)
+            if send.tensor in known:
+                found[send.tensor] = now
+    # Those of the step itself or behind it are not there when it is queued.
+    again.update(send.tensor for moment in trace.moments[updates.queued :] for send in moment.sends)
+    return {x: now for x, now in found.items() if x not in again}
 
 
 class HostUpdates:
@@ -20,8 +43,10 @@ class HostUpdates:
         done: when each tensor was, or will be, updated last; those are missing of which nobody can say yet.
     """
 
-    def __init__(self, updates: Updates) -> None:
-        self._updates = updates
+    def __init__(self, trace: Trace) -> None:
+        assert trace.updates is not None
+        self._updates = updates = trace.updates
+        self._early = frozenset(early_sends(trace))
         self._ranks = {x: rank for rank, x in enumerate(updates.tensors)}
         self._first = frozenset(updates.renewed)  # in backward
         self._has_stepped = True
@@ -36,12 +61,10 @@ class HostUpdates:
         if x not in self._ranks:
             return False
         self._last_landing[x] = time
-        if not self._updates.early:
+        if x not in self._early:
             return False
         self._has_stepped = False
-        self.done.pop(x, None)
-        self._begins_later.add(x)
-        heapq.heappush(self._landed, (time, x))
+        self._begin_later(time, x)
         return True
 
     def queue(self, clock: float) -> None:
@@ -49,9 +72,8 @@ class HostUpdates:
         updates = self._updates
         if updates.early:
             for x in updates.tensors:
-                if x not in self._last_landing:
-                    self.land(x, clock)
-            self._last_landing.clear()
+                if x not in self._early:
+                    self._begin_later(max(clock, self._last_landing.get(x, clock)), x)
             self._has_stepped = True
             return
         self._free = max(self._free, clock)
@@ -75,6 +97,11 @@ class HostUpdates:
         """As `begin_until`, up to ``x``."""
         while x not in self.done and self._landed:
             yield self._begin_next()
+
+    def _begin_later(self, time: float, x: int) -> None:
+        self.done.pop(x, None)
+        self._begins_later.add(x)
+        heapq.heappush(self._landed, (time, x))
 
     def _begin_next(self) -> tuple[float, int]:
         now = max(self._free, self._landed[0][0])

@@ -6,7 +6,9 @@ written back, once that has ended. An operator waits for its operands. A written
 until the transfer has ended; a moment waits for the oldest write backs only as long as its capacity demands
 it. Gradients go home by the same link, in the middle of a period, and are waited for when too many are on their way.
 The host updates one tensor after another, each when its gradient is there; a tensor that waits for its update is
-fetched when that is done, and fetches that could start meanwhile go first. It assumes a valid schedule.
+fetched when that is done, and fetches that could start meanwhile go first. Copies that are renewed before the step
+(`hetero.eviction.renewal`) displace no planned ones, so that no moment holds more than its capacity. It assumes a valid
+schedule.
 """
 
 import heapq
@@ -16,7 +18,7 @@ from dataclasses import dataclass
 
 from hetero.eviction.host_updates import HostUpdates
 from hetero.eviction.model import Links, Moment, Schedule, Trace
-from hetero.eviction.renewal import spare_bytes
+from hetero.eviction.renewal import renewable, spare_bytes
 
 __all__ = ["Simulation", "simulate"]
 
@@ -78,7 +80,7 @@ class _Run:
         self.leaving_bytes = 0
         self.sending: deque[tuple[float, int]] = deque()
         self.sending_bytes = 0
-        self.host = None if trace.updates is None else HostUpdates(trace.updates)
+        self.host = None if trace.updates is None else HostUpdates(trace)
         self.renewed = frozenset(() if trace.updates is None else trace.updates.renewed)
         self.ordered: list[tuple[float, int, int]] = []  # fetches of what is not updated yet: when it will be
         self.on_order: dict[int, int] = {}  # which of these it is, once that is known
@@ -86,7 +88,7 @@ class _Run:
         # What is updated early and has no place: whose copies may be renewed before the step, and were.
         early = trace.updates is not None and trace.updates.early
         self.spare = spare_bytes(trace, schedule) if early else ()
-        self.first = _first_within(trace) if early else frozenset()
+        self.first = renewable(trace, schedule) if early else frozenset()
         self.to_renew: list[int] = []
         self.fresh: set[int] = set()
 
@@ -106,6 +108,7 @@ class _Run:
                 self._order(queue.begin_until(reached))
                 if now == updates.finished:
                     self.clock = queue.finish(reached)
+                    self.to_renew.clear()  # the step fetches what it has room for
                 if now == updates.queued:
                     self._update(queue)
             if moment.invalidates:
@@ -321,16 +324,3 @@ class _Run:
         self.present.update(tensors)
         self.down_free = free
         return busy
-
-
-def _first_within(trace: Trace) -> frozenset[int]:
-    """The tensors that are used first, as many as the optimizer's step leaves room for, but those with a place."""
-    assert trace.updates is not None
-    found, room = [], trace.moments[trace.updates.queued].capacity
-    for x in trace.updates.tensors:
-        if x not in trace.updates.renewed:
-            room -= trace.sizes[x]
-            if room < 0:
-                break
-            found.append(x)
-    return frozenset(found)
