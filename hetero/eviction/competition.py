@@ -20,7 +20,7 @@ from hetero.eviction.planner import plan
 from hetero.eviction.scores import SCORES, across_peak, by_score, choose, combined
 from hetero.eviction.search import WAYS, better, search
 from hetero.eviction.selection import farthest_next_use, fewest_bytes
-from hetero.eviction.simulation import simulate
+from hetero.eviction.simulation import Simulator
 from hetero.eviction.timing import timed_starts
 from hetero.eviction.transfers import lay_out, read_fetches
 
@@ -115,6 +115,7 @@ class _Judge:
 
     def __init__(self, trace: Trace, problem: Intervals, links: Links) -> None:
         self.trace, self.problem, self.links = trace, problem, links
+        self.simulator = Simulator(trace, links)
         self.found: list[Schedule] = []
         self.left = _AFFORDABLE_MOMENTS
         self.goal = 0.0
@@ -156,6 +157,6 @@ class _Judge:
 
     def _timed(self, schedule: Schedule) -> tuple[Schedule, Ints]:
         self.left -= len(self.trace.moments)
-        result = simulate(self.trace, schedule, self.links)
+        result = self.simulator.run(schedule)
         behind = np.asarray(result.leaving_bytes, dtype=np.int64)
         return replace(schedule, predicted_seconds=result.step_seconds), behind

@@ -49,8 +49,7 @@ def spare_bytes(trace: Trace, schedule: Schedule) -> tuple[int, ...]:
     """From each moment to the optimizer's step, bytes that no planned copy takes; 0 where nothing is known of it."""
     if trace.updates is None:
         return (0,) * len(trace.moments)
-    free = _free_bytes(trace, schedule)
-    queued = trace.updates.queued
+    free, queued = _free_bytes(trace, schedule), trace.updates.queued
     free[queued] = trace.moments[queued].capacity  # what is there by then is fetched no more
     for now in range(queued - 1, -1, -1):
         free[now] = min(free[now], free[now + 1])
@@ -88,12 +87,18 @@ def renewable(trace: Trace, schedule: Schedule) -> frozenset[int]:
 
 def _free_bytes(trace: Trace, schedule: Schedule) -> list[int]:
     """What planned copies leave in each moment."""
-    free, resident = [], set(schedule.start)
+    free, resident, sizes = [], set(schedule.start), trace.sizes
+    held = sum(sizes[x] for x in resident)
     for moment, actions in zip(trace.moments, schedule.actions, strict=True):
-        resident.difference_update(moment.invalidates)
-        resident.difference_update(actions.evict)
-        resident.update(actions.fetch, moment.produces)
-        free.append(moment.capacity - sum(trace.sizes[x] for x in resident))
+        for x in (*moment.invalidates, *actions.evict):
+            if x in resident:
+                resident.remove(x)
+                held -= sizes[x]
+        for x in (*actions.fetch, *moment.produces):
+            if x not in resident:
+                resident.add(x)
+                held += sizes[x]
+        free.append(moment.capacity - held)
     return free
 
 
