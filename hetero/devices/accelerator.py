@@ -72,15 +72,17 @@ class Accelerator:
             )
         return int(self._call("memory_allocated", self.device))
 
-    def pressure(self) -> tuple[int, int]:
-        """`used_bytes`, and how many out-of-memory errors there have been that we did not answer, in one look.
+    def pressure(self) -> tuple[int, int, int]:
+        """`used_bytes`, `peak_bytes`, and how many out-of-memory errors there have been that we did not answer, in one
+        look.
 
-        The second may be set back by whoever resets the allocator's counters; without such a counter it stays 0.
+        The last two may be set back by whoever resets the allocator's counters; a counter that there is not stays 0.
         """
         if self._stats is None:
-            return self.used_bytes(), 0
+            return self.used_bytes(), self.peak_bytes(), 0
         stats = self._stats(self.device)
-        return stats["allocated_bytes"]["all"]["current"], stats["num_ooms"] - _answered[self.device]
+        allocated = stats["allocated_bytes"]["all"]
+        return allocated["current"], allocated["peak"], stats["num_ooms"] - _answered[self.device]
 
     def note_answered(self) -> None:
         """An out-of-memory error has been caught, and its allocation will be tried again or done without."""

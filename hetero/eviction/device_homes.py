@@ -21,10 +21,12 @@ _WORTH = 0.005  # share of the step that more bytes must save to be worth it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HomeCost:
-    """Of one parameter: ``nbytes`` of the device while it lives there (copy, gradient, states), ``step_nbytes`` more
-    during its update; ``step_seconds`` of its update on the host while it does not."""
+    """Of one parameter: ``nbytes`` of the device while it lives there (copy, gradient, states), ``gradient_nbytes`` of
+    these only while it has a gradient, ``step_nbytes`` more during its update; ``step_seconds`` of its update on the
+    host while it does not."""
 
     nbytes: int
+    gradient_nbytes: int = 0
     step_nbytes: int
     step_seconds: float
 

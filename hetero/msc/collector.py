@@ -49,7 +49,9 @@ class Segment:
     """One forward, backward or step, as it happened. ``complete`` stays False if it was left by an exception.
 
     ``sampled``: its memory was measured, period by period, which takes time. ``timed``: it was not, and its periods'
-    times were, from ``opened`` to ``closed``; so were its ``copies``.
+    times were, from ``opened`` to ``closed``; so were its ``copies``. ``left_bytes``: non-model data on the device when
+    the caller, with what it has made of a forward's results, called a backward. ``has_gradients``: some were there
+    when it began.
     """
 
     key: SegmentKey
@@ -60,6 +62,8 @@ class Segment:
     opened: torch.Event | None = None
     closed: torch.Event | None = None
     copies: list[Copy] = field(default_factory=list)
+    left_bytes: int | None = None
+    has_gradients: bool = False
     queued: tuple[int, ...] = ()  # parameters whose updates were left to be done later, in order
 
 

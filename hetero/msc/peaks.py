@@ -23,6 +23,7 @@ class PeakKeeper:
         self._at_start = accelerator.peak_bytes()
         self._user_peak = self._at_start
         self._highest = accelerator.used_bytes()
+        self._looked = 0
 
     @property
     def highest(self) -> int:
@@ -30,6 +31,11 @@ class PeakKeeper:
         and nothing was sampled, only what sampling saw."""
         peak = self._accelerator.peak_bytes()
         return max(self._highest, peak) if peak > self._at_start else self._highest
+
+    def passed(self, nbytes: int) -> int:
+        """By how much the counter has passed ``nbytes``, if it has risen since this was asked before; else 0."""
+        before, self._looked = self._looked, self._accelerator.peak_bytes()
+        return max(0, self._looked - nbytes) if self._looked > before else 0
 
     def begin(self) -> None:
         """Sampling begins."""
@@ -42,13 +48,15 @@ class PeakKeeper:
         """The peak of the period that ends now; the next one begins."""
         peak = self._accelerator.peak_bytes()
         self._highest = max(self._highest, peak)
+        self._user_peak = max(self._user_peak, peak)
         self._accelerator.reset_peak()
         return peak
 
     def end(self) -> None:
         """Sampling is over: the counter shows the user's peak again."""
-        self._highest = max(self._highest, self._accelerator.peak_bytes())
-        self._user_peak = max(self._user_peak, self._highest)
+        peak = self._accelerator.peak_bytes()
+        self._highest = max(self._highest, peak)
+        self._user_peak = max(self._user_peak, peak)  # since `begin`: what was before it, they may have reset
         fill: list[torch.Tensor] = []
         try:
             while (short := self._user_peak - self._accelerator.used_bytes()) > 0:
@@ -59,3 +67,4 @@ class PeakKeeper:
         except torch.OutOfMemoryError:
             # Another process took the memory meanwhile: the counter then shows a little less.
             self._accelerator.note_answered()
+        self._looked = self._accelerator.peak_bytes()

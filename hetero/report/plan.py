@@ -151,7 +151,7 @@ def describe_plan(
             names[index] for index in (sorted(there) if everything_fits else plan.device_homes)
         ),
         lives_at_home=tuple(tensor.name for tensor in stm.tensors if tensor.index not in there),
-        device_home_bytes=plan.home_bytes,
+        device_home_bytes=max(plan.home_bytes),
         fetched_bytes=plan.fetched_bytes,
         activation_bytes=plan.schedule.written_back_bytes,
         lower_bound_bytes=lower_bound(plan.whole_trace),

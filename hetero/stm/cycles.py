@@ -21,7 +21,9 @@ from hetero.eviction import (
     choose_renewed,
 )
 from hetero.msc import Phase, Segment, SegmentKey
+from hetero.stm.outgrown import Outgrown
 from hetero.stm.plans import CyclePlan, PlanMaker
+from hetero.stm.samples import Samples
 from hetero.stm.tensors import ManagedTensor
 
 __all__ = ["Cycles", "Place"]
@@ -33,7 +35,8 @@ class Place:
 
     ``missing``: what the plan expects to be resident and may not be, because something else ran before. ``time``:
     measure its times instead (`hetero.stm.timings`). ``guarded``: it may need more memory than is left beside what is
-    resident (`hetero.stm.guard`). ``number``: of segments before it in its iteration.
+    resident (`hetero.stm.guard`); ``unsure``: and more than was measured. ``number``: of segments before it in its
+    iteration.
     """
 
     plan: CyclePlan | None
@@ -42,6 +45,7 @@ class Place:
     sample: bool
     time: bool = False
     guarded: bool
+    unsure: bool = False
     missing: tuple[int, ...] = ()
     number: int
 
@@ -49,7 +53,6 @@ class Place:
 # Segments without a step in between (a closure that runs the model, forwards whose graphs are dropped): give up
 # waiting for the iteration's end.
 _LONGEST_CYCLE = 1024
-_MOST_SAMPLES = 8  # of one key in one iteration
 
 
 @dataclass(slots=True)
@@ -79,9 +82,8 @@ class Cycles:
         ends_with_backward: bool,
     ) -> None:
         self._tensors = tensors
-        self._budget = budget
+        self.budget = budget
         self._warmup_bytes = warmup_bytes
-        self._warmup_steps = warmup_steps
         self._planner = PlanMaker(
             tensors,
             budget=budget,
@@ -95,14 +97,14 @@ class Cycles:
         self._headroom = headroom
         self._activation_bytes = activation_bytes
         self._ends_with_backward = ends_with_backward
-        self._samples: dict[SegmentKey, list[Segment]] = defaultdict(list)
+        self.samples = Samples(warmup_steps)
         self._plans: dict[tuple[SegmentKey, ...], CyclePlan] = {}
         self._verified: set[tuple[SegmentKey, ...]] = set()
         self._departures: dict[tuple[SegmentKey, ...], int] = defaultdict(int)
         self._training = _History([], [])
         self._inference = _History([], [])
         self._current = self._training
-        self._drift = 0
+        self.outgrown = Outgrown()
         self._margin = 0  # of every plan, and of what runs without one: given to others by `trim`
         # Parameters that live on the device, in all plans alike (`hetero.stm.devicehomes`), and the most bytes that
         # they may take: memory ran short with more.
@@ -158,26 +160,30 @@ class Cycles:
             self.abandon()
         history.keys.append(key)
         plan = self._matching(tuple(history.keys))
-        sampled = len(self._samples.get(key, ())) >= self._samples_wanted(key)
+        sampled = not self.samples.want(key, history.keys.count(key))
         if plan is None:
             return Place(plan=None, sample=not sampled, guarded=True, number=len(history.keys) - 1)
         place = len(history.keys) - 1
+        unsure = self.outgrown.is_unsure(plan.keys)
         return Place(
             plan=plan,
             begin=plan.bounds[place],
             end=plan.bounds[place + 1],
-            sample=not sampled or plan.keys not in self._verified,
+            sample=not sampled or unsure or plan.keys not in self._verified,
             time=plan.keys in self._verified and self.timings.wants(plan.keys),
             missing=plan.expected if place == 0 else (),
             number=place,
-            guarded=history.has_left_plan or plan.guarded[place],
+            guarded=unsure or history.has_left_plan or plan.guarded[place],
+            unsure=unsure,
         )
 
     def will_be_guarded(self, key: SegmentKey) -> bool:
         """`Place.guarded` of a training segment that is about to begin with ``key``."""
         history = self._training
         plan = self._matching((*history.keys, key))
-        return plan is None or history.has_left_plan or plan.guarded[len(history.keys)]
+        if plan is None or history.has_left_plan or self.outgrown.is_unsure(plan.keys):
+            return True
+        return plan.guarded[len(history.keys)]
 
     def leave_plan(self) -> None:
         """Operators come that the plan does not know: a branch with the same shapes, a layer unfrozen."""
@@ -189,14 +195,8 @@ class Cycles:
             self.abandon()
             return
         self._current.segments.append(segment)
-        if segment.sampled and len(self._samples[segment.key]) < self._samples_wanted(segment.key):
-            for period in segment.periods:
-                period.settle()
-            self._samples[segment.key].append(segment)
-
-    def _samples_wanted(self, key: SegmentKey) -> int:
-        """One for each time it has come in this iteration: what the caller does after a forward may differ."""
-        return self._warmup_steps * min(max(1, self._current.keys.count(key)), _MOST_SAMPLES)
+        if segment.sampled and self.samples.want(segment.key, self._current.keys.count(segment.key)):
+            self.samples.add(segment)
 
     def abandon(self) -> None:
         """The current cycle was left by an exception: forget how far it went."""
@@ -210,16 +210,16 @@ class Cycles:
 
     def unplanned_limit(self, segment: Segment | None) -> int:
         """Model data allowed on the device in a segment that no plan covers."""
-        budget = self._budget - self._margin
+        budget = self.budget - self._margin
         room = min(self._warmup_bytes + self._activation_bytes(), self._headroom(budget))
         measured = self.measured_limit(segment)
         return room if measured is None else max(room, measured)
 
     def measured_limit(self, segment: Segment | None) -> int | None:
         """Model data allowed in a segment that was measured before; None if it was not."""
-        samples = () if segment is None else self._samples.get(segment.key, ())
+        samples = () if segment is None else self.samples.get(segment.key, ())
         peaks = [period.non_model_bytes for s in samples for period in s.periods if period.is_sampled]
-        return self._budget - self._margin - max(peaks) if peaks else None
+        return self.budget - self._margin - max(peaks) if peaks else None
 
     def needs(self) -> tuple[int, int] | None:
         """Bytes of the device, by all plans: the fewest that any could work with, and what they work with now.
@@ -237,7 +237,7 @@ class Cycles:
 
     def trim(self, budget: int) -> None:
         """Plan anew for ``budget`` bytes of the device, leaving the rest of the budget to others."""
-        self._margin = self._budget - budget
+        self._margin = self.budget - budget
         self._replan({keys: self._margin for keys in self._plans})
         self._homes_chosen.clear()
 
@@ -268,9 +268,9 @@ class Cycles:
             self.last_sampled = segments
             if keys in self._plans:
                 self._verified.add(keys)
-        if keys not in self._plans and all(
-            len(self._samples.get(key, ())) >= self._warmup_steps for key in keys
-        ):
+                if self.outgrown.is_unsure(keys):
+                    self._learn_growth(keys, segments)
+        if keys not in self._plans and self.samples.suffice(keys):
             self._replan({keys: self._margin})
             self.last_plan = self._plans[keys]
         else:
@@ -278,7 +278,7 @@ class Cycles:
         if self._has_lost_homes or self._has_refused_homes:
             if self._has_lost_homes:
                 plan = self._plans.get(keys)
-                self._most_home_bytes = (0 if plan is None else plan.home_bytes) // 2
+                self._most_home_bytes = (0 if plan is None else max(plan.home_bytes)) // 2
             self._has_lost_homes = self._has_refused_homes = False
             self._keep_homes()
         elif keys in self._verified:
@@ -308,20 +308,20 @@ class Cycles:
             self._verified.discard(keys)
             self.timings.forget(keys)
             self._homes_chosen.discard(keys)
-            for key in keys:
-                self._samples.pop(key, None)
-
-    def note_drift(self, nbytes: int) -> None:
-        """There is more non-model data than the current plan was made for. If it is to stay, plan anew."""
-        self._drift = max(self._drift, nbytes)
+            self.samples.forget(keys)
 
     def _replan_if_outgrown(self, keys: tuple[SegmentKey, ...], segments: list[Segment]) -> None:
-        """A drift that cost fetches is planned for, twice as much as was seen, so that this stays rare."""
-        missed = sum(period.unplanned_fetches for segment in segments for period in segment.periods)
+        missed = any(period.unplanned_fetches for segment in segments for period in segment.periods)
         plan = self._plans.get(keys)
-        if plan is not None and missed and self._drift > 0:
-            self._replan({keys: plan.margin + 2 * self._drift})
-        self._drift = 0
+        more = self.outgrown.keep_free(keys, missed=missed)
+        if (more or self.samples.take_news()) and plan is not None:
+            self._replan({keys: plan.margin + more})
+
+    def _learn_growth(self, keys: tuple[SegmentKey, ...], segments: list[Segment]) -> None:
+        """What was kept free meanwhile need not be, as far as it has been measured now, after a forward."""
+        self.outgrown.note_measured(keys)
+        grown = self.samples.add_again(segments)
+        self._replan({keys: max(self._margin, self._plans[keys].margin - grown)})
 
     # -- device homes ---------------------------------------------------------------------------------
 
@@ -340,7 +340,7 @@ class Cycles:
         if plan is None or not (costs or self._early):
             return
         order = sorted(plan.first_uses, key=plan.first_uses.__getitem__)
-        if costs and self._most_home_bytes >= self._budget and self.everything_fits():
+        if costs and self._most_home_bytes >= self.budget and self.everything_fits():
             self._homes_chosen.add(keys)
             self._set_homes(tuple(index for index in order if index in costs))
             return
@@ -355,7 +355,7 @@ class Cycles:
             order,
             costs,
             [tensor.device_nbytes for tensor in self._tensors],
-            most_bytes=min(self._most_home_bytes, self._budget - plan.margin),
+            most_bytes=min(self._most_home_bytes, self.budget - plan.margin),
             links=self.timings.links(keys),
             plan=planned,
         )
@@ -435,7 +435,7 @@ class Cycles:
         thorough: bool = True,
     ) -> CyclePlan:
         return self._planner.make(
-            keys, self._samples, margin, homes, costs, renewed=renewed, early=self._early, thorough=thorough
+            keys, self.samples, margin, homes, costs, renewed=renewed, early=self._early, thorough=thorough
         )
 
     # -- finding plans --------------------------------------------------------------------------------

@@ -132,6 +132,7 @@ class DeviceHomes:
             touched = tensor.parameter.numel() * tensor.parameter.element_size()
             costs[tensor.index] = HomeCost(
                 nbytes=nbytes + 2 * tensor.device_nbytes,
+                gradient_nbytes=tensor.device_nbytes,
                 step_nbytes=beside * tensor.device_nbytes,
                 step_seconds=touched * seconds_per_byte,
             )

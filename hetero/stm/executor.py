@@ -14,6 +14,7 @@ from hetero.stm.activations import Activations
 from hetero.stm.cycles import Cycles
 from hetero.stm.gradients import Gradients
 from hetero.stm.guard import arm, guarded
+from hetero.stm.kept import has_gradient
 from hetero.stm.plans import CyclePlan
 from hetero.stm.residency import Residency
 from hetero.stm.tensors import ManagedTensor
@@ -21,6 +22,8 @@ from hetero.stm.tensors import ManagedTensor
 __all__ = ["Executor"]
 
 _NOTHING = Actions()
+# Times what a caller's loss has kept, its backward may take for a while.
+_MOST_OF_ITS_OWN = 8
 
 
 class Executor:
@@ -49,8 +52,13 @@ class Executor:
         self._note_answered = note_answered
         self._cap = cap
         self._is_guarded = False
+        self._is_unsure = False
+        self._watched_from: int | None = (
+            None  # model data when the caller's backward began, if that is watched
+        )
         self._has_left_plan = False
         self._drift = 0
+        self._number = 0
         self._segment: Segment | None = None
         self._plan: CyclePlan | None = None
         self._position = 0
@@ -89,12 +97,15 @@ class Executor:
         self.finish_segment()
         place = self._cycles.begin_segment(key)
         self._plan, self._position, self._stop = place.plan, place.begin, place.end
+        self._number, self._is_unsure = place.number, place.unsure
         self._has_left_plan = False
         if place.number == 0 and (key.trains or key.phase is not Phase.FORWARD):
             self._activations.begin_iteration()
         self._set_guarded(place.guarded)
         if key.phase is not Phase.STEP:  # which uses no copies
             self._residency.follow_stream()
+        elif self._plan is not None and not place.sample:
+            self._look_back()
         self._to_evict = []
         self._to_renew = []
         self._renewed = []
@@ -107,6 +118,10 @@ class Executor:
         else:
             self._activations.follow(place.plan.activations[place.number], place.plan.trace.sizes)
         self._segment = self._collector.begin_segment(key, sample=place.sample, time=place.time)
+        if place.sample:
+            self._segment.has_gradients = any(has_gradient(tensor) for tensor in self._tensors)
+        elif len(self._gradients.kept) and key.phase is not Phase.STEP:
+            self._cycles.samples.note_gradients(key)
         self._drift = self._measure_drift(self._position)
         # Before anything is known, a gradient is handed over at once: what is measured is then the operator's
         # own memory. Afterwards copies may overlap, within what the plan reserved for them.
@@ -117,6 +132,7 @@ class Executor:
     def finish_segment(self) -> None:
         """The segment, if any, is over."""
         if self._segment is not None:
+            self._end_watch()
             self._collector.end_segment()
             self._cycles.end_segment(self._segment)
             self._segment = self._plan = None
@@ -181,8 +197,14 @@ class Executor:
     def leave_room(self) -> None:
         """Before what the caller does between forward and backward, unguarded: what was measured of it fits, and where
         nothing was, all that can leave does."""
-        follows = self._plan is not None and not self._has_left_plan
-        limit = self._limit() if follows else self._cycles.measured_limit(self._segment)
+        follows = self._plan is not None and not self._has_left_plan and not self._is_unsure
+        limit = (
+            self._limit()
+            if follows
+            else None
+            if self._is_unsure
+            else self._cycles.measured_limit(self._segment)
+        )
         # Where forward kept more than was measured, the caller may need more as well.
         if follows and not self._drift and limit is not None and not self._room.exceeds(limit):
             return
@@ -191,6 +213,33 @@ class Executor:
             excess = self._activations.device_bytes if limit is None else self._room.excess(limit)
             if excess > 0:
                 self._activations.shed(excess)
+
+    def before_backward(self) -> None:
+        """The caller is about to begin one, with what it has made of a forward's results, where nobody could make room:
+        if that is so much more than was measured that the budget may be passed, much leaves now, and more is kept free
+        from the next iteration on."""
+        segment, plan = self._segment, self._plan
+        if segment is None or segment.key.phase is not Phase.FORWARD or segment.left_bytes is not None:
+            return
+        segment.left_bytes = self._collector.non_model_bytes()
+        if plan is None or self._has_left_plan or self._is_unsure:
+            return
+        if segment.sampled:
+            return
+        known = plan.left[self._number]
+        # Beside what the model itself has been seen to keep.
+        more = 0 if known is None else segment.left_bytes - known - plan.margin - self._drift
+        if more > 0 and self._room.exceeds(self._limit() - _MOST_OF_ITS_OWN * more):
+            self._watched_from = self._room.excess(0)
+            self._collector.peaks.begin()
+        else:
+            more = self._look_back()
+        if more > 0:
+            self._drift += more
+            self._set_guarded(True)
+            with self._collector.evicting(for_operator=False):
+                self._room.trim(self._limit(), keep=())
+                self._activations.shed(max(0, self._room.excess(self._limit())))
 
     def release_cap(self) -> None:
         """Nothing runs until the next segment: others may have the memory. A model may also be dropped here."""
@@ -304,8 +353,28 @@ class Executor:
         if plan is None:
             return 0
         drift = self._collector.non_model_bytes() - plan.non_model[position] - plan.margin
-        self._cycles.note_drift(drift)
+        self._cycles.outgrown.note(drift)
         return max(0, drift)
+
+    def _end_watch(self) -> None:
+        """The caller's backward, which was watched, is over: what it took, beside the model data there were before it,
+        might have passed the budget."""
+        plan, before = self._plan, self._watched_from
+        self._watched_from = None
+        if before is None or plan is None:
+            return
+        non_model = self._collector.peaks.next_period() - self._room.excess(0)
+        self._collector.peaks.end()
+        if before + non_model + plan.margin > self._cycles.budget:
+            expected = self._cycles.budget - plan.limits[self._position - 1]
+            self._cycles.outgrown.note(non_model - expected, passes_budget=True)
+
+    def _look_back(self) -> int:
+        """By how much the budget was passed since this was asked before, where nothing of ours ran."""
+        more = self._collector.peaks.passed(self._cycles.budget)
+        if more > 0:
+            self._cycles.outgrown.note(more, passes_budget=True)
+        return more
 
     def _evict(self, planned: tuple[int, ...]) -> None:
         if not planned and not self._to_evict:

@@ -55,6 +55,9 @@ class KeptGradients:
     def __contains__(self, tensor: ManagedTensor) -> bool:
         return tensor.index in self._kept
 
+    def __len__(self) -> int:
+        return len(self._kept)
+
     def indices(self) -> set[int]:
         """Of the parameters whose gradients are kept."""
         return set(self._kept)

@@ -27,14 +27,12 @@ from hetero.eviction import (
 )
 from hetero.msc import Phase, Segment, SegmentKey
 from hetero.stm.lives import Lives, read_lives
-from hetero.stm.rows import Rows, mandatory_in, non_model_peak
+from hetero.stm.rows import Rows, home_gradients, mandatory_in, non_model_peak
+from hetero.stm.samples import Samples
 from hetero.stm.tensors import ManagedTensor
 from hetero.stm.timings import Timing, Timings
 
-__all__ = ["CyclePlan", "PlanMaker", "Samples"]
-
-Samples = Mapping[SegmentKey, Sequence[Segment]]
-"""Measured segments of each key, the latest last."""
+__all__ = ["CyclePlan", "PlanMaker"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +43,11 @@ class CyclePlan:
     way included; non-model bytes are those in use when the operator begins. ``undisturbed[i]``: its operands if the
     schedule asks for nothing there, else None. ``margin``: kept free of everything.
     ``first_uses``: rank of each tensor by when it is used first. ``device_homes``: tensors that live on the device and
-    take ``home_bytes`` there; the trace, which is about the others, does not know them. ``activations``: per segment,
-    the trace's numbers of what it saves, in order (`hetero.stm.lives`). ``guarded``: segments in which something has to
-    leave in the middle of a period, as it did when it was measured. ``renewed``: tensors whose place on the device is
-    theirs all along, in no moment's capacity, and is filled again when they have been updated.
+    take ``home_bytes[i]`` there; the trace, which is about the others, does not know them. ``activations``: per
+    segment, the trace's numbers of what it saves, in order (`hetero.stm.lives`). ``guarded``: segments in which
+    something has to leave in the middle of a period, as it did when it was measured. ``left``: of each forward, what
+    `hetero.msc.Segment.left_bytes` was at most. ``renewed``: tensors whose place on the device is theirs all along, in
+    no moment's capacity, and is filled again when they have been updated.
     """
 
     keys: tuple[SegmentKey, ...]
@@ -65,9 +64,10 @@ class CyclePlan:
     uses: dict[int, list[int]]
     first_uses: dict[int, int]
     device_homes: tuple[int, ...]
-    home_bytes: int
+    home_bytes: tuple[int, ...]
     activations: tuple[tuple[int, ...], ...]
     guarded: tuple[bool, ...]
+    left: tuple[int | None, ...]
     renewed: tuple[int, ...]
 
     @functools.cached_property
@@ -167,19 +167,20 @@ class PlanMaker:
         at_home = frozenset(range(len(self._tensors))).difference(homes)
         lives = read_lives([samples[key][-1] for key in keys], len(self._tensors))
         sizes = (*(t.device_nbytes if t.index in at_home else 0 for t in self._tensors), *lives.sizes)
-        home_bytes, step_bytes = self._home_bytes(homes, costs)
+        home_bytes, step_bytes = self._home_bytes(homes, costs, keys, samples)
         timing = self._timing(keys, samples)
         renewed = tuple(x for x in renewed if x in at_home and timing is not None)
         elsewhere = frozenset((*homes, *renewed))
-        placed = home_bytes + sum(sizes[x] for x in renewed)
+        beside = self._fixed_bytes() + sum(sizes[x] for x in renewed)
+        placed = [beside + nbytes for nbytes in home_bytes]
         reserve = min(
             self._gradient_reserve(keys, at_home),
-            self._spare_in_backward(keys, samples, margin + placed, sizes, lives, elsewhere),
+            self._spare_in_backward(keys, samples, margin, placed, sizes, lives, elsewhere),
         )
         kept = {Phase.BACKWARD: reserve, Phase.STEP: step_bytes}
         rows = Rows(
             room=self._budget - margin,
-            placed=self._fixed_bytes() + placed,
+            placed=placed,
             kept=kept,
             at_home=at_home,
             elsewhere=elsewhere,
@@ -222,9 +223,10 @@ class PlanMaker:
             renewed=renewed,
             first_uses=_first_uses(rows.operands),
             device_homes=homes,
-            home_bytes=home_bytes,
+            home_bytes=tuple(home_bytes),
             activations=lives.indices,
             guarded=tuple(rows.guarded),
+            left=tuple(_left(samples[key]) for key in keys),
         )
 
     def _timing(self, keys: tuple[SegmentKey, ...], samples: Samples) -> Timing | None:
@@ -274,7 +276,7 @@ class PlanMaker:
     def planned(self, plan: CyclePlan) -> int:
         """What the plan's moments need with the copies that it keeps and fetches ahead."""
         sizes, resident, most = plan.trace.sizes, set(plan.schedule.start), 0
-        homes = plan.home_bytes + sum(sizes[x] for x in plan.renewed)
+        places = sum(sizes[x] for x in plan.renewed)
         for position, (moment, actions) in enumerate(
             zip(plan.trace.moments, plan.schedule.actions, strict=True)
         ):
@@ -282,10 +284,8 @@ class PlanMaker:
             resident.update(actions.fetch, moment.operands)
             segment = plan.keys[bisect.bisect_right(plan.bounds, position) - 1]
             gradients = plan.gradient_reserve if segment.phase is Phase.BACKWARD else 0
-            most = max(
-                most,
-                self._beside(plan, position) + homes + gradients + sum(sizes[index] for index in resident),
-            )
+            placed = self._beside(plan, position) + plan.home_bytes[position] + places
+            most = max(most, placed + gradients + sum(sizes[index] for index in resident))
             resident.difference_update(moment.invalidates)
         return most
 
@@ -293,14 +293,25 @@ class PlanMaker:
         """Bytes of a moment that are no parameters: what operators allocate, and buffers."""
         return self._budget - plan.margin - plan.limits[position] + self._fixed_bytes()
 
-    def _home_bytes(self, homes: tuple[int, ...], costs: Mapping[int, HomeCost]) -> tuple[int, int]:
-        """What ``homes`` take, and the most that the update of one of them takes more."""
-        if not homes:
-            return 0, 0
-        known = [costs[index] for index in homes if index in costs]
+    def _home_bytes(
+        self,
+        homes: tuple[int, ...],
+        costs: Mapping[int, HomeCost],
+        keys: tuple[SegmentKey, ...],
+        samples: Samples,
+    ) -> tuple[list[int], int]:
+        """What ``homes`` take in each period, and the most that the update of one of them takes more."""
+        known = {index: costs[index] for index in homes if index in costs}
         if len(known) < len(homes):  # states gone, the optimizer changed
             raise CapacityError(moment=0, needed=self._budget + 1, capacity=self._budget)
-        return sum(cost.nbytes for cost in known), max(cost.step_nbytes for cost in known)
+        always = sum(cost.nbytes - cost.gradient_nbytes for cost in known.values())
+        gradients = home_gradients(
+            [samples[key][-1] for key in keys],
+            {index: cost.gradient_nbytes for index, cost in known.items()},
+            are_there=[samples.begins_with_gradients(key) for key in keys],
+        )
+        most = max((cost.step_nbytes for cost in known.values()), default=0)
+        return [always + nbytes for nbytes in gradients], most
 
     def _gradient_reserve(self, keys: tuple[SegmentKey, ...], at_home: frozenset[int]) -> int:
         """Room for two gradients on their way down, so that one is copied while the next is made."""
@@ -316,6 +327,7 @@ class PlanMaker:
         keys: tuple[SegmentKey, ...],
         samples: Samples,
         margin: int,
+        placed: Sequence[int],
         sizes: tuple[int, ...],
         lives: Lives,
         elsewhere: frozenset[int],
@@ -328,10 +340,14 @@ class PlanMaker:
             for index, period in enumerate(measured[-1].periods):
                 if key.phase is Phase.BACKWARD:
                     mandatory = mandatory_in(period, lives, now)
-                    beside = non_model_peak(measured, index) + lives.unseen[now]
+                    beside = placed[now] + non_model_peak(measured, index) + lives.unseen[now]
                     needs.append(beside + sum(sizes[x] for x in mandatory if x not in elsewhere))
                 now += 1
-        return max(0, self._budget - margin - self._fixed_bytes() - max(needs, default=0))
+        return max(0, self._budget - margin - max(needs, default=0))
+
+
+def _left(samples: Sequence[Segment]) -> int | None:
+    return max((s.left_bytes for s in samples if s.left_bytes is not None), default=None)
 
 
 def _positions(operands: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], list[int]]:

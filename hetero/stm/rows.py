@@ -10,19 +10,19 @@ from hetero.eviction import Moment, Send
 from hetero.msc import Period, PeriodTimes, Phase, Segment
 from hetero.stm.lives import Lives
 
-__all__ = ["Rows", "mandatory_in", "non_model_peak"]
+__all__ = ["Rows", "home_gradients", "mandatory_in", "non_model_peak"]
 
 
 @dataclass(slots=True, kw_only=True)
 class Rows:
     """What becomes of each measured period, in order; `hetero.stm.plans.CyclePlan` says what the lists are.
 
-    ``room``: bytes of the budget for model data and what was measured beside; of these, ``placed`` are taken all
-    along, and ``kept`` in segments of a phase. ``elsewhere``: parameters that the trace's moments do not move.
+    ``room``: bytes of the budget for model data and what was measured beside; of these, ``placed[i]`` are taken in
+    period i, and ``kept`` in segments of a phase. ``elsewhere``: parameters that the trace's moments do not move.
     """
 
     room: int
-    placed: int
+    placed: Sequence[int]
     kept: Mapping[Phase, int]
     at_home: frozenset[int]
     elsewhere: frozenset[int]
@@ -47,7 +47,7 @@ class Rows:
             now = len(self.moments)
             mandatory = tuple(t for t in mandatory_in(period, lives, now) if t not in self.elsewhere)
             limit = self.room - non_model_peak(measured, index) - lives.unseen[now]
-            capacity = limit - self.placed - self.kept.get(measured[-1].key.phase, 0)
+            capacity = limit - self.placed[now] - self.kept.get(measured[-1].key.phase, 0)
             least = sum(sizes[tensor] for tensor in mandatory)
             guarded |= any(p.relieved and (p.lost_own or capacity < least) for p in _same(measured, index))
             if not self.elsewhere:  # these did fit when measured, with gradients handed over at once
@@ -70,7 +70,7 @@ class Rows:
             )
             self.operands.append(period.operands)
             self.limits.append(limit)
-            self.non_model.append(period.used_bytes - period.model_bytes)
+            self.non_model.append(max(p.used_bytes - p.model_bytes for p in _same(measured, index)))
         self.bounds.append(len(self.moments))
         self.guarded.append(guarded)
 
@@ -91,6 +91,26 @@ def _sends(times: PeriodTimes, at_home: frozenset[int]) -> tuple[Send, ...]:
 def mandatory_in(period: Period, lives: Lives, moment: int) -> tuple[int, ...]:
     """What must be on the device in this period, each once."""
     return (*dict.fromkeys(period.operands + period.held), *sorted(lives.present[moment]))
+
+
+def home_gradients(
+    measured: Sequence[Segment], sizes: Mapping[int, int], *, are_there: Sequence[bool]
+) -> list[int]:
+    """For each period of an iteration, bytes of the gradients of what lives on the device: each from when it was made
+    to the end of the optimizer's step, or, in segments where they ``are_there`` when it begins, all along.
+
+    ``sizes``: by parameter. One whose gradient was not seen is made as backward begins.
+    """
+    seen = {index for s in measured for period in s.periods for index, _, _ in period.sends}
+    rows: list[int] = []
+    for segment, all_there in zip(measured, are_there, strict=True):
+        there = set(sizes) if all_there else set()
+        if segment.key.phase is Phase.BACKWARD:
+            there |= sizes.keys() - seen
+        for period in segment.periods:
+            there.update(index for index, _, _ in period.sends if index in sizes)
+            rows.append(sum(sizes[index] for index in there))
+    return rows
 
 
 def non_model_peak(samples: Sequence[Segment], index: int) -> int:

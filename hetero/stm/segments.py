@@ -129,6 +129,8 @@ class Segments:
                     self._residency.settle(tensor)
                     self._gradients.wait(tensor)
                     self._gradients.norms.forget(tensor.index)
+            if self._pending_forwards:
+                self._executor.before_backward()
             self._backwards.append(captures)
             self._gradients.kept.keeps = not any(self._backwards)
         complete = False

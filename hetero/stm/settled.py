@@ -2,9 +2,9 @@
 
 Owns the way there and back. Invariant: while settled, model and optimizer are what ``model.to(device)`` would have
 made of them, so every number is the unmanaged run's. What stays is one check at each forward of the model, `enter`: of
-the inputs' signature, which must have been measured, of the flags of frozen parameters, and of two of the device's
-counters. It ends the state where the iteration to come may need more than the budget has, and for good where memory
-has run out since the check before, in backward, in the step, or wherever nobody of ours was called.
+the inputs' signature, which must have been measured, of the flags of frozen parameters, and of three of the device's
+counters. It ends the state where the iteration to come may need more than the budget has, or the one before did, and
+for good where memory has run out since the check before: in backward, in the step, wherever nobody of ours is called.
 
 [Note: who looks]
 A settled parameter's device is another than before, so whoever combined it with a tensor on the host no longer can.
@@ -106,7 +106,7 @@ class Settled:
         self._growth = Growth(peak=0, by_kind={})
         self._gradient_bytes = 0
         self._limit = budget  # less what was given to others when it settled: `Manager.trim` ends it
-        self._seen_failures = 0
+        self._seen_failures = self._seen_peak = 0
         self._probe: nn.Parameter | None = None
         self._frozen: list[nn.Parameter] = []
         self._shadows: list[nn.Parameter] = []
@@ -123,9 +123,11 @@ class Settled:
         kind = (trains, signature)
         if self.is_on:
             # Written out, because it is all that runs of ours: of a training step, this and what calls it.
-            used, failures = self._accelerator.pressure()
+            used, peak, failures = self._accelerator.pressure()
             if failures != self._seen_failures:
                 self._note_failures(failures)
+            if peak != self._seen_peak:
+                self._note_peak(peak)
             growth = self._growth.by_kind.get(kind)
             if growth is not None and trains and self._probe is not None and self._probe.grad is None:
                 growth += self._gradient_bytes
@@ -164,6 +166,13 @@ class Settled:
             self._must_leave, self._allowed = True, False
         self._seen_failures = failures
 
+    def _note_peak(self, peak: int) -> None:
+        """It is another than at the last check; lower if somebody has reset it. Settled, it is ours alone to pass."""
+        if peak > max(self._seen_peak, self._limit):
+            self._must_leave = True
+            self._stm.cycles.outgrown.note(peak - self._limit, passes_budget=True)
+        self._seen_peak = peak
+
     # -- whether --------------------------------------------------------------------------------------
 
     def _fits(self) -> Growth | None:
@@ -186,7 +195,8 @@ class Settled:
         model += max(sizes.values(), default=0)
         if any(t.cast is not None for t in self._stm.tensors) or any(_autocasts(k) for k in growth.by_kind):
             model += parameters // 2
-        if model + growth.peak > self._budget - self._stm.cycles.margin:
+        # What a plan keeps free beyond what is others' is for what it has not measured.
+        if model + growth.peak > self._budget - max((plan.margin for plan in plans), default=0):
             self._too_much = plans
             return None
         return growth
@@ -342,7 +352,7 @@ class Settled:
         if (compiled := self._compiled()) is not None:
             compiled.pause()
         self._must_leave = False
-        _, self._seen_failures = self._accelerator.pressure()
+        _, self._seen_peak, self._seen_failures = self._accelerator.pressure()
         self.is_on = True
         _settled.add(self)
         self._rest()

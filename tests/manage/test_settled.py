@@ -258,18 +258,19 @@ def test_gradient_scaler_with_an_infinity():
 
 def test_hooks_of_the_users_own_see_the_same():
     def loop(model, optimizer, target):
-        seen, parameters = [], list(model.parameters())
+        # Each by itself: autograd's threads keep no order between parameters at home and on the device.
+        first, second, parameters = [], [], list(model.parameters())
         parameters[0].register_hook(lambda g: g * 0.5)
-        parameters[1].register_post_accumulate_grad_hook(lambda p: seen.append([p.grad, p is parameters[1]]))
+        parameters[1].register_post_accumulate_grad_hook(lambda p: first.append([p.grad, p is parameters[1]]))
         for number in range(12):
             x = batch(target, 5 if number == 8 else 8)
             if number == 6:
-                parameters[2].register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+                parameters[2].register_post_accumulate_grad_hook(lambda p: second.append(p.grad.clone()))
                 parameters[3].register_hook(lambda g: g + 1)
             square_loss_of(model, x).backward()
             optimizer.step()
             optimizer.zero_grad()
-        return seen
+        return first, second
 
     assert_twins(mlp, loop, budget=PLENTY)
 
