@@ -17,6 +17,7 @@ from hetero.eviction.model import (
     Trace,
     Updates,
 )
+from hetero.eviction.placement import Placement, choose_placement
 from hetero.eviction.planner import plan
 from hetero.eviction.policies import resolve_policy
 from hetero.eviction.renewal import choose_renewed, renewable, spare_bytes, without_places
@@ -30,6 +31,7 @@ __all__ = [
     "HomeStep",
     "Links",
     "Moment",
+    "Placement",
     "Policy",
     "Schedule",
     "Send",
@@ -38,6 +40,7 @@ __all__ = [
     "Updates",
     "check",
     "choose_device_homes",
+    "choose_placement",
     "choose_renewed",
     "compete",
     "host_bytes",

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from hetero.eviction.model import CapacityError, Schedule, Trace
 
-__all__ = ["choose_renewed", "renewable", "spare_bytes", "without_places"]
+__all__ = ["choose_renewed", "renewable", "spare_bytes", "spread", "without_places"]
 
 _MOST_MOMENTS = 40_000  # of all schedules tried together
 _COUNTS, _FEW_COUNTS = 24, 6
@@ -35,7 +35,7 @@ def choose_renewed(order: Sequence[int], plan: Planner, *, thorough: bool = True
     seconds = none = schedule.predicted_seconds
     trials = min(_COUNTS if thorough else _FEW_COUNTS, 1 + _MOST_MOMENTS // max(1, len(trace.moments)))
     for trial in range(1, trials):
-        places = _spread(order, len(order) * trial // trials)
+        places = spread(order, len(order) * trial // trials)
         try:
             _, schedule = plan(places)
         except CapacityError:
@@ -121,5 +121,6 @@ def without_places(trace: Trace) -> Trace:
     return replace(trace, moments=tuple(moments), updates=replace(updates, renewed=()))
 
 
-def _spread(order: Sequence[int], count: int) -> tuple[int, ...]:
+def spread(order: Sequence[int], count: int) -> tuple[int, ...]:
+    """So many of ``order``, evenly, [Note: why spread]."""
     return tuple(order[(2 * j + 1) * len(order) // (2 * count)] for j in range(count))
