@@ -16,6 +16,7 @@ from hetero.eviction import (
     choose_device_homes,
     choose_placement,
     choose_renewed,
+    placement,
     plan,
 )
 from hetero.eviction.renewal import spread
@@ -124,7 +125,7 @@ class Model:
         )
         return self.planned(best.homes, places(best.homes, True))[1].predicted_seconds
 
-    def chosen(self, **keywords):
+    def chosen(self, planned=None, **keywords):
         return choose_placement(
             range(len(self.sizes)),
             self.costs,
@@ -132,7 +133,7 @@ class Model:
             may_stay=tuple(range(len(self.sizes))) if self.early else (),
             most_bytes=self.room,
             links=self.links,
-            plan=self.planned,
+            plan=planned or self.planned,
             **keywords,
         )
 
@@ -170,3 +171,43 @@ def test_never_slower_than_coarse_and_with_enough_trials_as_fast_as_the_whole_gr
     event(f"{most_pairs} pairs, the best to 0.5 %: {seconds <= min(grid.values()) * 1.005}")
     if most_pairs == 160:  # more than there are: all that the neighbours of those that fit reach
         assert seconds <= min(grid.values()) * 1.005 + 1e-9
+
+
+def uniform(layers, **keywords):
+    return Model(sizes=(10,) * layers, seconds=(1.0,) * layers, **keywords)
+
+
+def test_a_pair_between_those_tried_first_is_found():
+    model = uniform(16, saved=1, home=3, room=315, link=4.0, host=2.0)
+    best = model.chosen()
+    assert best.home.seconds == min(model.grid().values())
+    assert best.home.seconds < 0.95 * model.coarse()
+    assert best.places
+
+
+def test_no_more_pairs_are_planned_than_may_be(monkeypatch):
+    model = uniform(16, saved=1, home=3, room=315, link=4.0, host=2.0)
+    counts = {}
+    for most_pairs, most_moments in ((0, 10**9), (60, 10**9), (160, 10**9), (160, 0)):
+        pairs = []
+
+        def planned(homes, places, pairs=pairs):
+            pairs.append((homes, places))
+            return model.planned(homes, places)
+
+        monkeypatch.setattr(placement, "_MOST_MOMENTS", most_moments)
+        model.chosen(planned, most_pairs=most_pairs)
+        counts[most_pairs, most_moments] = len(pairs)
+        assert most_pairs == 0 or most_moments == 0 or len(set(pairs)) <= most_pairs
+    assert counts[160, 0] == counts[0, 10**9] < counts[60, 10**9] < counts[160, 10**9]
+
+
+@settings(max_examples=30, deadline=None)
+@given(model=models(layers=12, early=False))
+def test_without_early_updates_nothing_keeps_a_place(model):
+    best = model.chosen()
+    assert not best.places
+    assert (
+        best.home.seconds
+        <= min(seconds for (_, places), seconds in model.grid().items() if not places) * 1.005
+    )
