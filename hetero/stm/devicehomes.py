@@ -49,7 +49,8 @@ _PATIENCE = 3
 
 
 class DeviceHomes:
-    """Those of one optimizer. ``allowed``: by the user; ``stepped``: indices of parameters whose states exist."""
+    """Those of one optimizer. ``allowed``: by the user; ``stepped``: indices of parameters whose states exist;
+    ``note_states``: the books should look where these are."""
 
     def __init__(
         self,
@@ -59,8 +60,10 @@ class DeviceHomes:
         *,
         allowed: bool,
         stepped: Callable[[], set[int]],
+        note_states: Callable[[], None],
     ) -> None:
         self._optimizer = optimizer
+        self._note_states = note_states
         self._stm = stm
         self._accelerator = accelerator
         self._allowed = allowed
@@ -237,6 +240,7 @@ class DeviceHomes:
             for tensor in [tensor for index, tensor in self._here.items() if index in indices]:
                 self._send(tensor, groups)
                 self._stm.residency.evict(tensor)
+            self.note_moves()
 
     def send_home(self, nbytes: int) -> int:
         """Memory runs short: free at least ``nbytes``, if there are as many; returns how many."""
@@ -248,7 +252,14 @@ class DeviceHomes:
                 self._send(tensor, self._groups())
                 self._stm.residency.evict(tensor)
                 self._stm.cycles.lose_device_homes()
+            self.note_moves()
         return before - self._accelerator.used_bytes()
+
+    def note_moves(self, *, always: bool = False) -> None:
+        """The books follow states that have gone elsewhere, or, ``always``, may have become others."""
+        if self.have_moved or always:
+            self.have_moved = False
+            self._note_states()
 
     # -- helpers --------------------------------------------------------------------------------------
 

@@ -72,13 +72,18 @@ class HostStep:
         self._stepped: set[int] = set()
         self._stepped_now: set[int] = set()
         self.capture = Capture(optimizer, manager, stepped=lambda: self._stepped, kept_ids=kept_ids)
-        self.device_homes = self._device_homes = DeviceHomes(
-            optimizer, manager, accelerator, allowed=uses_device, stepped=lambda: self._stepped
+        self.device_homes = DeviceHomes(
+            optimizer,
+            manager,
+            accelerator,
+            allowed=uses_device,
+            stepped=lambda: self._stepped,
+            note_states=note_states,
         )
         self.speculation = Speculation(
             optimizer,
             manager,
-            self._device_homes,
+            self.device_homes,
             allowed=speculates,
             stepped=lambda: self._stepped,
             kept_ids=kept_ids,
@@ -95,7 +100,7 @@ class HostStep:
     @property
     def on_device(self) -> frozenset[str]:
         """Names of the parameters that live on the device."""
-        return self._device_homes.names
+        return self.device_homes.names
 
     # -- attaching ------------------------------------------------------------------------------------
 
@@ -149,7 +154,7 @@ class HostStep:
         self._watch(self._optimizer)
         self._stepped = set(stepped)
         self.device_homes.adopt(self._stepped)
-        self._device_homes.bring_states_home(self._kept_ids())
+        self.device_homes.bring_states_home(self._kept_ids())
         self._note_states()
 
     def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
@@ -157,7 +162,7 @@ class HostStep:
         self.capture.forget_states()
         self._stepped.clear()
         with plain():
-            self._device_homes.take({})  # the next steps bring back those that the plan wants there
+            self.device_homes.take({})  # the next steps bring back those that the plan wants there
         self._note_states()
 
     @property
@@ -198,7 +203,7 @@ class HostStep:
             self._leave()
             self._abandon()
             self._stm.segments.end_step(complete=complete)
-            self._note_moves(always=bool(self._stepped_now) or not complete)
+            self.device_homes.note_moves(always=bool(self._stepped_now) or not complete)
             if complete:
                 self._stepped |= self._stepped_now
         return result
@@ -225,7 +230,7 @@ class HostStep:
 
         self._stm.settle_homes()
         self.capture.commit()
-        self._device_homes.take({})
+        self.device_homes.take({})
         try:
             result = inner(evaluate, *args[1:], **{k: v for k, v in kwargs.items() if k != "closure"})
         finally:
@@ -245,7 +250,7 @@ class HostStep:
         self.speculation.begin_step(optimizer, defers=defers)
         later = self.capture.choose() if defers else {}
         with plain():
-            here = self._device_homes.take(later)
+            here = self.device_homes.take(later)
         ours = {t.index: t for t in self.capture.managed() if t.index not in later}
         if later:
             self.capture.take(later, here)
@@ -271,12 +276,12 @@ class HostStep:
         surroundings = Surroundings.of_this_thread()
         self.speculation.end_step(captured, surroundings)
         with plain():
-            self._device_homes.run(here, self._note_update)
+            self.device_homes.run(here, self._note_update)
 
     def _note_update(self, tensor: ManagedTensor, update: ParameterUpdate) -> None:
         """One on the device is done. Where nothing was kept so far, it may have made the first state."""
         if self.capture.enter_state(tensor.parameter, update):
-            self._device_homes.have_moved = True
+            self.device_homes.have_moved = True
 
     def _leave(self) -> None:
         self._depth = 0
@@ -336,16 +341,10 @@ class HostStep:
         self._stm.roll_back()
         self._stm.finish_updates()
         self.capture.commit()
-        self._device_homes.bring_states_home(None)
-        self._note_moves()
+        self.device_homes.bring_states_home(None)
+        self.device_homes.note_moves()
         if writes:
             self._stepped.clear()
-
-    def _note_moves(self, *, always: bool = False) -> None:
-        """The books follow states that have gone elsewhere, or, ``always``, may have become others."""
-        if self._device_homes.have_moved or always:
-            self._device_homes.have_moved = False
-            self._note_states()
 
 
 # The attribute, the local name, and the argument of getrefcount.

@@ -27,7 +27,7 @@ from hetero.eviction import (
 )
 from hetero.msc import Phase, Segment, SegmentKey
 from hetero.stm.lives import Lives, read_lives
-from hetero.stm.rows import Rows, home_gradients, mandatory_in, non_model_peak
+from hetero.stm.rows import Rows, home_gradients, mandatory_in, most_on_their_way, non_model_peak
 from hetero.stm.samples import Samples
 from hetero.stm.tensors import ManagedTensor
 from hetero.stm.timings import Timing, Timings
@@ -174,7 +174,7 @@ class PlanMaker:
         beside = self._fixed_bytes() + sum(sizes[x] for x in renewed)
         placed = [beside + nbytes for nbytes in home_bytes]
         reserve = min(
-            self._gradient_reserve(keys, at_home),
+            self._gradient_reserve(keys, at_home, timing),
             self._spare_in_backward(keys, samples, margin, placed, sizes, lives, elsewhere),
         )
         kept = {Phase.BACKWARD: reserve, Phase.STEP: step_bytes}
@@ -313,14 +313,22 @@ class PlanMaker:
         most = max((cost.step_nbytes for cost in known.values()), default=0)
         return [always + nbytes for nbytes in gradients], most
 
-    def _gradient_reserve(self, keys: tuple[SegmentKey, ...], at_home: frozenset[int]) -> int:
-        """Room for two gradients on their way down, so that one is copied while the next is made."""
+    def _gradient_reserve(
+        self, keys: tuple[SegmentKey, ...], at_home: frozenset[int], timing: Timing | None
+    ) -> int:
+        """Room for two gradients on their way down, so that one is copied while the next is made; for less where, as
+        was measured, they are gone by then."""
         if not any(key.phase is Phase.BACKWARD for key in keys):
             return 0
-        return 2 * max(
-            (t.device_nbytes for t in self._tensors if t.parameter.requires_grad and t.index in at_home),
-            default=0,
-        )
+        trained = [t for t in self._tensors if t.parameter.requires_grad and t.index in at_home]
+        reserve = 2 * max((t.device_nbytes for t in trained), default=0)
+        if timing is None:
+            return reserve
+        segments = [
+            periods for key, periods in zip(keys, timing.periods, strict=True) if key.phase is Phase.BACKWARD
+        ]
+        most = max(most_on_their_way(periods, timing.links, at_home) for periods in segments)
+        return min(reserve, max(most, reserve // 2))
 
     def _spare_in_backward(
         self,

@@ -3,14 +3,17 @@
 Owns what of a period an eviction planner is told: what has to be on the device, and how much room there is for it.
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hetero.eviction import Moment, Send
+from hetero.eviction import Links, Moment, Send
 from hetero.msc import Period, PeriodTimes, Phase, Segment
 from hetero.stm.lives import Lives
 
-__all__ = ["Rows", "home_gradients", "mandatory_in", "non_model_peak"]
+__all__ = ["Rows", "home_gradients", "mandatory_in", "most_on_their_way", "non_model_peak"]
+
+_SLOWER = 1.05  # than copies were on average, one may be
 
 
 @dataclass(slots=True, kw_only=True)
@@ -111,6 +114,26 @@ def home_gradients(
             there.update(index for index, _, _ in period.sends if index in sizes)
             rows.append(sum(sizes[index] for index in there))
     return rows
+
+
+def most_on_their_way(periods: Sequence[PeriodTimes], links: Links, at_home: frozenset[int]) -> int:
+    """Bytes of gradients of one backward that go down at once, at most, if each leaves as soon as it is made."""
+    on_their_way: deque[tuple[float, int]] = deque()
+    clock = free = 0.0
+    most = nbytes = 0
+    for period in periods:
+        for index, size, seconds in period.sends:
+            if index not in at_home:
+                continue
+            made = clock + seconds
+            while on_their_way and on_their_way[0][0] <= made:
+                nbytes -= on_their_way.popleft()[1]
+            free = max(free, made) + _SLOWER * links.d2h_seconds(size)
+            on_their_way.append((free, size))
+            nbytes += size
+            most = max(most, nbytes)
+        clock += period.seconds
+    return most
 
 
 def non_model_peak(samples: Sequence[Segment], index: int) -> int:

@@ -82,7 +82,7 @@ def test_half_the_bytes_move_up_and_down():
 
 def test_under_a_budget_in_which_half_the_low_precision_copies_fit():
     target = device()
-    budget = DEPTH * WEIGHT + (1 << 20)  # their copies take 2 bytes each; the rest is for everything else
+    budget = DEPTH * WEIGHT + (704 << 10)  # their copies take 2 bytes each; the rest is for everything else
     before = torch.accelerator.memory_allocated()
     torch.accelerator.reset_peak_memory_stats()
     model, optimizer, manager = managed_mlp(budget=before + budget)
@@ -108,7 +108,7 @@ def test_a_parameter_is_cast_once_for_each_time_that_it_was_written(monkeypatch)
         LowTwin, "refresh", lambda *a: (casts.append(threading.current_thread()), refresh(*a))
     )
     target = device()
-    budget = torch.accelerator.memory_allocated() + DEPTH * WEIGHT + (1 << 20)
+    budget = torch.accelerator.memory_allocated() + DEPTH * WEIGHT + (704 << 10)
     model, optimizer, manager = managed_mlp(budget=budget)
     with manager:
         train(model, optimizer, target, 3)

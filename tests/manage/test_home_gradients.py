@@ -1,0 +1,165 @@
+"""The gradients of parameters that live on the device take its memory while they are there, and no longer."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from loops import batch, mlp
+from twins import adamw, assert_same, device, managed, unmanaged
+
+import hetero
+from hetero.eviction import Links
+from hetero.msc import Period, PeriodTimes, Phase, Segment, SegmentKey
+from hetero.stm import Kind, Tier
+from hetero.stm.rows import home_gradients, most_on_their_way
+
+pytestmark = pytest.mark.usefixtures("homes_on_device")
+
+STEPS = 10
+
+
+def dropping(when, *, until=STEPS, then=None):
+    """A loop that drops gradients ``when``; from step ``until`` on ``then``."""
+
+    def loop(model, optimizer, target):
+        seen = []
+        for step in range(STEPS + 4):
+            now = when if step < until else then or when
+            for micro in range(2 if now == "after two" else 1):
+                if now == "first":
+                    optimizer.zero_grad()
+                loss = model(batch(target)).square().mean()
+                if now == "between" and micro == 0:
+                    optimizer.zero_grad()
+                loss.backward()
+            optimizer.step()
+            if now in ("last", "after two"):
+                optimizer.zero_grad()
+            if now == "in place":
+                optimizer.zero_grad(set_to_none=False)
+            seen.append(loss.detach())
+        return seen
+
+    return loop
+
+
+@pytest.mark.parametrize("share", [0.5, 0.65, 0.8])
+@pytest.mark.parametrize(
+    "loop",
+    [
+        pytest.param(dropping("first"), id="before the forward"),
+        pytest.param(dropping("between"), id="between forward and backward"),
+        pytest.param(dropping("last"), id="after the step"),
+        pytest.param(dropping("never"), id="never"),
+        pytest.param(dropping("in place"), id="in place"),
+        pytest.param(dropping("after two"), id="after two micro-batches"),
+        pytest.param(dropping("last", until=6, then="between"), id="later than planned"),
+        pytest.param(dropping("last", until=6, then="never"), id="no more"),
+    ],
+)
+def test_wherever_the_loop_drops_gradients_the_budget_holds(loop, share):
+    seen, state, peak = unmanaged(mlp, loop)
+    got, got_state, manager = managed(mlp, loop, int(share * peak))  # asserts the budget
+    assert_same(got, seen, "observed")
+    assert_same(got_state, state, "state")
+    assert manager._stm.cycles.device_homes
+
+
+def test_a_forward_leaves_their_room_to_copies():
+    def room(loop):
+        _, _, peak = unmanaged(mlp, loop)
+        _, _, manager = managed(mlp, loop, int(0.65 * peak))
+        plan = manager._stm.cycles.last_plan
+        forward, backward, step = plan.bounds[:3]
+        assert plan.device_homes
+        gradients = sum(manager._stm.tensors[index].device_nbytes for index in plan.device_homes)
+        return [plan.home_bytes[at] for at in (forward, backward, step)], gradients
+
+    (forward, backward, step), gradients = room(dropping("last"))
+    assert forward == backward == step - gradients  # a backward begins with its operators' own
+    (forward, backward, step), gradients = room(dropping("between"))
+    assert forward == step == backward + gradients
+
+
+def test_what_is_planned_for_is_what_there_is():
+    target = device()
+    torch.manual_seed(0)
+    model = mlp()
+    optimizer = adamw(model)
+    budget = torch.accelerator.memory_allocated() + (1 << 20)
+    there = []
+    with hetero.manage(model, optimizer, device=target, device_budget=budget) as manager:
+        for _ in range(STEPS):
+            loss = model(batch(target)).square().mean()
+            after_forward = manager._stm.ledger.nbytes(Tier.DEVICE, Kind.GRADIENT)
+            loss.backward()
+            there.append((after_forward, len(manager._stm.gradients.kept)))
+            optimizer.step()
+            optimizer.zero_grad()
+        homes = manager._stm.cycles.device_homes
+    assert homes
+    assert there[-1] == (0, len(homes))
+
+
+# -- the arithmetic ------------------------------------------------------------------------------------
+
+INDICES = st.integers(0, 4)
+SENDS = st.lists(st.tuples(INDICES, st.integers(1, 50), st.floats(0.0, 1.0)), max_size=3)
+
+
+def period(sends):
+    return Period(operands=(), sends=tuple(sends))
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(Phase), st.booleans(), st.lists(SENDS, min_size=1, max_size=4)), max_size=5
+    )
+)
+def test_home_gradients_against_a_naive_count(iteration):
+    sizes = {index: 10**index for index in range(4)}
+    measured = [
+        Segment(SegmentKey(phase, True, number), True, periods=[period(sends) for sends in rows])
+        for number, (phase, _, rows) in enumerate(iteration)
+    ]
+    found = home_gradients(measured, sizes, are_there=[there for _, there, _ in iteration])
+    expected = []
+    for phase, there, rows in iteration:
+        for now in range(len(rows)):
+            made = {index for sends in rows[: now + 1] for index, _, _ in sends}
+            seen_anywhere = {i for _, _, all_rows in iteration for sends in all_rows for i, _, _ in sends}
+            counted = [
+                index
+                for index in sizes
+                if there or index in made or (phase is Phase.BACKWARD and index not in seen_anywhere)
+            ]
+            expected.append(sum(sizes[index] for index in counted))
+    assert found == expected
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 2.0), SENDS), max_size=8), st.sampled_from([1.0, 10.0, 1000.0]))
+def test_most_on_their_way_against_a_naive_count(rows, bandwidth):
+    links = Links(h2d_bandwidth=1.0, d2h_bandwidth=bandwidth, latency=0.0)
+    rows = [
+        (max([seconds, *(at for _, _, at in sends)]), sorted(sends, key=lambda s: s[2]))
+        for seconds, sends in rows
+    ]
+    times = [PeriodTimes(seconds=seconds, sends=tuple(sends)) for seconds, sends in rows]
+    at_home = frozenset({0, 1, 2})
+    trips, clock, free = [], 0.0, 0.0
+    for seconds, sends in rows:
+        for index, nbytes, at in sends:
+            if index in at_home:
+                made = clock + at
+                free = max(free, made) + 1.05 * nbytes / bandwidth
+                trips.append((made, free, nbytes))
+        clock += seconds
+    # At each instant when one is made, those that were made before and have not arrived; and it.
+    most = max(
+        (
+            sum(n for earlier, arrives, n in trips[: place + 1] if arrives > made or earlier == made)
+            for place, (made, _, _) in enumerate(trips)
+        ),
+        default=0,
+    )
+    assert most_on_their_way(times, links, at_home) == most
