@@ -170,13 +170,13 @@ class Executor:
 
     def renew(self, tensor: ManagedTensor) -> None:
         """Its copy has been dropped, because home is being written: order one of the result, if it has a place of its
-        own; else as soon as there is room, if the next iteration uses it among the first, as many as fit together."""
+        own; else as soon as there is room, if it can stay until it is used without displacing a planned one."""
         plan = self._plan
-        if plan is None or tensor.index not in plan.bytes_through:
+        if plan is None:
             return
         if tensor.index in plan.renewed:
             self._to_prefetch.append(tensor.index)
-        elif plan.bytes_through[tensor.index] <= plan.step_capacity:
+        elif tensor.index in plan.renewable:
             self._to_renew.append(tensor)
             self._to_renew.sort(key=lambda tensor: plan.first_uses.get(tensor.index, 0))
 
