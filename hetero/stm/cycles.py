@@ -404,21 +404,21 @@ class Cycles:
     def _replan(self, margins: dict[tuple[SegmentKey, ...], int]) -> None:
         """Make these plans, with as many of the device homes as fit in all of them."""
         costs = self.home_costs() if self.device_homes else {}
-        while True:
+        made, waiting = dict[tuple[SegmentKey, ...], CyclePlan](), dict(margins)
+        while waiting:
+            keys = next(iter(waiting))
             try:
-                made = {
-                    keys: self._make(keys, margin, self.device_homes, costs, self._renewed.get(keys, ()))
-                    for keys, margin in margins.items()
-                }
-                break
+                made[keys] = self._make(
+                    keys, waiting[keys], self.device_homes, costs, self._renewed.get(keys, ())
+                )
+                del waiting[keys]
             except CapacityError:
-                if any(self._renewed.values()):
-                    self._renewed.clear()
+                if self._renewed.pop(keys, ()):
                     continue
                 if not self.device_homes:
                     raise
                 self.device_homes = self.device_homes[: len(self.device_homes) // 2]
-                margins = {**{keys: plan.margin for keys, plan in self._plans.items()}, **margins}
+                waiting = {**{keys: plan.margin for keys, plan in self._plans.items()}, **margins}
         self._plans.update(made)
         if self.last_plan is not None:
             self.last_plan = self._plans.get(self.last_plan.keys)
