@@ -18,9 +18,10 @@ from hetero.eviction.model import (
     Trace,
     Updates,
 )
+from hetero.eviction.placement import Placement, choose_placement
 from hetero.eviction.planner import plan
 from hetero.eviction.policies import resolve_policy
-from hetero.eviction.renewal import choose_renewed, spare_bytes, without_places
+from hetero.eviction.renewal import choose_renewed, renewable, spare_bytes, without_places
 from hetero.eviction.simulation import Simulation, simulate
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "HomeStep",
     "Links",
     "Moment",
+    "Placement",
     "Policy",
     "Schedule",
     "Send",
@@ -39,6 +41,7 @@ __all__ = [
     "Updates",
     "check",
     "choose_device_homes",
+    "choose_placement",
     "choose_renewed",
     "compete",
     "host_bytes",
@@ -47,6 +50,7 @@ __all__ = [
     "lower_bound_seconds",
     "plan",
     "plan_iteration",
+    "renewable",
     "resolve_policy",
     "simulate",
     "spare_bytes",

@@ -9,6 +9,7 @@ import numpy as np
 from hetero.eviction.fluid import fluid
 from hetero.eviction.intervals import Bools, Floats, Intervals, Ints, read_intervals
 from hetero.eviction.model import Links, Trace
+from hetero.eviction.reach import read_reachable
 from hetero.eviction.relaxation import bound_from_prices, relax
 
 __all__ = ["lower_bound", "lower_bound_seconds"]
@@ -24,8 +25,7 @@ def lower_bound(trace: Trace) -> int:
     memory give a bound that is just as valid and, as a rule, slightly lower. Raises `CapacityError` as
     `plan`.
     """
-    problem = read_intervals(trace)
-    return bound_from_prices(problem, relax(problem, problem.room).price)
+    return _fewest_bytes(read_intervals(trace))
 
 
 def lower_bound_seconds(trace: Trace, links: Links) -> float:
@@ -34,22 +34,22 @@ def lower_bound_seconds(trace: Trace, links: Links) -> float:
     A stretch of moments takes at least the time of its operators, and at least the time of fetching what they
     use beyond what the device could hold when it began or what was invalidated within it. The bound is the
     best chain of disjoint stretches (longest path), tried from several starting moments of a cyclic
-    iteration; or that of the step as a fluid (`fluid`), if it is better. Where updates begin in backward, what they
-    have made may come back before the iteration ends, which neither of these two allows for: then only operators and
-    bytes count.
+    iteration; or that of the step as a fluid (`fluid`), if it is better. Where updates begin in backward, so may
+    the fetches of what they make (`read_reachable`).
     """
-    problem = read_intervals(trace)
+    problem = read_reachable(trace)
     if not problem.periods:
         return 0.0
     seconds = np.fromiter((moment.seconds for moment in trace.moments), dtype=np.float64)
-    bandwidth = links.h2d_bandwidth + (links.d2h_bandwidth if problem.groups else 0.0)
-    moved = lower_bound(trace) / bandwidth
-    if trace.updates is not None and trace.updates.early:
-        return max(float(seconds.sum()), moved)
     capacity = np.fromiter((moment.capacity for moment in trace.moments), dtype=np.int64)
     quarters = range(0, problem.periods, max(problem.periods // 4, 1)) if trace.cyclic else (0,)
     chain = max(_longest(problem, seconds, capacity, links, start) for start in quarters)
-    return max(chain, moved, fluid(trace, links).step_seconds)
+    bandwidth = links.h2d_bandwidth + (links.d2h_bandwidth if problem.groups else 0.0)
+    return max(chain, _fewest_bytes(problem) / bandwidth, fluid(trace, links).step_seconds)
+
+
+def _fewest_bytes(problem: Intervals) -> int:
+    return bound_from_prices(problem, relax(problem, problem.room).price)
 
 
 def _longest(problem: Intervals, seconds: Floats, capacity: Ints, links: Links, start: int) -> float:

@@ -20,7 +20,7 @@ from hetero.eviction.planner import plan
 from hetero.eviction.scores import SCORES, across_peak, by_score, choose, combined
 from hetero.eviction.search import WAYS, better, search
 from hetero.eviction.selection import farthest_next_use, fewest_bytes
-from hetero.eviction.simulation import simulate
+from hetero.eviction.simulation import Simulator
 from hetero.eviction.timing import timed_starts
 from hetero.eviction.transfers import lay_out, read_fetches
 
@@ -51,11 +51,7 @@ def compete(
     least = max(goal, sum(moment.seconds for moment in trace.moments)) * _NOTHING_LOST
     if judge.fastest > least:
         relaxed = [fluid(trace, links, checkpoints=count) for count in _CHECKPOINTS]
-        judge.goal = least
-        if (
-            trace.updates is None or not trace.updates.early
-        ):  # else it is no bound: `lower_bound_seconds` says why
-            judge.goal = max(least, _NOTHING_LOST * max(some.step_seconds for some in relaxed))
+        judge.goal = max(least, _NOTHING_LOST * max(some.step_seconds for some in relaxed))
         _explore(trace, problem, links, judge, trials, relaxed)
     soon = max(least, judge.fastest * _NOTHING_LOST) * (1.0 + worth)
     near = [schedule for schedule in judge.found if schedule.predicted_seconds <= soon]
@@ -119,6 +115,7 @@ class _Judge:
 
     def __init__(self, trace: Trace, problem: Intervals, links: Links) -> None:
         self.trace, self.problem, self.links = trace, problem, links
+        self.simulator = Simulator(trace, links)
         self.found: list[Schedule] = []
         self.left = _AFFORDABLE_MOMENTS
         self.goal = 0.0
@@ -160,6 +157,6 @@ class _Judge:
 
     def _timed(self, schedule: Schedule) -> tuple[Schedule, Ints]:
         self.left -= len(self.trace.moments)
-        result = simulate(self.trace, schedule, self.links)
+        result = self.simulator.run(schedule)
         behind = np.asarray(result.leaving_bytes, dtype=np.int64)
         return replace(schedule, predicted_seconds=result.step_seconds), behind

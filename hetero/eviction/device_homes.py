@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from hetero.eviction.model import CapacityError, Links, Schedule, Trace
 
-__all__ = ["HomeCost", "HomeStep", "choose_device_homes"]
+__all__ = ["HomeCost", "HomeStep", "bytes_of_first", "choose_device_homes", "count_within", "step_seconds"]
 
 _PARTS = 8
 _AFFORDABLE_MOMENTS = 20_000
@@ -59,16 +59,14 @@ def choose_device_homes(
     on the device; may raise `CapacityError`, except for none.
     """
     movable = [index for index in order if index in costs]
-    taken = [0]
-    for index in movable:
-        taken.append(taken[-1] + costs[index].nbytes)
+    taken = bytes_of_first(movable, costs)
     found: list[tuple[int, HomeStep]] = []
     tried: set[int] = set()
     moments = None
     for part in range(_PARTS + 1):
         if moments is not None and moments > _AFFORDABLE_MOMENTS and part not in (0, _PARTS // 2, _PARTS):
             continue
-        count = _count_within(taken, min(taken[-1], most_bytes) * part // _PARTS)
+        count = count_within(taken, min(taken[-1], most_bytes) * part // _PARTS)
         if count in tried:
             continue
         tried.add(count)
@@ -78,7 +76,7 @@ def choose_device_homes(
         except CapacityError:
             break
         moments = len(trace.moments)
-        seconds = _seconds(trace, schedule, links, order, frozenset(homes), costs, sizes)
+        seconds = step_seconds(trace, schedule, links, order, frozenset(homes), costs, sizes)
         moved = schedule.moved_bytes + sum(sizes[index] for index in movable[count:])
         found.append(
             (
@@ -96,11 +94,20 @@ def choose_device_homes(
     return min(near, key=lambda entry: (entry[0], entry[1].nbytes))[1]
 
 
-def _count_within(taken: Sequence[int], nbytes: int) -> int:
+def bytes_of_first(movable: Sequence[int], costs: Mapping[int, HomeCost]) -> list[int]:
+    """What none of them, the first, the first two and so on take of the device."""
+    taken = [0]
+    for index in movable:
+        taken.append(taken[-1] + costs[index].nbytes)
+    return taken
+
+
+def count_within(taken: Sequence[int], nbytes: int) -> int:
+    """How many of them fit, by `bytes_of_first`."""
     return sum(total <= nbytes for total in taken) - 1
 
 
-def _seconds(
+def step_seconds(
     trace: Trace,
     schedule: Schedule,
     links: Links,

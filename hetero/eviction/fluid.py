@@ -20,8 +20,9 @@ import numpy as np
 from scipy import sparse
 from scipy.optimize import linprog
 
-from hetero.eviction.intervals import Floats, Intervals, Ints, read_intervals
+from hetero.eviction.intervals import Floats, Intervals, Ints
 from hetero.eviction.model import Links, Trace
+from hetero.eviction.reach import read_reachable
 
 __all__ = ["Fluid", "fluid"]
 
@@ -42,7 +43,7 @@ def fluid(trace: Trace, links: Links, *, checkpoints: int = _CHECKPOINTS) -> Flu
 
     More checkpoints bound better. Raises `CapacityError` as `plan`.
     """
-    problem = read_intervals(trace)
+    problem = read_reachable(trace)
     seconds = np.fromiter((moment.seconds for moment in trace.moments), dtype=np.float64)
     total = float(seconds.sum())
     sending = sum(
@@ -271,13 +272,13 @@ class _Block:
 
     def __init__(self) -> None:
         self.entries: list[tuple[Ints, Ints, Floats]] = []
-        self.least: dict[int, float] = {}
+        self.at_most: dict[int, float] = {}
 
     def add(self, rows: Ints, columns: Ints, value: float | Floats, *, at_most: float = 0.0) -> None:
         """``at_most``: what the row's sum is limited to; of the first row, if there are several."""
         self.entries.append((rows, columns, np.broadcast_to(value, len(columns))))
         if at_most:
-            self.least[int(rows[0])] = at_most
+            self.at_most[int(rows[0])] = at_most
 
     def columns(self) -> tuple[Ints, Ints, Floats]:
         if not self.entries:
@@ -292,7 +293,7 @@ class _Block:
 
     def limits(self, rows: int) -> Floats:
         limits = np.zeros(rows)
-        for row, value in self.least.items():
+        for row, value in self.at_most.items():
             limits[row] = value
         return limits
 

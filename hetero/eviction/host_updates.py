@@ -3,60 +3,91 @@
 Owns its clock and its queue. Two ways: what is queued together is updated in that order, each tensor when its gradient
 is there; or, ``early``, each from the moment its gradient is there. Of several, in backward, one that has a place on
 the device goes first, and then the one that is needed first.
+
+[Note: what begins early] A copy is worthless from the gradient on, and whoever used the tensor again before the step
+would find neither the old value nor the right new one: the executor takes such an update back. So one that is used
+again, or has more than one gradient in an iteration, is updated in the step.
 """
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from math import inf
 
-from hetero.eviction.model import Updates
+from hetero.eviction.model import Trace, Updates
 
-__all__ = ["HostUpdates"]
+__all__ = ["HostUpdates", "early_sends"]
+
+
+def early_sends(trace: Trace) -> dict[int, int]:
+    """The moments at which the gradients leave of those that are updated early, [Note: what begins early]."""
+    updates = trace.updates
+    if updates is None or not updates.early:
+        return {}
+    found: dict[int, int] = {}
+    known, again = frozenset(updates.tensors), set[int]()
+    for now, moment in enumerate(trace.moments[: updates.queued]):
+        again.update(x for x in (*moment.operands, *moment.awaits) if x in found)
+        for send in moment.sends:
+            if send.tensor in found:
+                again.add(send.tensor)
+            if send.tensor in known:
+                found[send.tensor] = now
+    # Those of the step itself or behind it are not there when it is queued.
+    again.update(send.tensor for moment in trace.moments[updates.queued :] for send in moment.sends)
+    return {x: now for x, now in found.items() if x not in again}
 
 
 class HostUpdates:
     """Of one simulation.
 
     Attributes:
+        ranks: of each tensor, its place in the order of first use.
         done: when each tensor was, or will be, updated last; those are missing of which nobody can say yet.
+        due: when the next begins, of those whose gradients will be there; inf without any.
     """
 
-    def __init__(self, updates: Updates) -> None:
+    def __init__(self, updates: Updates, early: Collection[int]) -> None:
+        """``early``: of `early_sends`."""
         self._updates = updates
-        self._ranks = {x: rank for rank, x in enumerate(updates.tensors)}
-        self._first = frozenset(updates.renewed)  # in backward
+        self._early = early
+        self.ranks = {x: rank for rank, x in enumerate(updates.tensors)}
+        self._in_time = frozenset(updates.renewed)  # these go first in backward
         self._has_stepped = True
         self._free = 0.0
-        self._landed: list[tuple[float, int]] = []  # what is not begun, by when its gradient is there
+        self.due = inf
+        # What is not begun: by when its gradient is there; those whose gradient is there, with and without a place, by
+        # rank.
+        self._landing: list[tuple[float, int]] = []
+        self._first: list[tuple[int, int]] = []
+        self._other: list[tuple[int, int]] = []
         self._begins_later: set[int] = set()
         self._last_landing: dict[int, float] = {}
         self.done: dict[int, float] = {}
 
     def land(self, x: int, time: float) -> bool:
         """Its gradient will be at home. True: it will be updated from then on, whenever its turn comes."""
-        if x not in self._ranks:
+        if x not in self.ranks:
             return False
-        self._last_landing[x] = time
-        if not self._updates.early:
+        if x not in self._early:
+            self._last_landing[x] = time
             return False
         self._has_stepped = False
-        self.done.pop(x, None)
-        self._begins_later.add(x)
-        heapq.heappush(self._landed, (time, x))
+        self._begin_later(time, x)
         return True
 
     def queue(self, clock: float) -> None:
         """The optimizer has stepped."""
-        updates = self._updates
+        updates, landing = self._updates, self._last_landing
         if updates.early:
             for x in updates.tensors:
-                if x not in self._last_landing:
-                    self.land(x, clock)
-            self._last_landing.clear()
+                if x not in self._early:
+                    self._begin_later(max(clock, landing.get(x, clock)), x)
             self._has_stepped = True
             return
-        self._free = max(self._free, clock)
+        free = max(self._free, clock)
         for x, seconds in zip(updates.tensors, updates.seconds, strict=True):
-            self._free = self.done[x] = max(self._free, self._last_landing.get(x, 0.0)) + seconds
+            free = self.done[x] = max(free, landing.get(x, 0.0)) + seconds
+        self._free = free
 
     def is_late(self, x: int, clock: float) -> bool:
         """It is to be updated, and has not been by ``clock``."""
@@ -68,27 +99,32 @@ class HostUpdates:
 
     def begin_until(self, clock: float) -> Iterator[tuple[float, int]]:
         """What the host begins up to ``clock``: when it will have been done, and which."""
-        while self._landed and max(self._free, self._landed[0][0]) <= clock:
+        while self.due <= clock:
             yield self._begin_next()
 
     def begin(self, x: int) -> Iterator[tuple[float, int]]:
         """As `begin_until`, up to ``x``."""
-        while x not in self.done and self._landed:
+        while x not in self.done and self.due < inf:
             yield self._begin_next()
 
-    def _begin_next(self) -> tuple[float, int]:
-        now = max(self._free, self._landed[0][0])
-        there = []
-        while self._landed and self._landed[0][0] <= now:
-            there.append(heapq.heappop(self._landed))
-        chosen = min(there, key=lambda item: self._rank(item[1]))
-        for item in there:
-            if item is not chosen:
-                heapq.heappush(self._landed, item)
-        x = chosen[1]
-        self._begins_later.discard(x)
-        self._free = self.done[x] = now + self._updates.seconds[self._ranks[x]]
-        return self._free, x
+    def _begin_later(self, time: float, x: int) -> None:
+        self.done.pop(x, None)
+        self._begins_later.add(x)
+        heapq.heappush(self._landing, (time, x))
+        if not (self._first or self._other):
+            self.due = max(self._free, self._landing[0][0])
 
-    def _rank(self, x: int) -> tuple[bool, int]:
-        return not self._has_stepped and x not in self._first, self._ranks[x]
+    def _begin_next(self) -> tuple[float, int]:
+        now, landing, first, other = self.due, self._landing, self._first, self._other
+        while landing and landing[0][0] <= now:
+            x = heapq.heappop(landing)[1]
+            heapq.heappush(first if x in self._in_time else other, (self.ranks[x], x))
+        is_first = first and (not self._has_stepped or not other or first[0] < other[0])
+        rank, x = heapq.heappop(first if is_first else other)
+        self._begins_later.discard(x)
+        self._free = self.done[x] = now + self._updates.seconds[rank]
+        if first or other:
+            self.due = self._free
+        else:
+            self.due = max(self._free, landing[0][0]) if landing else inf
+        return self._free, x

@@ -15,7 +15,7 @@ from hetero.eviction.intervals import Bools, Intervals, Ints, read_intervals
 from hetero.eviction.model import Links, Policy, Schedule, Trace
 from hetero.eviction.policies import CostAware, FarthestNextUse, resolve_policy
 from hetero.eviction.selection import farthest_next_use, fewest_bytes
-from hetero.eviction.simulation import simulate
+from hetero.eviction.simulation import Simulator
 from hetero.eviction.sweep import sweep
 from hetero.eviction.transfers import lay_out
 
@@ -47,11 +47,13 @@ def _found(
 ) -> Iterator[Schedule]:
     """Timed schedules for each headroom, lent to copies that fit after all, or spared for transfers."""
     small = len(problem.use) * _ROUNDS * len(_HEADROOMS) <= _AFFORDABLE_ACCESSES
+    timer = _Timer(trace, links)
     for headroom in _headrooms(problem) if prefetch else [0]:
         keep = _choose(problem, np.maximum(problem.room - headroom, 0), policy)
         for spare in (False, True) if headroom and small else (False,):
             layout = partial(lay_out, problem, keep, prefetch=prefetch, policy=policy.name, spare=spare)
-            for schedule in _timed(trace, links, layout, rounds=_ROUNDS if prefetch and small else 1):
+            choice = (keep.tobytes(), spare)
+            for schedule in timer.timed(layout, choice, rounds=_ROUNDS if prefetch and small else 1):
                 yield replace(schedule, headroom=headroom)
 
 
@@ -73,14 +75,34 @@ def _headrooms(problem: Intervals) -> list[int]:
     return sorted({round(share * largest) for share in _HEADROOMS[:affordable]})
 
 
-def _timed(trace: Trace, links: Links, layout: Callable[..., Schedule], *, rounds: int) -> Iterator[Schedule]:
-    """Timed schedules of one layout; each leaves room for the write backs that the one before met."""
-    leaving: Ints | None = None
-    for _ in range(rounds):
-        schedule = layout(leaving=leaving)
-        result = simulate(trace, schedule, links)
-        yield replace(schedule, predicted_seconds=result.step_seconds)
-        behind = np.asarray(result.leaving_bytes, dtype=np.int64)
-        if not behind.any():
-            return
-        leaving = behind if leaving is None else np.maximum(leaving, behind)
+class _Timer:
+    """Lays out and simulates. Many choices are the same, or come to the same schedule: each is simulated once."""
+
+    def __init__(self, trace: Trace, links: Links) -> None:
+        self._simulator = Simulator(trace, links)
+        self._layouts: dict[object, tuple[Schedule, Ints]] = {}
+        self._results: dict[object, tuple[float, Ints]] = {}
+
+    def timed(
+        self, layout: Callable[..., Schedule], choice: tuple[bytes, bool], *, rounds: int
+    ) -> Iterator[Schedule]:
+        """Timed schedules of one layout, which ``choice`` tells from others; each leaves room for the write backs that
+        the one before met."""
+        leaving: Ints | None = None
+        for _ in range(rounds):
+            key = (choice, None if leaving is None else leaving.tobytes())
+            if key not in self._layouts:
+                self._layouts[key] = self._simulated(layout(leaving=leaving))
+            schedule, behind = self._layouts[key]
+            yield schedule
+            if not behind.any():
+                return
+            leaving = behind if leaving is None else np.maximum(leaving, behind)
+
+    def _simulated(self, schedule: Schedule) -> tuple[Schedule, Ints]:
+        key = (schedule.start, schedule.actions)
+        if key not in self._results:
+            result = self._simulator.run(schedule)
+            self._results[key] = result.step_seconds, np.asarray(result.leaving_bytes, dtype=np.int64)
+        seconds, behind = self._results[key]
+        return replace(schedule, predicted_seconds=seconds), behind

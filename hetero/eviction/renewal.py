@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from hetero.eviction.model import CapacityError, Schedule, Trace
 
-__all__ = ["choose_renewed", "spare_bytes", "without_places"]
+__all__ = ["choose_renewed", "renewable", "spare_bytes", "spread", "without_places"]
 
 _MOST_MOMENTS = 40_000  # of all schedules tried together
 _COUNTS, _FEW_COUNTS = 24, 6
@@ -35,7 +35,7 @@ def choose_renewed(order: Sequence[int], plan: Planner, *, thorough: bool = True
     seconds = none = schedule.predicted_seconds
     trials = min(_COUNTS if thorough else _FEW_COUNTS, 1 + _MOST_MOMENTS // max(1, len(trace.moments)))
     for trial in range(1, trials):
-        places = _spread(order, len(order) * trial // trials)
+        places = spread(order, len(order) * trial // trials)
         try:
             _, schedule = plan(places)
         except CapacityError:
@@ -49,17 +49,57 @@ def spare_bytes(trace: Trace, schedule: Schedule) -> tuple[int, ...]:
     """From each moment to the optimizer's step, bytes that no planned copy takes; 0 where nothing is known of it."""
     if trace.updates is None:
         return (0,) * len(trace.moments)
-    free, resident = [], set(schedule.start)
-    for moment, actions in zip(trace.moments, schedule.actions, strict=True):
-        resident.difference_update(moment.invalidates)
-        resident.difference_update(actions.evict)
-        resident.update(actions.fetch, moment.produces)
-        free.append(moment.capacity - sum(trace.sizes[x] for x in resident))
-    queued = trace.updates.queued
+    free, queued = _free_bytes(trace, schedule), trace.updates.queued
     free[queued] = trace.moments[queued].capacity  # what is there by then is fetched no more
     for now in range(queued - 1, -1, -1):
         free[now] = min(free[now], free[now + 1])
     return tuple(free)
+
+
+def renewable(trace: Trace, schedule: Schedule) -> frozenset[int]:
+    """The tensors whose copies may be renewed between gradient and step, where there are `spare_bytes`.
+
+    Those used first, as long as their copies leave room for every planned one from the step to where the schedule would
+    fetch them. More would overfill the next forward, or drive out what it uses later.
+    """
+    updates = trace.updates
+    if updates is None:
+        return frozenset()
+    count, queued = len(trace.moments), updates.queued
+    lost = frozenset(trace.moments[queued].invalidates)
+    begins: dict[int, int] = {}  # counted from the step on
+    for turn in range(count):
+        for x in schedule.actions[(queued + turn) % count].fetch:
+            begins.setdefault(x, turn)
+    free = _free_bytes(trace, schedule)
+    free = [*free[queued:], *free[:queued]]
+    found = []
+    for x in updates.tensors:
+        if x in updates.renewed or x not in lost or x not in begins:
+            continue
+        if any(nbytes < trace.sizes[x] for nbytes in free[: begins[x]]):
+            break
+        for turn in range(begins[x]):
+            free[turn] -= trace.sizes[x]
+        found.append(x)
+    return frozenset(found)
+
+
+def _free_bytes(trace: Trace, schedule: Schedule) -> list[int]:
+    """What planned copies leave in each moment."""
+    free, resident, sizes = [], set(schedule.start), trace.sizes
+    held = sum(sizes[x] for x in resident)
+    for moment, actions in zip(trace.moments, schedule.actions, strict=True):
+        for x in (*moment.invalidates, *actions.evict):
+            if x in resident:
+                resident.remove(x)
+                held -= sizes[x]
+        for x in (*actions.fetch, *moment.produces):
+            if x not in resident:
+                resident.add(x)
+                held += sizes[x]
+        free.append(moment.capacity - held)
+    return free
 
 
 def without_places(trace: Trace) -> Trace:
@@ -81,5 +121,6 @@ def without_places(trace: Trace) -> Trace:
     return replace(trace, moments=tuple(moments), updates=replace(updates, renewed=()))
 
 
-def _spread(order: Sequence[int], count: int) -> tuple[int, ...]:
+def spread(order: Sequence[int], count: int) -> tuple[int, ...]:
+    """So many of ``order``, evenly, [Note: why spread]."""
     return tuple(order[(2 * j + 1) * len(order) // (2 * count)] for j in range(count))

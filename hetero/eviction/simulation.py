@@ -6,7 +6,9 @@ written back, once that has ended. An operator waits for its operands. A written
 until the transfer has ended; a moment waits for the oldest write backs only as long as its capacity demands
 it. Gradients go home by the same link, in the middle of a period, and are waited for when too many are on their way.
 The host updates one tensor after another, each when its gradient is there; a tensor that waits for its update is
-fetched when that is done, and fetches that could start meanwhile go first. It assumes a valid schedule.
+fetched when that is done, and fetches that could start meanwhile go first. Copies that are renewed before the step
+(`hetero.eviction.renewal`) displace no planned ones, so that no moment holds more than its capacity. It assumes a valid
+schedule.
 """
 
 import heapq
@@ -14,11 +16,11 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from hetero.eviction.host_updates import HostUpdates
-from hetero.eviction.model import Links, Moment, Schedule, Trace
-from hetero.eviction.renewal import spare_bytes
+from hetero.eviction.host_updates import HostUpdates, early_sends
+from hetero.eviction.model import Links, Schedule, Trace
+from hetero.eviction.renewal import renewable, spare_bytes
 
-__all__ = ["Simulation", "simulate"]
+__all__ = ["Simulation", "Simulator", "simulate"]
 
 _MOST_ITERATIONS = 8  # a cyclic schedule settles in two or three; a link that lags behind may take longer
 
@@ -52,22 +54,50 @@ class Simulation:
 
 def simulate(trace: Trace, schedule: Schedule, links: Links) -> Simulation:
     """Run ``schedule`` until its step time repeats, and report the last iteration."""
-    run = _Run(trace, schedule, links)
-    result = run.iteration()
-    if not trace.cyclic:
+    return Simulator(trace, links).run(schedule)
+
+
+class Simulator:
+    """`simulate`, for many schedules of one trace."""
+
+    def __init__(self, trace: Trace, links: Links) -> None:
+        self.trace, self.links = trace, links
+        self.up_seconds = [links.h2d_seconds(nbytes) for nbytes in trace.sizes]
+        self.early = frozenset(early_sends(trace))
+        # Of each moment: what it waits for; what it sends, each with the time since the one before and on the link; the
+        # time after the last of them.
+        self.wanted = [(*m.operands, *m.awaits) if m.awaits else m.operands for m in trace.moments]
+        self.sends: list[tuple[tuple[float, float, int, int], ...]] = []
+        self.rest: list[float] = []
+        for moment in trace.moments:
+            run, sends = 0.0, []
+            for send in moment.sends:
+                seconds = links.latency + send.nbytes / links.d2h_bandwidth
+                sends.append((send.seconds - run, seconds, send.tensor, send.nbytes))
+                run = send.seconds
+            self.sends.append(tuple(sends))
+            self.rest.append(moment.seconds - run)
+
+    def run(self, schedule: Schedule) -> Simulation:
+        """As `simulate`."""
+        run = _Run(self, schedule)
+        result = run.iteration()
+        if not self.trace.cyclic:
+            return result
+        for _ in range(_MOST_ITERATIONS):
+            previous, result = result, run.iteration()
+            if abs(result.step_seconds - previous.step_seconds) <= 1e-9 * previous.step_seconds:
+                break
         return result
-    for _ in range(_MOST_ITERATIONS):
-        previous, result = result, run.iteration()
-        if abs(result.step_seconds - previous.step_seconds) <= 1e-9 * previous.step_seconds:
-            break
-    return result
 
 
 class _Run:
     """The state that crosses from one iteration to the next."""
 
-    def __init__(self, trace: Trace, schedule: Schedule, links: Links) -> None:
-        self.trace, self.schedule, self.links = trace, schedule, links
+    def __init__(self, simulator: Simulator, schedule: Schedule) -> None:
+        trace = simulator.trace
+        self.of, self.trace, self.links, self.schedule = simulator, trace, simulator.links, schedule
+        self.sizes = trace.sizes
         self.clock = self.down_free = self.up_free = 0.0
         self.resident = sum(trace.sizes[x] for x in schedule.start)
         self.present = set(schedule.start)
@@ -78,51 +108,65 @@ class _Run:
         self.leaving_bytes = 0
         self.sending: deque[tuple[float, int]] = deque()
         self.sending_bytes = 0
-        self.host = None if trace.updates is None else HostUpdates(trace.updates)
-        self.renewed = frozenset(() if trace.updates is None else trace.updates.renewed)
+        updates = trace.updates
+        self.host = None if updates is None else HostUpdates(updates, simulator.early)
+        self.renewed = frozenset(() if updates is None else updates.renewed)
         self.ordered: list[tuple[float, int, int]] = []  # fetches of what is not updated yet: when it will be
         self.on_order: dict[int, int] = {}  # which of these it is, once that is known
         self.orders = 0
         # What is updated early and has no place: whose copies may be renewed before the step, and were.
-        early = trace.updates is not None and trace.updates.early
+        early = updates is not None and updates.early
         self.spare = spare_bytes(trace, schedule) if early else ()
-        self.first = _first_within(trace) if early else frozenset()
-        self.to_renew: list[int] = []
+        self.first = renewable(trace, schedule) if early else frozenset()
+        self.to_renew: list[tuple[int, int]] = []  # a heap, by rank
         self.fresh: set[int] = set()
+        self.fresh_bytes = 0
 
     def iteration(self) -> Simulation:
         began = self.clock
-        down = sum(self.links.h2d_seconds(self.trace.sizes[x]) for x in self.renewed)
+        down = sum(map(self.of.up_seconds.__getitem__, self.renewed))
         up = compute = 0.0
         updates, queue = self.trace.updates, self.host
         host = 0.0 if updates is None else sum(updates.seconds)
+        finished, queued = (-1, -1) if updates is None else (updates.finished, updates.queued)
         stalls: list[float] = []
         held: list[int] = []
         leaving: list[int] = []
-        arrival = self.arrival
-        for now, (moment, actions) in enumerate(zip(self.trace.moments, self.schedule.actions, strict=True)):
+        arrival, on_order, size = self.arrival, self.on_order, self.sizes.__getitem__
+        steps = zip(
+            self.trace.moments,
+            self.schedule.actions,
+            self.of.wanted,
+            self.of.sends,
+            self.of.rest,
+            strict=True,
+        )
+        for now, (moment, actions, wanted, sends, rest) in enumerate(steps):
             reached = self.clock
-            if updates is not None and queue is not None:
-                self._order(queue.begin_until(reached))
-                if now == updates.finished:
+            if queue is not None:
+                if queue.due <= reached:
+                    self._order(queue.begin_until(reached))
+                if now == finished:
                     self.clock = queue.finish(reached)
-                if now == updates.queued:
+                    self.to_renew.clear()  # the step fetches what it has room for
+                if now == queued:
                     self._update(queue)
             if moment.invalidates:
                 self._invalidate(moment.invalidates)
-            if updates is not None and now == updates.queued:
+            if now == queued:
                 self.fresh.clear()
+                self.fresh_bytes = 0
                 self.to_renew.clear()
             if actions.evict:
                 up += self._evict(actions.evict)
             if moment.produces:
                 self.present.update(moment.produces)
-                self.resident += sum(map(self.trace.sizes.__getitem__, moment.produces))
+                self.resident += sum(map(size, moment.produces))
             fetch = actions.fetch
             if fetch:
                 if self.spare:
-                    fetch = tuple(x for x in fetch if x not in self.present)
-                self.resident += sum(map(self.trace.sizes.__getitem__, fetch))
+                    fetch = tuple([x for x in fetch if x not in self.present])
+                self.resident += sum(map(size, fetch))
             if self.leaving:
                 self._retire(reached)
                 leaving.append(self.leaving_bytes)
@@ -132,20 +176,20 @@ class _Run:
             if fetch:
                 down += self._fetch(fetch)
             if self.to_renew:
-                down += self._renew(now, moment)
+                down += self._renew(self.spare[now], moment.capacity)
             start = self.clock
-            wanted = (*moment.operands, *moment.awaits) if moment.awaits else moment.operands
-            if self.on_order:
+            if on_order:
                 self._release_for(wanted)
             if arrival:
                 for x in wanted:
                     if x in arrival:
                         arrived = arrival.pop(x)
-                        start = arrived if arrived > start else start
+                        if arrived > start:
+                            start = arrived
             stalls.append(start - reached)
             held.append(self.resident + self.leaving_bytes)
-            if moment.sends:
-                up += self._send(moment, start)
+            if sends:
+                up += self._send(sends, start, rest)
                 stalls[-1] += self.clock - start - moment.seconds
             else:
                 self.clock = start + moment.seconds
@@ -196,68 +240,65 @@ class _Run:
             self._expect(x)
         elif x in self.present:
             self.present.discard(x)
-            self.resident -= self.trace.sizes[x]
+            self.resident -= self.sizes[x]
         if x in self.first:
-            self.to_renew.append(x)
+            assert self.host is not None
+            heapq.heappush(self.to_renew, (self.host.ranks[x], x))
 
-    def _renew(self, now: int, moment: Moment) -> float:
+    def _renew(self, spare: int, capacity: int) -> float:
         """Order copies of what is being updated, as far as no planned one needs the memory before the step."""
-        sizes, busy = self.trace.sizes, 0.0
-        spare = self.spare[now] - sum(sizes[x] for x in self.fresh)
-        assert self.trace.updates is not None
-        for x in sorted(self.to_renew, key=self.trace.updates.tensors.index):
-            if sizes[x] > spare or self.resident + self.leaving_bytes + sizes[x] > moment.capacity:
+        busy = 0.0
+        while self.to_renew:
+            x = self.to_renew[0][1]
+            nbytes = self.sizes[x]
+            if nbytes > spare - self.fresh_bytes or self.resident + self.leaving_bytes + nbytes > capacity:
                 break
-            spare -= sizes[x]
-            self.to_renew.remove(x)
+            heapq.heappop(self.to_renew)
             self.fresh.add(x)
+            self.fresh_bytes += nbytes
             self.present.add(x)
-            self.resident += sizes[x]
+            self.resident += nbytes
             self._expect(x)
-            busy += self.links.h2d_seconds(sizes[x])
+            busy += self.of.up_seconds[x]
         return busy
 
-    def _send(self, moment: Moment, start: float) -> float:
+    def _send(self, sends: tuple[tuple[float, float, int, int], ...], start: float, rest: float) -> float:
         """Run the operator, sending gradients home on the way; returns how long these keep the link busy."""
-        busy = run = 0.0
-        self.clock = start
-        for send in moment.sends:
-            self.clock += send.seconds - run
-            run = send.seconds
-            seconds = self.links.latency + send.nbytes / self.links.d2h_bandwidth
-            self.up_free = max(self.up_free, self.clock) + seconds
-            if self.host is not None and self.host.land(send.tensor, self.up_free):
-                self._lose(send.tensor)
+        busy = 0.0
+        clock, free, sending, most = start, self.up_free, self.sending, self.trace.sending_bytes
+        for after, seconds, tensor, nbytes in sends:
+            clock += after
+            if clock > free:
+                free = clock
+            free += seconds
+            if self.host is not None and self.host.land(tensor, free):
+                self._lose(tensor)
             busy += seconds
-            self.sending.append((self.up_free, send.nbytes))
-            self.sending_bytes += send.nbytes
-            while self.sending and (
-                self.sending[0][0] <= self.clock or self.sending_bytes > self.trace.sending_bytes
-            ):
-                landed, nbytes = self.sending.popleft()
-                self.clock = max(self.clock, landed)
-                self.sending_bytes -= nbytes
-        self.clock += moment.seconds - run
+            sending.append((free, nbytes))
+            self.sending_bytes += nbytes
+            while sending and (sending[0][0] <= clock or self.sending_bytes > most):
+                landed, gone = sending.popleft()
+                if landed > clock:
+                    clock = landed
+                self.sending_bytes -= gone
+        self.up_free = free
+        self.clock = clock + rest
         return busy
 
     def _release_for(self, operands: tuple[int, ...]) -> None:
         """Place the fetches on the link that could start by now, and those of ``operands``."""
-        wanted = set(operands).intersection(self.on_order)
+        on_order, ordered, clock = self.on_order, self.ordered, self.clock
+        wanted = {x for x in operands if x in on_order}
         assert self.host is not None
         for x in wanted:
             self._order(self.host.begin(x))
-        while self.ordered and (wanted or self.ordered[0][0] <= self.clock):
-            ready, number, x = heapq.heappop(self.ordered)
-            if self.on_order.get(x) != number:
+        while ordered and (wanted or ordered[0][0] <= clock):
+            ready, number, x = heapq.heappop(ordered)
+            if on_order.get(x) != number:
                 continue
-            self.on_order.pop(x, None)
+            on_order.pop(x, None)
             wanted.discard(x)
-            seconds = self.links.latency + self.trace.sizes[x] / self.links.h2d_bandwidth
-            self.down_free = self.arrival[x] = max(self.down_free, ready) + seconds
-
-    def _is_late(self, x: int) -> bool:
-        """Its update has still to be done."""
-        return self.host is not None and self.host.is_late(x, self.clock)
+            self.down_free = self.arrival[x] = max(self.down_free, ready) + self.of.up_seconds[x]
 
     def _invalidate(self, tensors: tuple[int, ...]) -> None:
         for x in tensors:
@@ -302,35 +343,26 @@ class _Run:
 
     def _fetch(self, tensors: tuple[int, ...]) -> float:
         busy = 0.0
-        latency, bandwidth = self.links.latency, self.links.h2d_bandwidth
-        sizes, saved = self.trace.sizes, self.saved
+        seconds_of, saved, arrival, host, clock = (
+            self.of.up_seconds,
+            self.saved,
+            self.arrival,
+            self.host,
+            self.clock,
+        )
         if self.on_order:
             self._release_for(())
-        free = max(self.down_free, self.clock)
+        free = max(self.down_free, clock)
         for x in tensors:
-            seconds = latency + sizes[x] / bandwidth
-            if self._is_late(x):
+            seconds = seconds_of[x]
+            busy += seconds
+            if host is not None and host.is_late(x, clock):
                 self._expect(x)
-                busy += seconds
                 continue
             if x in saved:  # home is current only once the write back has ended
                 free = max(free, saved.pop(x))
             free += seconds
-            self.arrival[x] = free
-            busy += seconds
+            arrival[x] = free
         self.present.update(tensors)
         self.down_free = free
         return busy
-
-
-def _first_within(trace: Trace) -> frozenset[int]:
-    """The tensors that are used first, as many as the optimizer's step leaves room for, but those with a place."""
-    assert trace.updates is not None
-    found, room = [], trace.moments[trace.updates.queued].capacity
-    for x in trace.updates.tensors:
-        if x not in trace.updates.renewed:
-            room -= trace.sizes[x]
-            if room < 0:
-                break
-            found.append(x)
-    return frozenset(found)

@@ -17,7 +17,7 @@ from hetero.eviction import (
     Policy,
     Schedule,
     Trace,
-    choose_device_homes,
+    choose_placement,
     choose_renewed,
 )
 from hetero.msc import Phase, Segment, SegmentKey
@@ -284,7 +284,7 @@ class Cycles:
         elif keys in self._verified:
             if self.timings.learn(keys, segments):
                 if self.timings.was_in_vain(keys):
-                    self._renewed[keys] = self._choose_places(keys, (), thorough=True)
+                    self._renewed[keys] = self._choose_places(keys, ())
                     self._set_homes(())
                 else:
                     self._replan({keys: self._plans[keys].margin})
@@ -348,36 +348,35 @@ class Cycles:
             return
         self._homes_chosen.add(keys)
 
-        def planned(homes: tuple[int, ...]) -> tuple[Trace, Schedule]:
-            return self._tried(keys, homes, self._choose_places(keys, homes, thorough=False))
-
-        best = choose_device_homes(
+        best = choose_placement(
             order,
             costs,
             [tensor.device_nbytes for tensor in self._tensors],
+            may_stay=self._may_stay(plan),
             most_bytes=min(self._most_home_bytes, self.budget - plan.margin),
             links=self.timings.links(keys),
-            plan=planned,
+            plan=lambda homes, places: self._tried(keys, homes, places),
         )
         # Each kind of iteration has its own best number; all of them have to live with the least.
         others = len(self._homes_chosen) > 1
-        chosen = tuple(index for index in best.homes if not others or index in self.device_homes)
-        self._renewed[keys] = self._choose_places(keys, chosen, thorough=True)
+        chosen = tuple(index for index in best.home.homes if not others or index in self.device_homes)
+        self._renewed[keys] = best.places if chosen == best.home.homes else self._choose_places(keys, chosen)
         early = plan.trace.updates is not None and plan.trace.updates.early is not self._early
         if chosen == self.device_homes and (early or plan.renewed != self._renewed[keys]):
             self._replan({keys: plan.margin})
-        self._set_homes(chosen, on_trial=keys if best.moves_more and not self.device_homes else None)
+        self._set_homes(chosen, on_trial=keys if best.home.moves_more and not self.device_homes else None)
 
-    def _choose_places(
-        self, keys: tuple[SegmentKey, ...], homes: tuple[int, ...], *, thorough: bool
-    ) -> tuple[int, ...]:
+    def _choose_places(self, keys: tuple[SegmentKey, ...], homes: tuple[int, ...]) -> tuple[int, ...]:
         """Which parameters keep a place on the device beside ``homes``."""
-        plan = self._plans[keys]
-        if not self._early or plan.trace.updates is None:
+        others = [index for index in self._may_stay(self._plans[keys]) if index not in homes]
+        return choose_renewed(others, lambda places: self._tried(keys, homes, places)) if others else ()
+
+    def _may_stay(self, plan: CyclePlan) -> tuple[int, ...]:
+        """Those that may keep a place, by first use."""
+        updates = plan.trace.updates
+        if not self._early or updates is None:
             return ()
-        updates = plan.trace.updates.tensors
-        others = [index for index in updates if index in plan.first_uses and index not in homes]
-        return choose_renewed(others, lambda places: self._tried(keys, homes, places), thorough=thorough)
+        return tuple(index for index in updates.tensors if index in plan.first_uses)
 
     def _tried(
         self, keys: tuple[SegmentKey, ...], homes: tuple[int, ...], places: tuple[int, ...]
@@ -405,21 +404,21 @@ class Cycles:
     def _replan(self, margins: dict[tuple[SegmentKey, ...], int]) -> None:
         """Make these plans, with as many of the device homes as fit in all of them."""
         costs = self.home_costs() if self.device_homes else {}
-        while True:
+        made, waiting = dict[tuple[SegmentKey, ...], CyclePlan](), dict(margins)
+        while waiting:
+            keys = next(iter(waiting))
             try:
-                made = {
-                    keys: self._make(keys, margin, self.device_homes, costs, self._renewed.get(keys, ()))
-                    for keys, margin in margins.items()
-                }
-                break
+                made[keys] = self._make(
+                    keys, waiting[keys], self.device_homes, costs, self._renewed.get(keys, ())
+                )
+                del waiting[keys]
             except CapacityError:
-                if any(self._renewed.values()):
-                    self._renewed.clear()
+                if self._renewed.pop(keys, ()):
                     continue
                 if not self.device_homes:
                     raise
                 self.device_homes = self.device_homes[: len(self.device_homes) // 2]
-                margins = {**{keys: plan.margin for keys, plan in self._plans.items()}, **margins}
+                waiting = {**{keys: plan.margin for keys, plan in self._plans.items()}, **margins}
         self._plans.update(made)
         if self.last_plan is not None:
             self.last_plan = self._plans.get(self.last_plan.keys)

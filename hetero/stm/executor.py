@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from hetero.eviction import Actions
 from hetero.msc import MemStatsCollector, Phase, Segment, SegmentKey
 from hetero.stm.activations import Activations
+from hetero.stm.callers import CallersPart
 from hetero.stm.cycles import Cycles
 from hetero.stm.gradients import Gradients
 from hetero.stm.guard import arm, guarded
@@ -22,8 +23,6 @@ from hetero.stm.tensors import ManagedTensor
 __all__ = ["Executor"]
 
 _NOTHING = Actions()
-# Times what a caller's loss has kept, its backward may take for a while.
-_MOST_OF_ITS_OWN = 8
 
 
 class Executor:
@@ -53,9 +52,6 @@ class Executor:
         self._cap = cap
         self._is_guarded = False
         self._is_unsure = False
-        self._watched_from: int | None = (
-            None  # model data when the caller's backward began, if that is watched
-        )
         self._has_left_plan = False
         self._drift = 0
         self._number = 0
@@ -72,6 +68,7 @@ class Executor:
         self._room = residency.room
         self._room.next_use = self._next_use
         self._room.enough = self._enough
+        self._caller = CallersPart(self._room, collector.peaks, cycles.outgrown, cycles.budget)
 
     @property
     def segment(self) -> Segment | None:
@@ -105,7 +102,7 @@ class Executor:
         if key.phase is not Phase.STEP:  # which uses no copies
             self._residency.follow_stream()
         elif self._plan is not None and not place.sample:
-            self._look_back()
+            self._caller.look_back()
         self._to_evict = []
         self._to_renew = []
         self._renewed = []
@@ -132,7 +129,8 @@ class Executor:
     def finish_segment(self) -> None:
         """The segment, if any, is over."""
         if self._segment is not None:
-            self._end_watch()
+            if self._plan is not None:
+                self._caller.end(self._plan)
             self._collector.end_segment()
             self._cycles.end_segment(self._segment)
             self._segment = self._plan = None
@@ -169,13 +167,13 @@ class Executor:
 
     def renew(self, tensor: ManagedTensor) -> None:
         """Its copy has been dropped, because home is being written: order one of the result, if it has a place of its
-        own; else as soon as there is room, if the next iteration uses it among the first, as many as fit together."""
+        own; else as soon as there is room, if it can stay until it is used without displacing a planned one."""
         plan = self._plan
-        if plan is None or tensor.index not in plan.bytes_through:
+        if plan is None:
             return
         if tensor.index in plan.renewed:
             self._to_prefetch.append(tensor.index)
-        elif plan.bytes_through[tensor.index] <= plan.step_capacity:
+        elif tensor.index in plan.renewable:
             self._to_renew.append(tensor)
             self._to_renew.sort(key=lambda tensor: plan.first_uses.get(tensor.index, 0))
 
@@ -222,18 +220,11 @@ class Executor:
         if segment is None or segment.key.phase is not Phase.FORWARD or segment.left_bytes is not None:
             return
         segment.left_bytes = self._collector.non_model_bytes()
-        if plan is None or self._has_left_plan or self._is_unsure:
+        if plan is None or self._has_left_plan or self._is_unsure or segment.sampled:
             return
-        if segment.sampled:
-            return
-        known = plan.left[self._number]
-        # Beside what the model itself has been seen to keep.
-        more = 0 if known is None else segment.left_bytes - known - plan.margin - self._drift
-        if more > 0 and self._room.exceeds(self._limit() - _MOST_OF_ITS_OWN * more):
-            self._watched_from = self._room.excess(0)
-            self._collector.peaks.begin()
-        else:
-            more = self._look_back()
+        more = self._caller.begin_backward(
+            segment, plan, number=self._number, position=max(0, self._position - 1), drift=self._drift
+        )
         if more > 0:
             self._drift += more
             self._set_guarded(True)
@@ -355,26 +346,6 @@ class Executor:
         drift = self._collector.non_model_bytes() - plan.non_model[position] - plan.margin
         self._cycles.outgrown.note(drift)
         return max(0, drift)
-
-    def _end_watch(self) -> None:
-        """The caller's backward, which was watched, is over: what it took, beside the model data there were before it,
-        might have passed the budget."""
-        plan, before = self._plan, self._watched_from
-        self._watched_from = None
-        if before is None or plan is None:
-            return
-        non_model = self._collector.peaks.next_period() - self._room.excess(0)
-        self._collector.peaks.end()
-        if before + non_model + plan.margin > self._cycles.budget:
-            expected = self._cycles.budget - plan.limits[self._position - 1]
-            self._cycles.outgrown.note(non_model - expected, passes_budget=True)
-
-    def _look_back(self) -> int:
-        """By how much the budget was passed since this was asked before, where nothing of ours ran."""
-        more = self._collector.peaks.passed(self._cycles.budget)
-        if more > 0:
-            self._cycles.outgrown.note(more, passes_budget=True)
-        return more
 
     def _evict(self, planned: tuple[int, ...]) -> None:
         if not planned and not self._to_evict:

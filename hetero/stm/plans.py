@@ -22,6 +22,7 @@ from hetero.eviction import (
     Updates,
     leave_link_free,
     plan_iteration,
+    renewable,
     spare_bytes,
     without_places,
 )
@@ -92,9 +93,9 @@ class CyclePlan:
         return tuple(sorted(there, key=self.first_uses.__getitem__))
 
     @functools.cached_property
-    def step_capacity(self) -> int:
-        """What the optimizer's step leaves to copies, bytes."""
-        return min((moment.capacity for moment in self._moments(Phase.STEP)), default=0)
+    def renewable(self) -> frozenset[int]:
+        """Tensors without a place whose copies may be renewed before the step all the same."""
+        return renewable(self.trace, self.schedule)
 
     @functools.cached_property
     def forward_seconds(self) -> float:
@@ -109,15 +110,6 @@ class CyclePlan:
             if key.phase is phase
             for moment in self.trace.moments[begin:end]
         ]
-
-    @functools.cached_property
-    def bytes_through(self) -> dict[int, int]:
-        """Bytes of the copies of each tensor and of all that are used first before it is."""
-        through, nbytes = {}, 0
-        for index in sorted(self.first_uses, key=self.first_uses.__getitem__):
-            nbytes += 0 if index in self.renewed else self.trace.sizes[index]
-            through[index] = nbytes
-        return through
 
     def find(self, operands: tuple[int, ...], begin: int, end: int) -> int | None:
         """The first moment in ``[begin, end)`` with these operands."""

@@ -101,9 +101,8 @@ def _totalled(trace: Trace, actions: tuple[Actions, ...], policy: str) -> Schedu
     dirty: set[int] = set()
     start: tuple[int, ...] = ()
     fetched = written = 0
-    for _ in range(
-        3
-    ):  # what is there when an iteration begins has settled after one, what is dirty after two
+    # What is there when an iteration begins has settled after one, what is dirty after two.
+    for _ in range(3):
         start = tuple(sorted(present))
         fetched = written = 0
         for moment, action in zip(trace.moments, actions, strict=True):

@@ -5,7 +5,7 @@ from itertools import chain, combinations
 
 from hypothesis import strategies as st
 
-from hetero.eviction import Actions, Links, Moment, Schedule, Trace
+from hetero.eviction import Actions, Links, Moment, Schedule, Send, Trace, Updates
 
 LINKS = Links(h2d_bandwidth=10.0, d2h_bandwidth=5.0, latency=0.01)
 SIZES = st.integers(0, 9)
@@ -59,6 +59,53 @@ def traces_with_products(draw, *, products=4, **keywords):
         gone = (uses[-1] + 1) % count
         moments[gone] = replace(moments[gone], invalidates=(*moments[gone].invalidates, index))
     return replace(trace, sizes=tuple(sizes), moments=tuple(moments))
+
+
+@st.composite
+def traces_with_updates(draw, *, tensors=6, again=False):
+    """A forward, a backward from which gradients go home, and a step, whose updates may begin in that backward.
+
+    Some tensors have a place of their own. ``again``: they may be used after their gradient has left, too.
+    """
+    count = draw(st.integers(1, tensors))
+    nbytes = tuple(draw(st.lists(st.integers(1, 4), min_size=count, max_size=count)))
+    renewed = draw(st.sets(st.integers(0, count - 1)))
+    room = draw(st.sampled_from([0, 12, 60]))  # beside operands, at most
+    moments = [_layer(draw, nbytes, renewed, {x}, room) for x in range(count)]
+    for x in reversed(range(count)):
+        late = draw(st.sets(st.integers(x + 1, count - 1), max_size=1)) if again and x + 1 < count else set()
+        moments.append(_layer(draw, nbytes, renewed, {x, *late}, room))
+        if draw(st.integers(0, 5)):  # without, it is stepped by a gradient that was there
+            when = draw(st.sampled_from([0.0, 0.5, 1.0])) * moments[-1].seconds
+            moments[-1] = replace(moments[-1], sends=(Send(tensor=x, nbytes=nbytes[x], seconds=when),))
+    gone = tuple(x for x in range(count) if x not in renewed)
+    moments += [
+        _layer(draw, nbytes, renewed, set(), room),
+        replace(_layer(draw, nbytes, renewed, set(), room), invalidates=gone),
+    ]
+    return Trace(
+        sizes=nbytes,
+        moments=tuple(moments),
+        sending_bytes=draw(st.integers(0, 20)),
+        updates=Updates(
+            tensors=tuple(range(count)),
+            seconds=tuple(draw(st.lists(st.sampled_from([0.01, 0.1, 1.0]), min_size=count, max_size=count))),
+            queued=len(moments) - 1,
+            finished=len(moments) - 2,
+            early=draw(st.integers(0, 3)) > 0,
+            renewed=tuple(sorted(renewed)),
+        ),
+    )
+
+
+def _layer(draw, nbytes, renewed, used, room):
+    operands = tuple(sorted(used - renewed))
+    return Moment(
+        operands=operands,
+        awaits=tuple(sorted(used & renewed)),
+        seconds=draw(st.sampled_from([0.0, 1.0, 4.0])),
+        capacity=sum(nbytes[x] for x in operands) + draw(st.integers(room // 2, room)),
+    )
 
 
 def schedule_of(*actions, start=(), fetched=0, written_back=0):

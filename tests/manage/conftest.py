@@ -9,8 +9,8 @@ from accelerators import ON_CUDA, StepsAtHome
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import hetero
-from hetero.eviction import CapacityError, HomeStep
-from hetero.eviction.renewal import _spread
+from hetero.eviction import CapacityError, HomeStep, placement
+from hetero.eviction.renewal import spread
 from hetero.stm import cycles
 from hetero.stm.deferred import Update, UpdateQueue
 from hetero.stm.devicehomes import DeviceHomes
@@ -68,13 +68,15 @@ def places(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def most(order, plan, *, thorough=True):  # type: ignore[no-untyped-def]
         for count in range(len(order) // 2, 0, -1):
-            chosen = _spread(order, count)
+            chosen = spread(order, count)
             with contextlib.suppress(CapacityError):
                 plan(chosen)
                 return chosen
         return ()
 
     monkeypatch.setattr(cycles, "choose_renewed", most)
+    monkeypatch.setattr(placement, "choose_renewed", most)
+    monkeypatch.setattr(placement, "_refined", lambda pairs, coarse, *limits: coarse)
     monkeypatch.setattr(
         Forecast, "is_habit", property(lambda self: True, lambda self, value: None), raising=False
     )
@@ -94,7 +96,8 @@ def homes_on_device(monkeypatch: pytest.MonkeyPatch) -> None:
                     return HomeStep(homes=tuple(movable[:count]), nbytes=nbytes, seconds=0.0)
         return HomeStep(homes=(), nbytes=0, seconds=0.0)
 
-    monkeypatch.setattr(cycles, "choose_device_homes", most)
+    monkeypatch.setattr(placement, "choose_device_homes", most)
+    monkeypatch.setattr(placement, "_refined", lambda pairs, coarse, *limits: coarse)
     monkeypatch.setattr(Timings, "is_final", lambda self, keys: True)
     monkeypatch.setattr(Timings, "was_in_vain", lambda self, keys: False)
     monkeypatch.setattr(DeviceHomes, "_is_timed", lambda self, tensors: True)

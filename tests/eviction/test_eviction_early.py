@@ -1,0 +1,233 @@
+"""Updates that begin in backward: what a moment holds, which of them begin early, and what no schedule can beat."""
+
+from dataclasses import replace
+from itertools import pairwise, product
+
+import numpy as np
+import pytest
+from hypothesis import assume, event, given, settings
+from hypothesis import strategies as st
+from random_traces import LINKS, POLICIES, traces_with_updates
+
+from hetero.errors import PlanError
+from hetero.eviction import (
+    Actions,
+    Links,
+    Moment,
+    Schedule,
+    Send,
+    Trace,
+    Updates,
+    check,
+    lower_bound,
+    lower_bound_seconds,
+    plan,
+    renewable,
+    simulate,
+    spare_bytes,
+    without_places,
+)
+from hetero.eviction.fluid import fluid
+from hetero.eviction.host_updates import early_sends
+from hetero.eviction.intervals import read_intervals
+from hetero.eviction.reach import read_reachable
+from hetero.eviction.sweep import repair
+from hetero.eviction.transfers import lay_out
+
+SLOW = Links(h2d_bandwidth=1.0, d2h_bandwidth=2.0, latency=0.25)
+BOTH = st.sampled_from([LINKS, SLOW])
+TRACES = st.one_of(traces_with_updates(), traces_with_updates(again=True))
+
+
+def any_schedule(data, trace):
+    """One that the planner need not like."""
+    problem = read_intervals(trace)
+    stays = np.array(
+        data.draw(st.lists(st.booleans(), min_size=len(problem.use), max_size=len(problem.use))), dtype=bool
+    )
+    # Nothing is to be decided between a use and the next moment's.
+    keep = repair(problem, problem.room, problem.reused & (stays | (problem.end == problem.begin)))
+    schedule = lay_out(problem, keep, prefetch=data.draw(st.booleans()), policy="random")
+    check(trace, schedule)
+    return schedule
+
+
+@settings(max_examples=300, deadline=None)
+@given(trace=TRACES, links=BOTH, policy=st.sampled_from(POLICIES), data=st.data())
+def test_no_moment_holds_more_than_its_capacity(trace, links, policy, data):
+    for schedule in (plan(trace, links=links, policy=policy), any_schedule(data, trace)):
+        result = simulate(trace, schedule, links)
+        for moment, nbytes in zip(trace.moments, result.model_bytes, strict=True):
+            assert nbytes <= moment.capacity
+
+
+def residents(trace, schedule):
+    """What is planned to be there in each moment, by replaying two iterations."""
+    found, there = [], set()
+    for now in range(2 * len(trace.moments)):
+        now %= len(trace.moments)
+        there -= {*trace.moments[now].invalidates, *schedule.actions[now].evict}
+        there |= {*schedule.actions[now].fetch}
+        found.append(set(there))
+    return found[len(trace.moments) :]
+
+
+@settings(max_examples=200, deadline=None)
+@given(trace=TRACES, policy=st.sampled_from(POLICIES))
+def test_what_may_be_renewed_early_fits_beside_everything_planned_until_it_would_be_fetched(trace, policy):
+    schedule = plan(trace, links=SLOW, policy=policy)
+    planned, early = residents(trace, schedule), set(renewable(trace, schedule))
+    event(f"renewable: {bool(early)}")
+    count, queued = len(trace.moments), trace.updates.queued
+    assert early <= {*trace.moments[queued].invalidates} - {*trace.updates.renewed}
+    for turn in range(count):
+        now = (queued + turn) % count
+        early -= planned[now]
+        held = sum(trace.sizes[x] for x in planned[now] | early)
+        assert held <= trace.moments[now].capacity
+    assert not early
+    spare = spare_bytes(trace, schedule)
+    assert all(more >= less for less, more in pairwise(spare[: queued + 1]))
+
+
+def test_what_fits_the_step_and_not_the_next_forward_is_not_renewed_early():
+    """Two layers of 4 bytes; 10 at the step, 6 in the first forward."""
+
+    def layer(x, capacity, sends=()):
+        return Moment(operands=(x,), seconds=9.0, capacity=capacity, sends=sends)
+
+    def ends(x):
+        return (Send(tensor=x, nbytes=4, seconds=0.0),)
+
+    def trace(capacity):
+        return Trace(
+            sizes=(4, 4),
+            moments=(
+                layer(0, capacity),
+                layer(1, 10),
+                layer(1, 10, ends(1)),
+                layer(0, 10, ends(0)),
+                Moment(operands=(), capacity=10, seconds=9.0),
+                Moment(operands=(), capacity=10, invalidates=(0, 1)),
+            ),
+            sending_bytes=8,
+            updates=Updates(tensors=(0, 1), seconds=(0.1, 0.1), queued=5, finished=4, early=True),
+        )
+
+    for capacity, expected in ((6, {0}), (8, {0, 1})):
+        some = trace(capacity)
+        schedule = plan(some, links=LINKS)
+        assert renewable(some, schedule) == expected
+        assert simulate(some, schedule, LINKS).model_bytes[0] == 4 * len(expected)
+
+
+@settings(max_examples=200, deadline=None)
+@given(trace=TRACES)
+def test_a_tensor_that_is_used_again_or_has_two_gradients_is_not_updated_early(trace):
+    sends = early_sends(trace)
+    if not trace.updates.early:
+        assert not sends
+        return
+    for x in trace.updates.tensors:
+        at = [now for now, moment in enumerate(trace.moments) for send in moment.sends if send.tensor == x]
+        uses = [now for now, moment in enumerate(trace.moments) if x in (*moment.operands, *moment.awaits)]
+        alone = len(at) == 1 and at[0] < trace.updates.queued
+        assert (x in sends) == (alone and not any(at[0] < use < trace.updates.queued for use in uses))
+        assert x not in sends or sends[x] == at[0]
+
+
+# -- bounds ---------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=250, deadline=None)
+@given(trace=TRACES, links=BOTH, checkpoints=st.sampled_from([1, 2, 5, 64]), data=st.data())
+def test_no_schedule_is_faster_than_the_bounds_with_places_and_without(trace, links, checkpoints, data):
+    schedules = (
+        plan(trace, links=links, policy=data.draw(st.sampled_from(POLICIES))),
+        any_schedule(data, trace),
+    )
+    fastest = min(simulate(trace, schedule, links).step_seconds for schedule in schedules)
+    for some in (trace, without_places(trace)):
+        assert fastest >= fluid(some, links, checkpoints=checkpoints).step_seconds * (1 - 1e-9)
+        assert fastest >= lower_bound_seconds(some, links) * (1 - 1e-9)
+
+
+def every_schedule(trace):
+    """Each choice of what stays, and of the moment at which each fetch starts."""
+    problem = read_intervals(trace)
+    count = len(trace.moments)
+    free = problem.reused & (problem.end > problem.begin)
+    for stays in product((False, True), repeat=int(free.sum())):
+        keep = problem.reused.copy()
+        keep[free] = stays
+        starts = [
+            range(int(problem.release[j]), int(problem.next_use[j]) + 1)
+            for j in np.flatnonzero(~keep & (problem.next_use >= 0))
+        ]
+        if (problem.load(keep) > problem.room).any() or np.prod([len(each) for each in starts]) > 400:
+            continue
+        for chosen in product(*starts):
+            evict, fetch = [[] for _ in range(count)], [[] for _ in range(count)]
+            start = {int(problem.tensor[j]) for j in np.flatnonzero(keep & (problem.next_use >= count))}
+            fetched = 0
+            for j, at in zip(np.flatnonzero(~keep & (problem.next_use >= 0)).tolist(), chosen, strict=True):
+                x = int(problem.tensor[j])
+                if problem.reused[j] or problem.end[j] > problem.begin[j]:
+                    evict[int(problem.begin[j]) % count].append(x)
+                fetch[at % count].append((int(problem.next_use[j]), x))
+                if at < count <= problem.next_use[j]:
+                    start.add(x)
+                fetched += trace.sizes[x]
+            schedule = Schedule(
+                actions=tuple(
+                    Actions(evict=tuple(gone), fetch=tuple(x for _, x in sorted(come)))
+                    for gone, come in zip(evict, fetch, strict=True)
+                ),
+                start=tuple(sorted(start)),
+                fetched_bytes=fetched,
+                written_back_bytes=0,
+                predicted_seconds=0.0,
+                policy="exhaustive",
+            )
+            try:
+                check(trace, schedule)
+            except PlanError:  # it fits no memory, or leaves in the moment in which it comes
+                continue
+            yield schedule
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    trace=st.one_of(traces_with_updates(tensors=3), traces_with_updates(tensors=3, again=True)), links=BOTH
+)
+def test_the_best_of_all_schedules_of_a_tiny_iteration_is_not_below_the_bounds(trace, links):
+    found = [simulate(trace, schedule, links).step_seconds for schedule in every_schedule(trace)]
+    assume(found)
+    event(f"schedules: {len(found) // 10 * 10}")
+    assert min(found) >= lower_bound_seconds(trace, links) * (1 - 1e-9)
+    assert min(found) >= fluid(trace, links).step_seconds * (1 - 1e-9)
+
+
+def test_the_bound_is_reached_where_the_link_carries_what_backward_has_updated():
+    """One tensor of 10 bytes goes down, is updated in 2 s and comes up again, all before the step."""
+    use = Moment(operands=(0,), seconds=1.0, capacity=10)
+    backward = replace(use, sends=(Send(tensor=0, nbytes=10, seconds=1.0),))
+    rest = Moment(operands=(), seconds=30.0, capacity=10)
+    step = replace(rest, seconds=0.0, invalidates=(0,))
+    updates = Updates(tensors=(0,), seconds=(2.0,), queued=4, finished=3, early=True)
+    trace = Trace(sizes=(10,), moments=(use, backward, rest, step, step), sending_bytes=10, updates=updates)
+    links = Links(h2d_bandwidth=1.0, d2h_bandwidth=1.0)
+    schedule = plan(trace, links=links)
+    assert simulate(trace, schedule, links).step_seconds == lower_bound_seconds(trace, links) == 32.0
+    late = replace(trace, updates=replace(updates, early=False))
+    assert lower_bound_seconds(late, links) == pytest.approx(42.0)  # all of the copy lies behind the step
+
+
+@settings(max_examples=100, deadline=None)
+@given(trace=TRACES)
+def test_bytes_are_bounded_as_if_updates_began_in_the_step(trace):
+    problem, reached = read_intervals(trace), read_reachable(trace)
+    assert (reached.release <= problem.release).all()
+    assert (reached.release[problem.next_use >= 0] >= problem.use[problem.next_use >= 0]).all()
+    assert (reached.end <= problem.end).all()
+    assert lower_bound(trace) == lower_bound(replace(trace, updates=replace(trace.updates, early=False)))
