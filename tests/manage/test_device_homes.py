@@ -27,14 +27,15 @@ def living(manager):
     return {tensor.name for tensor in manager._stm.tensors if tensor.stays}
 
 
-def managed_mlp(budget="4MiB", make_optimizer=adamw):
+def managed_mlp(budget="4MiB", make_optimizer=adamw, *, activations=True):
     target = device()
     gc.collect()
     clear_races()
     torch.manual_seed(0)
     model = mlp()
     optimizer = make_optimizer(model)
-    return model, optimizer, hetero.manage(model, optimizer, device=target, device_budget=budget), target
+    manager = hetero.manage(model, optimizer, device=target, device_budget=budget, activations=activations)
+    return model, optimizer, manager, target
 
 
 def step(model, optimizer, target):
@@ -310,7 +311,8 @@ def test_deterministic_algorithms_and_the_switch_keep_everything_at_home():
 
 
 def test_the_plan_says_where_parameters_live_and_what_moves():
-    model, optimizer, manager, target = managed_mlp(1100 << 10)
+    # Parameters alone: whether activations move as well is a matter of measured times.
+    model, optimizer, manager, target = managed_mlp(1100 << 10, activations=False)
     with manager:
         assert manager.plan is None
         for _ in range(6):
