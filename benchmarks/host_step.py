@@ -200,6 +200,7 @@ def _measure(name: str, device: torch.device, arguments: argparse.Namespace) -> 
         "share": share,
         "held": held,
         "clips": clips,
+        "layer_seconds": arguments.layer_seconds,
         "bandwidth": bandwidth,
         "device_budget": budget,
         "weights_bytes": job.model.nbytes,

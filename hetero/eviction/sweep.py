@@ -109,7 +109,7 @@ class _Walk:
             load -= leaving[now]
             for instance in entering[bounds[now] : bounds[now + 1]]:
                 if first_in is not None:
-                    rank = first_in.entered(instance, now)
+                    rank = first_in.rank(instance, first_in.entered(instance, now))
                     if not holds[instance]:
                         continue
                 else:
@@ -224,6 +224,7 @@ class _FirstIn:
     def __init__(self, walk: _Walk) -> None:
         self.tensor: list[int] = np.tile(walk.problem.tensor, walk.turns).tolist()
         self.reused: list[bool] = np.tile(walk.problem.reused, walk.turns).tolist()
+        self.count = max(self.tensor, default=0) + 1
         self.since: dict[int, int] = {}
 
     def entered(self, instance: int, now: int) -> int:
@@ -232,6 +233,10 @@ class _FirstIn:
         if not self.reused[instance]:  # the next use fetches anew, whatever happens until then
             del self.since[self.tensor[instance]]
         return since
+
+    def rank(self, instance: int, since: int) -> int:
+        """Of those that came at once, the lower tensor first, as `FirstIn` says."""
+        return since * self.count + self.tensor[instance]
 
     def left(self, instance: int) -> None:
         self.since.pop(self.tensor[instance], None)

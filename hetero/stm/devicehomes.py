@@ -156,6 +156,7 @@ class DeviceHomes:
             self._refused[index] = 0 if index in self._here else self._refused[index] + 1
         if any(count == _PATIENCE for count in self._refused.values()):
             self._stm.cycles.refuse_device_homes()
+        self.note_moves()  # at once: what the books do not know of counts as the operators' own
         return dict(self._here)
 
     def run(

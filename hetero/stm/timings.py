@@ -136,7 +136,8 @@ def _middle(rounds: Sequence[IterationTimes], probed: Links, before: Timing | No
     return Timing(
         periods=one.segments,
         links=fit_links([copy for each in rounds for copy in each.copies], probed),
-        queued=one.queued,
+        # What lives on the device was not queued, and would be at home.
+        queued=tuple(dict.fromkeys((*one.queued, *(() if before is None else before.queued)))),
         host_seconds=host or (0.0 if before is None else before.host_seconds),
         measured_seconds=one.seconds,
         waited=one.waited,

@@ -53,6 +53,17 @@ def test_a_trace_that_does_not_repeat_starts_empty():
         check(replace(TWO, cyclic=False), GOOD)
 
 
+def ceases_first(trace, schedule, moment, tensor):
+    """After ``moment`` an invalidation of ``tensor`` comes before a fetch."""
+    count = len(trace.moments)
+    for now in (t % count for t in range(moment + 1, moment + 1 + count)):
+        if tensor in trace.moments[now].invalidates:
+            return True
+        if tensor in schedule.actions[now].fetch:
+            return False
+    return False
+
+
 @settings(max_examples=150, deadline=None)
 @given(trace=traces(sizes=st.integers(1, 9)), data=st.data())
 def test_a_valid_schedule_less_one_transfer_is_refused(trace, data):
@@ -67,5 +78,7 @@ def test_a_valid_schedule_less_one_transfer_is_refused(trace, data):
     broken = (*schedule.actions[:moment], fewer, *schedule.actions[moment + 1 :])
     # Skipping the eviction of a clean copy in a trace that ends breaks nothing.
     assume(trace.cyclic or actions.fetch)
+    # Nor of one that would cease to exist before it is fetched again, where there is room for it until then.
+    assume(actions.fetch or not ceases_first(trace, schedule, moment, actions.evict[0]))
     with pytest.raises(PlanError):
         check(trace, replace(schedule, actions=broken))
