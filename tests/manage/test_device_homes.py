@@ -17,7 +17,7 @@ from twins import adamw, assert_same, assert_twins, device
 
 import hetero
 from hetero.stm import Kind, Tier
-from hetero.stm.devicehomes import can_step_on_device
+from hetero.stm.devicehomes import DeviceHomes, can_step_on_device
 from hetero.stm.timings import Timings
 
 pytestmark = pytest.mark.usefixtures("homes_on_device", "late_queue")
@@ -85,6 +85,24 @@ def test_fewer_live_there_under_a_smaller_budget_and_the_peak_keeps_to_it():
             counts.append(len(living(manager)))
         assert races() == []
     assert 0 < counts[0] < counts[1]
+
+
+def test_the_books_follow_what_comes_to_the_device_at_once(monkeypatch):
+    taken, take = [], DeviceHomes.take
+
+    def noting(self, candidates):
+        before = self._stm.collector.non_model_bytes()
+        here = take(self, candidates)
+        taken.append((len(here), before, self._stm.collector.non_model_bytes()))
+        return here
+
+    monkeypatch.setattr(DeviceHomes, "take", noting)
+    model, optimizer, manager, target = managed_mlp(900 << 10)
+    with manager:
+        for _ in range(4):
+            step(model, optimizer, target)
+    assert taken[0][0] == 0 < taken[-1][0]
+    assert all(after <= before for _, before, after in taken)  # else states would count as the operators' own
 
 
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])

@@ -23,6 +23,7 @@ from hetero.msc import (
     read_times,
 )
 from hetero.msc.collector import Copy
+from hetero.stm import timings
 from hetero.stm.timings import Timings, fit_links
 
 PROBED = Links(h2d_bandwidth=100.0, d2h_bandwidth=50.0, latency=0.5)
@@ -233,3 +234,12 @@ def test_an_iteration_that_is_not_timed_records_nothing(planned):
         assert not each.timed
         assert each.copies == []
         assert all(not period.waits and period.begin is None for period in each.periods)
+
+
+def test_what_lived_on_the_device_counts_as_queued_once_it_is_home():
+    def times(queued):
+        return IterationTimes(segments=(), seconds=1.0, waited={}, copies=(), queued=queued)
+
+    probed = Links(h2d_bandwidth=1e9, d2h_bandwidth=1e9)
+    before = timings._middle([times((0, 1, 2))], probed, None, 0.0)
+    assert timings._middle([times((2, 3))], probed, before, 0.0).queued == (2, 3, 0, 1)
