@@ -23,11 +23,11 @@ class Layers:
     room: int
 
 
-def least_seconds(layers: Layers, *, speculates: bool, homes: int = 0, home_room: int = 2) -> float:
-    """With ``homes`` first layers on the device, each of which takes the room of ``home_room``."""
+def least_seconds(layers: Layers, *, speculates: bool, homes: int = 0) -> float:
+    """With ``homes`` first layers on the device: each takes its own room all along, and its gradient's for a while."""
     forward, count = layers.compute / 3, layers.count
     norm_known = 2 * forward * count
-    room = layers.room - homes * home_room
+    room = layers.room - homes
     arrived = _arrivals(layers, homes)
     if not speculates:
         arrived = [max(time, norm_known) for time in arrived]
@@ -50,13 +50,10 @@ def least_seconds(layers: Layers, *, speculates: bool, homes: int = 0, home_room
     return clock
 
 
-def least_with_homes(layers: Layers, *, speculates: bool, home_room: int = 2) -> tuple[float, int]:
+def least_with_homes(layers: Layers, *, speculates: bool) -> tuple[float, int]:
     """With the best number of homes that leaves room for two layers; and that number."""
-    most = max(0, (layers.room - 2) // home_room)
-    return min(
-        (least_seconds(layers, speculates=speculates, homes=n, home_room=home_room), n)
-        for n in range(most + 1)
-    )
+    most = max(0, layers.room - 2)
+    return min((least_seconds(layers, speculates=speculates, homes=n), n) for n in range(most + 1))
 
 
 def _arrivals(layers: Layers, homes: int) -> list[float]:
