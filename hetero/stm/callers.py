@@ -57,6 +57,10 @@ class CallersPart:
         if before + non_model + plan.margin > self._budget:
             self._outgrown.note(non_model - self._planned, passes_budget=True)
 
+    def begin_iteration(self) -> None:
+        """What was there before, between iterations, is nobody's growth."""
+        self._peaks.passed(self._budget)
+
     def look_back(self) -> int:
         """If the budget was passed since this was asked before: how much more than planned there was then; else 0."""
         passed = self._peaks.passed(self._budget)

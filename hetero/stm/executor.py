@@ -103,6 +103,8 @@ class Executor:
             self._residency.follow_stream()
         elif self._plan is not None and not place.sample:
             self._caller.look_back()
+        if place.number == 0 and not place.sample:
+            self._caller.begin_iteration()
         self._to_evict = []
         self._to_renew = []
         self._renewed = []
@@ -196,13 +198,9 @@ class Executor:
         """Before what the caller does between forward and backward, unguarded: what was measured of it fits, and where
         nothing was, all that can leave does."""
         follows = self._plan is not None and not self._has_left_plan and not self._is_unsure
-        limit = (
-            self._limit()
-            if follows
-            else None
-            if self._is_unsure
-            else self._cycles.measured_limit(self._segment)
-        )
+        limit = self._limit() if follows else self._cycles.measured_limit(self._segment)
+        if self._is_unsure:
+            limit = None
         # Where forward kept more than was measured, the caller may need more as well.
         if follows and not self._drift and limit is not None and not self._room.exceeds(limit):
             return

@@ -110,6 +110,20 @@ def test_what_is_measured_again_is_not_kept_free_twice():
     assert margins[-1] <= max(margins) // 4  # what passes the budget by little for once may be added later
 
 
+def test_what_the_caller_needs_between_iterations_is_no_growth():
+    target = device()
+    model = chain()
+    optimizer = adamw(model)
+    with hetero.manage(model, optimizer, device=target, device_budget=BUDGET) as manager:
+        for step in range(STEPS):
+            wide_loss(model(torch.randn(ROWS, WIDTH).to(target)), 1).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step > FIRST_WIDE:
+                torch.empty(BUDGET + (step << 10), dtype=torch.uint8, device=target)
+        assert manager._stm.cycles.last_plan.margin == 0
+
+
 def test_settled_it_ends_that_and_the_budget_holds_again():
     target = device()
 
