@@ -147,7 +147,9 @@ def main() -> None:
     for name in arguments.rows:
         rows[name] = row = _measure(name, device, arguments)
         print(_line(row), flush=True)
-    parameters = {key: value for key, value in vars(arguments).items() if key != "rows"}
+    parameters = {
+        key: value for key, value in vars(arguments).items() if key not in ("rows", "layer_seconds")
+    }
     write("host_step", {**parameters, "latency": LATENCY}, list(rows.values()), device=device)
 
 

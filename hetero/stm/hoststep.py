@@ -62,7 +62,6 @@ class HostStep:
     ) -> None:
         self.optimizer = self._optimizer = optimizer
         self._stm = manager
-        self._note_states = note_states
         self._kept_ids = kept_ids
         self._own_step: Any = None
         self._step_method: Any = None
@@ -155,7 +154,7 @@ class HostStep:
         self._stepped = set(stepped)
         self.device_homes.adopt(self._stepped)
         self.device_homes.bring_states_home(self._kept_ids())
-        self._note_states()
+        self.device_homes.note_moves(always=True)
 
     def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
         """``load_state_dict`` has put other states in the place of those that were known."""
@@ -163,7 +162,7 @@ class HostStep:
         self._stepped.clear()
         with plain():
             self.device_homes.take({})  # the next steps bring back those that the plan wants there
-        self._note_states()
+        self.device_homes.note_moves(always=True)
 
     @property
     def kernels(self) -> list[GroupKernels]:
@@ -236,7 +235,7 @@ class HostStep:
         finally:
             self._leave()
         self.capture.move_versions()
-        self._note_states()
+        self.device_homes.note_moves(always=True)
         return result
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

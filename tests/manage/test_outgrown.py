@@ -163,7 +163,15 @@ def test_settled_it_ends_that_and_the_budget_holds_again():
     assert max(over[:STEPS] + over[STEPS + 2 :]) <= 0, over
 
 
-def test_an_iteration_that_grows_a_little_each_time_is_planned_anew_less_and_less_often():
+def test_an_iteration_that_grows_a_little_each_time_is_planned_anew_less_and_less_often(monkeypatch):
+    planned, keep_free = [], Outgrown.keep_free
+
+    def counting(self, keys, *, missed):
+        planned.append(keep_free(self, keys, missed=missed))
+        return planned[-1]
+
+    monkeypatch.setattr(Outgrown, "keep_free", counting)
+
     def loop(model, optimizer, target):
         kept, seen = [], []
         for _ in range(24):
@@ -176,7 +184,8 @@ def test_an_iteration_that_grows_a_little_each_time_is_planned_anew_less_and_les
             optimizer.zero_grad()
         return seen
 
-    assert_twins(chain, loop, budget=1 << 20)
+    assert_twins(chain, loop, budget=BUDGET + 24 * 2 * ROWS * WIDTH * 4)
+    assert 0 < sum(map(bool, planned)) <= 5  # of 24: each time twice as much as was seen is kept free
 
 
 # -- the pieces ----------------------------------------------------------------------------------------
