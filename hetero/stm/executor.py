@@ -122,9 +122,6 @@ class Executor:
         elif len(self._gradients.kept) and key.phase is not Phase.STEP:
             self._cycles.samples.note_gradients(key)
         self._drift = self._measure_drift(self._position)
-        # Before anything is known, a gradient is handed over at once: what is measured is then the operator's
-        # own memory. Afterwards copies may overlap, within what the plan reserved for them.
-        self._gradients.in_flight_limit = 0 if self._plan is None else self._plan.gradient_reserve
         # What runs before the segment's first managed operator has a period too.
         self.before_operator([], key.phase.value)
 
@@ -140,6 +137,7 @@ class Executor:
     def before_operator(self, operands: list[ManagedTensor], name: object) -> None:
         """The pre-op sampling moment: measure, then change the layout as planned, then make operands resident."""
         self._activations.settle()
+        self._limit_gradients()
         collector = self._collector
         if self._is_in_place(operands):
             self._position += 1
@@ -329,9 +327,21 @@ class Executor:
         limit = self._plan.limits[max(0, self._position - 1)] - self._drift
         return min(limit, self._cycles.unplanned_limit(None)) if self._has_left_plan else limit
 
+    def _limit_gradients(self) -> None:
+        """Before anything is known, a gradient is handed over at once: what is measured is then the operator's own
+        memory. Afterwards copies may overlap, within what the plan keeps free for them here."""
+        plan, gradients = self._plan, self._gradients
+        limit = 0 if plan is None else plan.gradient_reserves[min(self._position, self._stop - 1)]
+        gradients.in_flight_limit = limit
+        if plan is not None and self._is_backward() and gradients.in_flight_bytes > limit:
+            gradients.reclaim(gradients.in_flight_bytes - limit)
+
+    def _is_backward(self) -> bool:
+        return self._segment is not None and self._segment.key.phase is Phase.BACKWARD
+
     def _gradient_room(self) -> int:
         """What has to stay free for gradients that will be on their way before the next moment."""
-        if self._plan is None or self._segment is None or self._segment.key.phase is not Phase.BACKWARD:
+        if self._plan is None or not self._is_backward():
             return 0
         return max(0, self._gradients.in_flight_limit - self._gradients.in_flight_bytes)
 

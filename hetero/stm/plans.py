@@ -28,7 +28,7 @@ from hetero.eviction import (
 )
 from hetero.msc import Phase, Segment, SegmentKey
 from hetero.stm.lives import Lives, read_lives
-from hetero.stm.rows import Rows, home_gradients, mandatory_in, most_on_their_way, non_model_peak
+from hetero.stm.rows import Rows, home_gradients, mandatory_in, non_model_peak, on_their_way, sends_to_come
 from hetero.stm.samples import Samples
 from hetero.stm.tensors import ManagedTensor
 from hetero.stm.timings import Timing, Timings
@@ -58,7 +58,7 @@ class CyclePlan:
     limits: tuple[int, ...]
     non_model: tuple[int, ...]
     margin: int
-    gradient_reserve: int
+    gradient_reserves: tuple[int, ...]
     trace: Trace
     schedule: Schedule
     positions: dict[tuple[int, ...], list[int]]
@@ -174,15 +174,13 @@ class PlanMaker:
         elsewhere = frozenset((*homes, *renewed))
         beside = self._fixed_bytes() + sum(sizes[x] for x in renewed)
         placed = [beside + nbytes for nbytes in home_bytes]
-        reserve = min(
-            self._gradient_reserve(keys, at_home, timing),
-            self._spare_in_backward(keys, samples, margin, placed, sizes, lives, elsewhere),
-        )
-        kept = {Phase.BACKWARD: reserve, Phase.STEP: step_bytes}
+        spare = self._spare_bytes(keys, samples, margin, placed, sizes, lives, elsewhere)
+        gradients = self._gradient_reserves(keys, samples, at_home, timing, spare)
+        phases = [key.phase for key in keys for _ in samples[key][-1].periods]
+        steps = [step_bytes if phase is Phase.STEP else 0 for phase in phases]
         rows = Rows(
             room=self._budget - margin,
-            placed=placed,
-            kept=kept,
+            placed=[sum(all_of_them) for all_of_them in zip(placed, gradients, steps, strict=True)],
             at_home=at_home,
             elsewhere=elsewhere,
             renewed=renewed,
@@ -192,7 +190,7 @@ class PlanMaker:
         trace = Trace(
             sizes=sizes,
             moments=tuple(rows.moments),
-            sending_bytes=reserve,
+            sending_bytes=max(gradients),
             updates=None
             if timing is None
             else self._updates(timing, keys, rows.bounds, rows.operands, homes, renewed, early=early),
@@ -220,7 +218,7 @@ class PlanMaker:
             limits=tuple(rows.limits),
             non_model=tuple(rows.non_model),
             margin=margin,
-            gradient_reserve=reserve,
+            gradient_reserves=tuple(gradients),
             trace=trace,
             schedule=schedule,
             positions=_positions(rows.operands),
@@ -287,9 +285,8 @@ class PlanMaker:
         ):
             resident.difference_update(actions.evict)
             resident.update(actions.fetch, moment.operands)
-            segment = plan.keys[bisect.bisect_right(plan.bounds, position) - 1]
-            gradients = plan.gradient_reserve if segment.phase is Phase.BACKWARD else 0
             placed = self._beside(plan, position) + plan.home_bytes[position] + places
+            gradients = plan.gradient_reserves[position]
             most = max(most, placed + gradients + sum(sizes[index] for index in resident))
             resident.difference_update(moment.invalidates)
         return most
@@ -318,24 +315,39 @@ class PlanMaker:
         most = max((cost.step_nbytes for cost in known.values()), default=0)
         return [always + nbytes for nbytes in gradients], most
 
-    def _gradient_reserve(
-        self, keys: tuple[SegmentKey, ...], at_home: frozenset[int], timing: Timing | None
-    ) -> int:
-        """Room for two gradients on their way down, so that one is copied while the next is made; for less where, as
-        was measured, they are gone by then."""
-        if not any(key.phase is Phase.BACKWARD for key in keys):
-            return 0
-        trained = [t for t in self._tensors if t.parameter.requires_grad and t.index in at_home]
-        reserve = 2 * max((t.device_nbytes for t in trained), default=0)
-        if timing is None:
-            return reserve
-        segments = [
-            periods for key, periods in zip(keys, timing.periods, strict=True) if key.phase is Phase.BACKWARD
-        ]
-        most = max(most_on_their_way(periods, timing.links, at_home) for periods in segments)
-        return min(reserve, max(most, reserve // 2))
+    def _gradient_reserves(
+        self,
+        keys: tuple[SegmentKey, ...],
+        samples: Samples,
+        at_home: frozenset[int],
+        timing: Timing | None,
+        spare: Sequence[int],
+    ) -> list[int]:
+        """For each moment, room for gradients on their way down: for two, so that one is copied while the next is made;
+        for less where, as was measured, they are gone by then; where no more are made, for what is still on its way.
 
-    def _spare_in_backward(
+        Never more than is to ``spare``.
+        """
+        trained = [t for t in self._tensors if t.parameter.requires_grad and t.index in at_home]
+        most = 2 * max((t.device_nbytes for t in trained), default=0)
+        come, ways = list[bool](), list[int]()
+        for place, key in enumerate(keys):
+            count = len(samples[key][-1].periods)
+            come += sends_to_come(samples[key][-1], at_home)
+            if key.phase is not Phase.BACKWARD:
+                ways += [0] * count
+            elif timing is None:
+                ways += [most] * count
+            else:
+                ways += on_their_way(timing.periods[place], timing.links, at_home)
+        left_there = (left for left, more in zip(spare, come, strict=True) if more)
+        reserve = min(most, max([most // 2, *ways]), *left_there)
+        return [
+            max(0, reserve if more else min(way, reserve, left))
+            for more, way, left in zip(come, ways, spare, strict=True)
+        ]
+
+    def _spare_bytes(
         self,
         keys: tuple[SegmentKey, ...],
         samples: Samples,
@@ -344,19 +356,18 @@ class PlanMaker:
         sizes: tuple[int, ...],
         lives: Lives,
         elsewhere: frozenset[int],
-    ) -> int:
-        """What every operator of the backwards leaves: with less, gradients on their way would pass the budget."""
-        needs: list[int] = []
-        now = 0
+    ) -> list[int]:
+        """What each operator leaves beside its operands: with less, gradients on their way would pass the budget."""
+        spare: list[int] = []
         for key in keys:
             measured = samples[key]
             for index, period in enumerate(measured[-1].periods):
-                if key.phase is Phase.BACKWARD:
-                    mandatory = mandatory_in(period, lives, now)
-                    beside = placed[now] + non_model_peak(measured, index) + lives.unseen[now]
-                    needs.append(beside + sum(sizes[x] for x in mandatory if x not in elsewhere))
-                now += 1
-        return max(0, self._budget - margin - max(needs, default=0))
+                now = len(spare)
+                mandatory = mandatory_in(period, lives, now)
+                beside = placed[now] + non_model_peak(measured, index) + lives.unseen[now]
+                needed = beside + sum(sizes[x] for x in mandatory if x not in elsewhere)
+                spare.append(self._budget - margin - needed)
+        return spare
 
 
 def _left(samples: Sequence[Segment]) -> int | None:

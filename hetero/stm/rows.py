@@ -11,7 +11,7 @@ from hetero.eviction import Links, Moment, Send
 from hetero.msc import Period, PeriodTimes, Phase, Segment
 from hetero.stm.lives import Lives
 
-__all__ = ["Rows", "home_gradients", "mandatory_in", "most_on_their_way", "non_model_peak"]
+__all__ = ["Rows", "home_gradients", "mandatory_in", "non_model_peak", "on_their_way", "sends_to_come"]
 
 _SLOWER = 1.05  # than copies were on average, one may be
 
@@ -21,12 +21,11 @@ class Rows:
     """What becomes of each measured period, in order; `hetero.stm.plans.CyclePlan` says what the lists are.
 
     ``room``: bytes of the budget for model data and what was measured beside; of these, ``placed[i]`` are taken in
-    period i, and ``kept`` in segments of a phase. ``elsewhere``: parameters that the trace's moments do not move.
+    period i. ``elsewhere``: parameters that the trace's moments do not move.
     """
 
     room: int
     placed: Sequence[int]
-    kept: Mapping[Phase, int]
     at_home: frozenset[int]
     elsewhere: frozenset[int]
     renewed: tuple[int, ...]
@@ -50,7 +49,7 @@ class Rows:
             now = len(self.moments)
             mandatory = tuple(t for t in mandatory_in(period, lives, now) if t not in self.elsewhere)
             limit = self.room - non_model_peak(measured, index) - lives.unseen[now]
-            capacity = limit - self.placed[now] - self.kept.get(measured[-1].key.phase, 0)
+            capacity = limit - self.placed[now]
             least = sum(sizes[tensor] for tensor in mandatory)
             guarded |= any(p.relieved and (p.lost_own or capacity < least) for p in _same(measured, index))
             if not self.elsewhere:  # these did fit when measured, with gradients handed over at once
@@ -116,24 +115,41 @@ def home_gradients(
     return rows
 
 
-def most_on_their_way(periods: Sequence[PeriodTimes], links: Links, at_home: frozenset[int]) -> int:
-    """Bytes of gradients of one backward that go down at once, at most, if each leaves as soon as it is made."""
-    on_their_way: deque[tuple[float, int]] = deque()
+def sends_to_come(segment: Segment, at_home: frozenset[int]) -> list[bool]:
+    """For each period: a gradient goes home in it or after it."""
+    sends = [i for i, period in enumerate(segment.periods) if any(x in at_home for x, _, _ in period.sends)]
+    return [index <= max(sends, default=-1) for index in range(len(segment.periods))]
+
+
+def on_their_way(periods: Sequence[PeriodTimes], links: Links, at_home: frozenset[int]) -> list[int]:
+    """For each period of one backward, bytes of gradients that go down at once, at most, if each leaves as soon as it
+    is made."""
+    sent: deque[tuple[float, int]] = deque()
+    rows: list[int] = []
     clock = free = 0.0
-    most = nbytes = 0
+    nbytes = 0
+
+    def retire(now: float) -> int:
+        gone = 0
+        while sent and sent[0][0] <= now:
+            gone += sent.popleft()[1]
+        return gone
+
     for period in periods:
+        nbytes -= retire(clock)
+        most = nbytes
         for index, size, seconds in period.sends:
             if index not in at_home:
                 continue
             made = clock + seconds
-            while on_their_way and on_their_way[0][0] <= made:
-                nbytes -= on_their_way.popleft()[1]
+            nbytes -= retire(made)
             free = max(free, made) + _SLOWER * links.d2h_seconds(size)
-            on_their_way.append((free, size))
+            sent.append((free, size))
             nbytes += size
             most = max(most, nbytes)
+        rows.append(most)
         clock += period.seconds
-    return most
+    return rows
 
 
 def non_model_peak(samples: Sequence[Segment], index: int) -> int:

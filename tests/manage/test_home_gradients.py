@@ -1,17 +1,20 @@
 """The gradients of parameters that live on the device take its memory while they are there, and no longer."""
 
+import gc
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from loops import batch, mlp
+from torch import nn
 from twins import adamw, assert_same, device, managed, unmanaged
 
 import hetero
 from hetero.eviction import Links
 from hetero.msc import Period, PeriodTimes, Phase, Segment, SegmentKey
 from hetero.stm import Kind, Tier
-from hetero.stm.rows import home_gradients, most_on_their_way
+from hetero.stm.rows import home_gradients, on_their_way, sends_to_come
 
 pytestmark = pytest.mark.usefixtures("homes_on_device")
 
@@ -101,6 +104,30 @@ def test_what_is_planned_for_is_what_there_is():
     assert there[-1] == (0, len(homes))
 
 
+@pytest.mark.parametrize("held", [6.4, 7.4, 8.4, 9.4])
+def test_what_has_landed_makes_room_where_no_more_gradients_go_home(held):
+    """The first layers live on the device: at backward's end their gradients are made, and copies are renewed, in the
+    memory of those before them, which were on their way home."""
+    target = device(bandwidth="2GiB/s")
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(12)])
+    layer = model[0].weight.nbytes
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=False)
+    gc.collect()
+    torch.accelerator.reset_peak_memory_stats()
+    budget = torch.accelerator.memory_allocated() + int(held * layer)
+    x = torch.randn(8, 256)
+    with hetero.manage(model, optimizer, device=target, device_budget=budget, speculate=True) as manager:
+        for _ in range(16):
+            loss = model(x.to(target)).square().mean()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e3)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert torch.accelerator.max_memory_allocated() <= budget
+        assert manager._stm.cycles.device_homes
+
+
 # -- the arithmetic ------------------------------------------------------------------------------------
 
 INDICES = st.integers(0, 4)
@@ -137,8 +164,17 @@ def test_home_gradients_against_a_naive_count(iteration):
     assert found == expected
 
 
+@given(st.lists(SENDS, max_size=8), st.frozensets(INDICES))
+def test_sends_to_come_against_a_naive_look(rows, at_home):
+    segment = Segment(SegmentKey(Phase.BACKWARD, True, 0), True, periods=[period(sends) for sends in rows])
+    expected = [
+        any(index in at_home for sends in rows[now:] for index, _, _ in sends) for now in range(len(rows))
+    ]
+    assert sends_to_come(segment, at_home) == expected
+
+
 @given(st.lists(st.tuples(st.floats(0.0, 2.0), SENDS), max_size=8), st.sampled_from([1.0, 10.0, 1000.0]))
-def test_most_on_their_way_against_a_naive_count(rows, bandwidth):
+def test_on_their_way_against_a_naive_count(rows, bandwidth):
     links = Links(h2d_bandwidth=1.0, d2h_bandwidth=bandwidth, latency=0.0)
     rows = [
         (max([seconds, *(at for _, _, at in sends)]), sorted(sends, key=lambda s: s[2]))
@@ -146,20 +182,22 @@ def test_most_on_their_way_against_a_naive_count(rows, bandwidth):
     ]
     times = [PeriodTimes(seconds=seconds, sends=tuple(sends)) for seconds, sends in rows]
     at_home = frozenset({0, 1, 2})
-    trips, clock, free = [], 0.0, 0.0
+    trips, looks, clock, free = [], [], 0.0, 0.0
     for seconds, sends in rows:
+        looks.append([(clock, len(trips))])  # when, and how many have been made by then
         for index, nbytes, at in sends:
             if index in at_home:
                 made = clock + at
                 free = max(free, made) + 1.05 * nbytes / bandwidth
                 trips.append((made, free, nbytes))
+                looks[-1].append((made, len(trips)))
         clock += seconds
-    # At each instant when one is made, those that were made before and have not arrived; and it.
-    most = max(
-        (
-            sum(n for earlier, arrives, n in trips[: place + 1] if arrives > made or earlier == made)
-            for place, (made, _, _) in enumerate(trips)
-        ),
-        default=0,
-    )
-    assert most_on_their_way(times, links, at_home) == most
+    # As a period begins, and at each instant when one is made: those made before that have not arrived; and it.
+    expected = [
+        max(
+            sum(n for at, arrives, n in trips[:made] if arrives > now or (at == now and place > 0))
+            for place, (now, made) in enumerate(instants)
+        )
+        for instants in looks
+    ]
+    assert on_their_way(times, links, at_home) == expected
