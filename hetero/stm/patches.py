@@ -12,6 +12,7 @@ as all managers rest (`hetero.stm.settled`).
 * ``torch.clear_autocast_cache``, which ``torch.autocast`` calls where its outermost region ends.
 * ``zero_grad`` of optimizers and modules looks whether there is a gradient, which would wait for it.
 * Clipping by the global norm (`hetero.stm.clipping`).
+* ``Tensor.cpu`` and ``Tensor.to``, which copy what is on a device (`hetero.stm.hostcopies`).
 * ``torch.compiler``'s session: while one thread compiles, ``torch.compiler.is_compiling()`` answers True to all, and
   optimizers compute otherwise then. What is queued is done before.
 * ``Module.compile`` replaces a call that may be wrapped (`hetero.stm.compiled`).
@@ -33,7 +34,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from hetero.errors import ManageError
-from hetero.stm import clipping, interrupts
+from hetero.stm import clipping, hostcopies, interrupts
 from hetero.stm.casts import begin_region
 from hetero.stm.checkpoints import check_loads_in_place
 from hetero.stm.compiled import compile_module, note_registered
@@ -322,6 +323,7 @@ _REPLACEMENTS: list[tuple[Any, str, Any]] = [
     (_autograd, "_engine_run_backward", _announced_backward),
     (torch, "clear_autocast_cache", _announced_clear),
     (_Optimizer, "zero_grad", _zero_optimizer_grad),
+    *hostcopies.REPLACEMENTS,
 ]
 if _compile_session is not None:
     _REPLACEMENTS.append((_compiler, "_compile_session_context", _settled_session))
