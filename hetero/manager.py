@@ -263,7 +263,8 @@ class Manager:
 
     def close(self) -> None:
         """Give back plain parameters: same objects, present values, gradients and optimizer states, on the
-        devices where they were before. Closing twice does nothing."""
+        devices where they were before; states that there were not yet go where their parameter is. Closing twice does
+        nothing."""
         if self._closed:
             return
         with torch.inference_mode(False):
@@ -295,6 +296,8 @@ class Manager:
         self._patched = True
         parameters = named_parameters(model)
         self._stm.registry.expect_twins(parameter for _, parameter in parameters)
+        if self._optimizer is not None:
+            self._homes.note_states(self._optimizer, (parameter for _, parameter in parameters))
         self._homes.take_parameters(parameters)
         for name, parameter in parameters:
             tensor = self._stm.registry.add_parameter(name, parameter, self._stm)
@@ -315,6 +318,8 @@ class Manager:
             self._host_step.detach()
         _make_plain(self._stm)
         self._homes.give_back()
+        if self._optimizer is not None:
+            self._homes.send_states(self._optimizer)
         if self._patched:
             patches.remove(self._stm.segments)
             self._patched = False
