@@ -38,6 +38,7 @@ from hetero.stm.precision import cast_inputs
 from hetero.stm.saved import saved_tensors_as_handles
 from hetero.stm.settled import Settled
 from hetero.stm.signatures import signature_of
+from hetero.stm.transforms import check_transformed, is_transforming
 from hetero.units import format_bytes, parse_budget
 
 __all__ = ["Manager", "manage"]
@@ -346,6 +347,9 @@ class Manager:
                 self._compiled.follow()
             settled = self._settled
             if settled.is_on and torch._C._current_graph_task_id() != -1:
+                return inner(*args, **kwargs)
+            if is_transforming():
+                check_transformed(model)
                 return inner(*args, **kwargs)
             signature = signature_of(model, device_type, args, kwargs)
             if settled.enter(torch.is_grad_enabled(), signature):

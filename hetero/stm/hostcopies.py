@@ -1,9 +1,9 @@
 """Copies to the host that a user asks for, of what is there already.
 
-Owns ``Tensor.cpu`` and ``Tensor.to`` while a model is managed. On a device, ``p.detach().cpu()`` is a copy: a snapshot, an
-average, an array. At home it would be ``p``'s own memory, and follow later steps. Invariant: whoever asks for model data
-(parameters, gradients that were looked at, optimizer states) on the host gets memory of their own, as they would from a
-device. Every other call goes on to the original as it is.
+Owns ``Tensor.cpu`` and ``Tensor.to`` while a model is managed. On a device, ``p.detach().cpu()`` is a copy: a snapshot,
+an average, an array. At home it would be ``p``'s own memory, and follow later steps. Invariant: whoever asks for model
+data (parameters, gradients that were looked at, optimizer states) on the host gets memory of their own, as they would
+from a device. Every other call goes on to the original as it is.
 """
 
 import functools
