@@ -39,6 +39,7 @@ from hetero.stm.saved import saved_tensors_as_handles
 from hetero.stm.settled import Settled
 from hetero.stm.signatures import signature_of
 from hetero.stm.transforms import check_transformed, is_transforming
+from hetero.stm.whereabouts import DeviceProperties
 from hetero.units import format_bytes, parse_budget
 
 __all__ = ["Manager", "manage"]
@@ -169,6 +170,7 @@ class Manager:
         compiled.release, compiled.wrap = _weakly(self._unwrap_model), _weakly(self._wrap_model)
         self._call: Any = None
         self._patched = False
+        self._properties = DeviceProperties(model)
         # The measurement keeps to the budget as well: what is in use already counts.
         room = max(config.device_budget - accelerator.used_bytes(), ALLOCATION_GRANULARITY)
         nbytes = max(min(16 << 20, room // 4), ALLOCATION_GRANULARITY)
@@ -212,7 +214,7 @@ class Manager:
             self._detach()
             raise
         # Whoever drops the model without closing: identities hold parameters where Python's collector cannot see it.
-        self._abandon = weakref.finalize(self, _abandon, self._stm)
+        self._abandon = weakref.finalize(self, _abandon, self._stm, self._properties)
         self._abandon.atexit = False
 
     # -- what users call ------------------------------------------------------------------------------
@@ -309,11 +311,13 @@ class Manager:
         self._take_optimizer_states()
         self._compiled.attach()  # before the model itself: its wrapper stays the outer one
         self._wrap_model()
+        self._properties.attach()
         if self._host_step is not None:
             self._host_step.attach()
 
     def _detach(self) -> None:
         self._unwrap_model()
+        self._properties.detach()
         self._compiled.detach()
         if self._host_step is not None:
             self._host_step.detach()
@@ -419,13 +423,14 @@ def _make_plain(manager: stm.StatefulTensorMgr) -> None:
         tensor.forget_home()
 
 
-def _abandon(manager: stm.StatefulTensorMgr) -> None:
+def _abandon(manager: stm.StatefulTensorMgr, properties: DeviceProperties) -> None:
     """A manager was dropped with its model: nothing of it may stay, on the device or in torch."""
     if manager.is_in_child:
         return  # neither is there
     if manager.settled is not None:
         manager.settled.abandon()
     manager.close()
+    properties.detach()
     _make_plain(manager)
     patches.remove(manager.segments)
 

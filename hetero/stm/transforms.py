@@ -22,7 +22,7 @@ def check_transformed(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if is_managed(parameter):
             raise ManageError(
-                f"{type(model).__name__} is called within a transform of torch.func (grad, vmap, jacrev ...), where its "
+                f"{type(model).__name__} is called within a transform of torch.func (grad, vmap ...), where its "
                 f"parameter {name} cannot be fetched: give functional_call all parameters, on the device ({{n: "
                 "p.detach().to(manager.device) for n, p in model.named_parameters()}), or use torch.autograd.grad"
             )
