@@ -21,6 +21,7 @@ from hetero.devices import (
     default_device,
     device_memory_free,
     host_memory_free,
+    named_device,
     probe_links,
 )
 from hetero.devices.accelerator import ALLOCATION_GRANULARITY
@@ -34,6 +35,7 @@ from hetero.stm.compiled import CompiledCalls, check_called_eagerly, run_eagerly
 from hetero.stm.functions import give_back, take_over
 from hetero.stm.hoststep import HostStep
 from hetero.stm.intercept import scope
+from hetero.stm.kernels import GroupKernels
 from hetero.stm.precision import cast_inputs
 from hetero.stm.saved import saved_tensors_as_handles
 from hetero.stm.settled import Settled
@@ -115,7 +117,7 @@ def manage(
 
     Source: Gemini (ColossalAI), PatrickStar.
     """
-    accelerator = Accelerator(default_device() if device is None else torch.device(device))
+    accelerator = Accelerator(default_device() if device is None else named_device(device))
     config = resolve(
         device_budget=device_budget,
         host_budget=host_budget,
@@ -171,6 +173,7 @@ class Manager:
         self._call: Any = None
         self._patched = False
         self._properties = DeviceProperties(model)
+        self._kernels: list[GroupKernels] = []  # for `plan` when closed
         # The measurement keeps to the budget as well: what is in use already counts.
         room = max(config.device_budget - accelerator.used_bytes(), ALLOCATION_GRANULARITY)
         nbytes = max(min(16 << 20, room // 4), ALLOCATION_GRANULARITY)
@@ -232,8 +235,9 @@ class Manager:
     def plan(self) -> Plan | None:
         """Where parameters live, and what moves when, in iterations like the last one; a snapshot. None before there is
         a plan: the first iteration measures."""
-        kernels = [] if self._host_step is None else self._host_step.kernels
-        return describe_plan(self._stm, kernels, everything_fits=self._settled.is_on)
+        if self._host_step is not None and not self._closed:
+            self._kernels = self._host_step.kernels
+        return describe_plan(self._stm, self._kernels, everything_fits=self._settled.is_on)
 
     def trim(self, device_budget: Size | None = None) -> int:
         """Give device memory back that later iterations do not need, so that other jobs can share the device.
@@ -273,6 +277,8 @@ class Manager:
         with torch.inference_mode(False):
             self._abandon.detach()
             self._settled.leave(force=True)
+            if self._host_step is not None:
+                self._kernels = self._host_step.kernels
             self._stm.close()
             self._detach()
         self._closed = True
