@@ -377,7 +377,7 @@ class Manager:
             self._stm.segments.begin_forward(signature)
             complete = False
             try:
-                explaining, guarded = self._compiled.explaining(), self._stm.executor.guarded()
+                explaining, guarded = self._compiled.explaining(args, kwargs), self._stm.executor.guarded()
                 with explaining, scope(), guarded, saved_tensors_as_handles(saved):
                     if precision is not None:
                         args, kwargs = cast_inputs(precision, args, kwargs)

@@ -311,8 +311,8 @@ def _refuse_conversion(self: nn.Module, fn: Any, recurse: bool = True) -> Any:
         tensor = record_of(parameter)
         if tensor is not None:
             raise ManageError(
-                f"{type(self).__name__}.to(...) or the like while managed: {name} ({tensor.name}) is moved by hetero and "
-                f"computes on {tensor.owner.device} already: leave .to(device) out; to convert the model, call "
+                f"{type(self).__name__}.to(...) or the like while managed: {name} ({tensor.name}) is moved by hetero, "
+                f"and computes on {tensor.owner.device} already: leave .to(device) out; to convert the model, call "
                 "manager.close() first, convert, and manage again"
             )
     return _module_apply(self, fn, recurse)
