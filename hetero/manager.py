@@ -21,6 +21,7 @@ from hetero.devices import (
     default_device,
     device_memory_free,
     host_memory_free,
+    named_device,
     probe_links,
 )
 from hetero.devices.accelerator import ALLOCATION_GRANULARITY
@@ -34,10 +35,13 @@ from hetero.stm.compiled import CompiledCalls, check_called_eagerly, run_eagerly
 from hetero.stm.functions import give_back, take_over
 from hetero.stm.hoststep import HostStep
 from hetero.stm.intercept import scope
+from hetero.stm.kernels import GroupKernels
 from hetero.stm.precision import cast_inputs
 from hetero.stm.saved import saved_tensors_as_handles
 from hetero.stm.settled import Settled
 from hetero.stm.signatures import signature_of
+from hetero.stm.transforms import check_transformed, is_transforming
+from hetero.stm.whereabouts import DeviceProperties
 from hetero.units import format_bytes, parse_budget
 
 __all__ = ["Manager", "manage"]
@@ -113,7 +117,7 @@ def manage(
 
     Source: Gemini (ColossalAI), PatrickStar.
     """
-    accelerator = Accelerator(default_device() if device is None else torch.device(device))
+    accelerator = Accelerator(default_device() if device is None else named_device(device))
     config = resolve(
         device_budget=device_budget,
         host_budget=host_budget,
@@ -168,6 +172,8 @@ class Manager:
         compiled.release, compiled.wrap = _weakly(self._unwrap_model), _weakly(self._wrap_model)
         self._call: Any = None
         self._patched = False
+        self._properties = DeviceProperties(model)
+        self._kernels: list[GroupKernels] = []  # for `plan` when closed
         # The measurement keeps to the budget as well: what is in use already counts.
         room = max(config.device_budget - accelerator.used_bytes(), ALLOCATION_GRANULARITY)
         nbytes = max(min(16 << 20, room // 4), ALLOCATION_GRANULARITY)
@@ -211,7 +217,7 @@ class Manager:
             self._detach()
             raise
         # Whoever drops the model without closing: identities hold parameters where Python's collector cannot see it.
-        self._abandon = weakref.finalize(self, _abandon, self._stm)
+        self._abandon = weakref.finalize(self, _abandon, self._stm, self._properties)
         self._abandon.atexit = False
 
     # -- what users call ------------------------------------------------------------------------------
@@ -229,8 +235,9 @@ class Manager:
     def plan(self) -> Plan | None:
         """Where parameters live, and what moves when, in iterations like the last one; a snapshot. None before there is
         a plan: the first iteration measures."""
-        kernels = [] if self._host_step is None else self._host_step.kernels
-        return describe_plan(self._stm, kernels, everything_fits=self._settled.is_on)
+        if self._host_step is not None and not self._closed:
+            self._kernels = self._host_step.kernels
+        return describe_plan(self._stm, self._kernels, everything_fits=self._settled.is_on)
 
     def trim(self, device_budget: Size | None = None) -> int:
         """Give device memory back that later iterations do not need, so that other jobs can share the device.
@@ -263,12 +270,15 @@ class Manager:
 
     def close(self) -> None:
         """Give back plain parameters: same objects, present values, gradients and optimizer states, on the
-        devices where they were before. Closing twice does nothing."""
+        devices where they were before; states that there were not yet go where their parameter is. Closing twice does
+        nothing."""
         if self._closed:
             return
         with torch.inference_mode(False):
             self._abandon.detach()
             self._settled.leave(force=True)
+            if self._host_step is not None:
+                self._kernels = self._host_step.kernels
             self._stm.close()
             self._detach()
         self._closed = True
@@ -295,6 +305,8 @@ class Manager:
         self._patched = True
         parameters = named_parameters(model)
         self._stm.registry.expect_twins(parameter for _, parameter in parameters)
+        if self._optimizer is not None:
+            self._homes.note_states(self._optimizer, (parameter for _, parameter in parameters))
         self._homes.take_parameters(parameters)
         for name, parameter in parameters:
             tensor = self._stm.registry.add_parameter(name, parameter, self._stm)
@@ -305,16 +317,20 @@ class Manager:
         self._take_optimizer_states()
         self._compiled.attach()  # before the model itself: its wrapper stays the outer one
         self._wrap_model()
+        self._properties.attach()
         if self._host_step is not None:
             self._host_step.attach()
 
     def _detach(self) -> None:
         self._unwrap_model()
+        self._properties.detach()
         self._compiled.detach()
         if self._host_step is not None:
             self._host_step.detach()
         _make_plain(self._stm)
         self._homes.give_back()
+        if self._optimizer is not None:
+            self._homes.send_states(self._optimizer)
         if self._patched:
             patches.remove(self._stm.segments)
             self._patched = False
@@ -342,6 +358,9 @@ class Manager:
             settled = self._settled
             if settled.is_on and torch._C._current_graph_task_id() != -1:
                 return inner(*args, **kwargs)
+            if is_transforming():
+                check_transformed(model)
+                return inner(*args, **kwargs)
             signature = signature_of(model, device_type, args, kwargs)
             if settled.enter(torch.is_grad_enabled(), signature):
                 return settled.run(users_own, args, kwargs)
@@ -358,7 +377,7 @@ class Manager:
             self._stm.segments.begin_forward(signature)
             complete = False
             try:
-                explaining, guarded = self._compiled.explaining(), self._stm.executor.guarded()
+                explaining, guarded = self._compiled.explaining(args, kwargs), self._stm.executor.guarded()
                 with explaining, scope(), guarded, saved_tensors_as_handles(saved):
                     if precision is not None:
                         args, kwargs = cast_inputs(precision, args, kwargs)
@@ -410,13 +429,14 @@ def _make_plain(manager: stm.StatefulTensorMgr) -> None:
         tensor.forget_home()
 
 
-def _abandon(manager: stm.StatefulTensorMgr) -> None:
+def _abandon(manager: stm.StatefulTensorMgr, properties: DeviceProperties) -> None:
     """A manager was dropped with its model: nothing of it may stay, on the device or in torch."""
     if manager.is_in_child:
         return  # neither is there
     if manager.settled is not None:
         manager.settled.abandon()
     manager.close()
+    properties.detach()
     _make_plain(manager)
     patches.remove(manager.segments)
 

@@ -4,7 +4,7 @@ One code path on the generic ``torch.Stream``/``torch.Event`` interface serves C
 accelerator (`hetero.devices.virtual`). Nothing here knows what a parameter is.
 """
 
-from hetero.devices.accelerator import Accelerator, default_device
+from hetero.devices.accelerator import Accelerator, default_device, named_device
 from hetero.devices.copies import CopyEngine, Wait
 from hetero.devices.host import device_memory_free, host_memory_free, host_memory_used
 from hetero.devices.pinned import HostArena, PinnedSlab
@@ -22,6 +22,7 @@ __all__ = [
     "device_memory_free",
     "host_memory_free",
     "host_memory_used",
+    "named_device",
     "probe_links",
     "storage_of",
 ]

@@ -12,7 +12,7 @@ import torch
 
 from hetero.errors import DeviceError
 
-__all__ = ["ALLOCATION_GRANULARITY", "Accelerator", "default_device"]
+__all__ = ["ALLOCATION_GRANULARITY", "Accelerator", "default_device", "named_device"]
 
 # CUDA's caching allocator and the virtual one both hand out multiples of 512 bytes; a ledger that counts
 # less than the allocator does would let the sum of small tensors break the budget.
@@ -35,6 +35,30 @@ def default_device() -> torch.device:
             "one with hetero.virtual_device(memory='256MiB')"
         )
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def named_device(device: torch.device | str) -> torch.device:
+    """``device``, with its index. Raises `DeviceError` for one that this process does not have."""
+    try:
+        found = torch.device(device)
+        if found.type in ("cpu", "meta"):
+            return found  # `Accelerator` says what is wrong with it
+        module = torch.get_device_module(found)
+        # A type alone may mean the machine's, or what torch was not built for: only asking tells.
+        count = module.device_count() if hasattr(module, "device_count") else 1
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise DeviceError(f"device={device!r} is no device that this process knows: {_CURE}") from error
+    if (found.index or 0) >= count:
+        raise DeviceError(
+            f"device={device!r}: torch finds {count} device{'' if count == 1 else 's'} of type {found.type}: {_CURE}"
+        )
+    return found
+
+
+_CURE = (
+    "pass a CUDA, ROCm or XPU device that torch finds (hetero info lists them), or "
+    "hetero.virtual_device(memory='256MiB')"
+)
 
 
 class Accelerator:
@@ -60,7 +84,7 @@ class Accelerator:
         function = getattr(self._module, name, None)
         if function is None:
             raise DeviceError(
-                f"torch.{self._module.__name__} has no {name}(): this backend cannot be managed"
+                f"{self._module.__name__} has no {name}(): this backend cannot be managed; {_CURE}"
             )
         return function(*args)
 

@@ -9,13 +9,19 @@ from hetero.units import format_bytes
 __all__ = ["plot_stats"]
 
 _MIB = 1 << 20
+_ENDINGS = (".png", ".svg", ".pdf")
 _SHADES = {"forward": "#eef4fb", "backward": "#fbf1ee", "step": "#f0f6ee"}
 
 
 def plot_stats(stats: MemoryStats, path: str | Path) -> None:
-    """Write the picture of ``stats.periods`` to ``path``. Raises `ConfigError` if nothing was measured yet."""
+    """Write the picture of ``stats.periods`` to ``path``. Raises `ConfigError` if nothing was measured yet, or for
+    another ending than PNG's, SVG's or PDF's."""
     if not stats.periods:
         raise ConfigError("nothing to plot yet: no iteration has been measured; run one training step first")
+    if Path(path).suffix.lower() not in _ENDINGS:
+        raise ConfigError(
+            f"{str(path)!r}: the name's ending says which format; use one of {', '.join(_ENDINGS)}"
+        )
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.5), layout="constrained")

@@ -25,6 +25,7 @@ from hetero.errors import ManageError
 from hetero.stm.fetch import plain
 from hetero.stm.guard import unguarded
 from hetero.stm.intercept import in_scope, is_managed, managed_of, substituted
+from hetero.stm.misplaced import note_misplaced
 from hetero.stm.outside import full_copies, keeps_its_type
 from hetero.stm.tensors import ManagedTensor
 
@@ -128,11 +129,14 @@ class CompiledCalls:
         return call
 
     @contextlib.contextmanager
-    def explaining(self) -> Iterator[None]:
-        """Around a forward: a compiler's error that is due to a call we did not wrap says so. Raises `ManageError`."""
+    def explaining(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+        """Around a forward with these arguments: a compiler's error that is due to a call we did not wrap says so
+        (raises `ManageError`), and one about devices names what lies on the host."""
         try:
             yield
         except Exception as error:
+            if isinstance(error, RuntimeError):
+                note_misplaced(error, self._model, args, kwargs)
             if type(error).__module__.startswith("torch._dynamo"):
                 known = [self._model, *(submodule for submodule, _, _ in self._wrapped)]
                 for name, submodule in self._model.named_modules():

@@ -28,7 +28,8 @@ def exchange(parameter: nn.Parameter, shadow: nn.Parameter) -> None:
     """Swap implementations ([Note: exchange]); what hangs on the Python objects stays with them."""
     hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
     torch._C._swap_tensor_impl(parameter, shadow)
-    parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks
+    parameter._backward_hooks = hooks[0]
+    _set_post_accumulate(parameter, hooks[1])
 
 
 def let_go(shadow: nn.Parameter, placeholder: torch.Tensor) -> None:
@@ -59,8 +60,14 @@ def redirect(shadow: nn.Parameter, tensor: ManagedTensor) -> None:
             for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
                 hook(parameter)
 
-    shadow._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+    _set_post_accumulate(shadow, None)
     shadow.register_post_accumulate_grad_hook(hand_on)
+
+
+def _set_post_accumulate(parameter: nn.Parameter, hooks: Any) -> None:
+    if hooks is None:  # which alone would leave those that the implementation has
+        parameter._post_accumulate_grad_hooks = {}
+    parameter._post_accumulate_grad_hooks = hooks
 
 
 def may_go_back(tensors: Sequence[ManagedTensor], device: torch.device) -> bool:

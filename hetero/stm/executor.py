@@ -87,7 +87,9 @@ class Executor:
         at_once = self._is_guarded or (coming is not None and self._cycles.will_be_guarded(coming))
         if at_once:
             self._cap(True)
-        return guarded(self._relieve, at_once=at_once, note_answered=self._note_answered)
+        return guarded(
+            self._relieve, at_once=at_once, note_answered=self._note_answered, explain=self._room.refused
+        )
 
     def begin_segment(self, key: SegmentKey) -> None:
         """A forward, backward or step begins."""

@@ -12,6 +12,7 @@ from torch import nn
 
 from hetero.errors import ManageError
 from hetero.stm.fetch import plain
+from hetero.stm.hostcopies import note_at_home
 from hetero.stm.intercept import (
     HANDLERS,
     ManagedParameter,
@@ -68,6 +69,10 @@ def _get_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     if args[0].grad is not None:  # that there is none can be told without waiting
         tensor = managed_of(args[0])
         tensor.owner.grads.wait(tensor)
+        gradient = func(*args, **kwargs)
+        if gradient is not None:
+            note_at_home(gradient)
+        return gradient
     return func(*args, **kwargs)
 
 

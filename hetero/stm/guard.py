@@ -44,11 +44,18 @@ _CHOSEN_BY_MODE = frozenset(
 )
 
 
+Explain = Callable[[str, torch.OutOfMemoryError], Exception]
+"""What to raise for an operator of that name, and the allocator's error, when nothing is left to be freed."""
+
+
 class _Guard(TorchDispatchMode):
     """While it is active, every operator is tried again after ``relieve()`` freed memory."""
 
-    def __init__(self, relieve: Callable[[], int], note_answered: Callable[[], None]) -> None:
+    def __init__(
+        self, relieve: Callable[[], int], note_answered: Callable[[], None], explain: Explain
+    ) -> None:
         super().__init__()
+        self._explain = explain
         self.relieve = relieve
         self._note_answered = note_answered
         self.is_armed = False
@@ -59,9 +66,9 @@ class _Guard(TorchDispatchMode):
             while True:
                 try:
                     return func(*args, **(kwargs or {}))
-                except torch.OutOfMemoryError:
+                except torch.OutOfMemoryError as error:
                     if self.relieve() == 0:
-                        raise
+                        raise self._explain(str(func), error) from error
                     self._note_answered()
 
 
@@ -74,11 +81,16 @@ _here = _Here()
 
 @contextlib.contextmanager
 def guarded(
-    relieve: Callable[[], int], *, at_once: bool, note_answered: Callable[[], None] = lambda: None
+    relieve: Callable[[], int],
+    *,
+    at_once: bool,
+    note_answered: Callable[[], None] = lambda: None,
+    explain: Explain = lambda operator, error: error,
 ) -> Iterator[None]:
     """Within it, operators of this thread, and of a backward that begins here, are guarded: ``at_once``, or from
-    `arm` on. ``note_answered``: called for each error after which an operator is tried again."""
-    guard = _Guard(relieve, note_answered)
+    `arm` on. ``note_answered``: called for each error after which an operator is tried again. ``explain``: see
+    `Explain`."""
+    guard = _Guard(relieve, note_answered, explain)
     outer, _here.guard = _here.guard, guard
     if at_once:
         arm()

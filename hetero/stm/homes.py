@@ -54,6 +54,7 @@ class Homes:
     def __init__(self, arena: HostArena) -> None:
         self._arena = arena
         self._moved: list[_Moved] = []
+        self._with_states: list[nn.Parameter] = []
 
     def take_parameters(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Homes in slab memory. Parameters that share memory go on sharing it."""
@@ -94,6 +95,22 @@ class Homes:
             done = {id(moved.tensor) for moved in group}
             self._moved = [moved for moved in self._moved if id(moved.tensor) not in done]
 
+    def note_states(self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+        """Before anything moves: ``parameters`` on a device whose states, if there are any, lie there as well, have
+        them there again after `give_back`, also those that come into being until then."""
+        for parameter in parameters:
+            states = _states(optimizer, parameter)
+            if parameter.device != _HOST and all(state.device == parameter.device for state in states):
+                self._with_states.append(parameter)
+
+    def send_states(self, optimizer: torch.optim.Optimizer) -> None:
+        """After `give_back`: states that came into being at home follow their parameters."""
+        for parameter in self._with_states:
+            for state in _states(optimizer, parameter):
+                if state.device != parameter.device:
+                    set_memory(state, state.detach().to(parameter.device), "an optimizer's state")
+        self._with_states.clear()
+
     def _move(self, name: str, tensor: torch.Tensor, data: torch.Tensor) -> None:
         device = tensor.device
         _replace(name, tensor, data)
@@ -102,6 +119,20 @@ class Homes:
 
 _HOST = torch.device("cpu")
 _Allocate = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
+
+
+def _states(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> list[torch.Tensor]:
+    """Those that lie where the parameter does, by the rule of ``Optimizer.load_state_dict``."""
+    entry = dict.get(optimizer.state, parameter)
+    if not isinstance(entry, dict):
+        return []
+    group = next((g for g in optimizer.param_groups if any(p is parameter for p in g["params"])), {})
+    steps_there = bool(group.get("capturable") or group.get("fused"))
+    return [
+        value
+        for key, value in entry.items()
+        if isinstance(value, torch.Tensor) and (key != "step" or steps_there)
+    ]
 
 
 def _by_storage(tensors: Iterable[tuple[str, torch.Tensor, torch.device]]) -> list[list[_Moved]]:

@@ -12,9 +12,11 @@ as all managers rest (`hetero.stm.settled`).
 * ``torch.clear_autocast_cache``, which ``torch.autocast`` calls where its outermost region ends.
 * ``zero_grad`` of optimizers and modules looks whether there is a gradient, which would wait for it.
 * Clipping by the global norm (`hetero.stm.clipping`).
+* ``Tensor.cpu`` and ``Tensor.to``, which copy what is on a device (`hetero.stm.hostcopies`).
 * ``torch.compiler``'s session: while one thread compiles, ``torch.compiler.is_compiling()`` answers True to all, and
   optimizers compute otherwise then. What is queued is done before.
 * ``Module.compile`` replaces a call that may be wrapped (`hetero.stm.compiled`).
+* ``nn.Parameter(p)`` of a managed ``p``: an ordinary one over the same memory, as unmanaged.
 * ``Module.load_state_dict``, where it would put other tensors in the place of parameters (`hetero.stm.checkpoints`).
 * ``Optimizer.load_state_dict`` and ``add_param_group``: what a step has left to be done is done before.
 
@@ -32,8 +34,8 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from hetero.errors import ManageError
-from hetero.stm import clipping, interrupts
+from hetero.errors import DeviceError, ManageError
+from hetero.stm import clipping, hostcopies, interrupts
 from hetero.stm.casts import begin_region
 from hetero.stm.checkpoints import check_loads_in_place
 from hetero.stm.compiled import compile_module, note_registered
@@ -69,6 +71,8 @@ _autograd: Any = torch.autograd
 _Optimizer: Any = torch.optim.Optimizer
 _compiler: Any = torch.compiler
 _compile_session: Any = getattr(_compiler, "_compile_session_context", None)  # not in every version
+_Parameter: Any = nn.Parameter
+_new_parameter = _Parameter.__new__
 _module_apply = _Module._apply
 _module_compile = _Module.compile
 _module_zero_grad = _Module.zero_grad
@@ -189,7 +193,18 @@ def _run(outputs: Any, args: Any, kwargs: Any) -> Any:
     # autograd.grad with respect to managed parameters comes here with interception off, and its threads inherit that;
     # but what runs within backward (a checkpoint's recompute, a Function of the user's) needs it.
     with torch._C._EnableTorchFunction(), formulas_kept(outputs):
-        return _run_backward(outputs, *args, **kwargs)
+        try:
+            return _run_backward(outputs, *args, **kwargs)
+        except RuntimeError as error:
+            if _NO_THREAD in str(error):
+                raise DeviceError(
+                    "autograd has no thread for this device, because it came after the process's first backward: make "
+                    "it (hetero.virtual_device()) before anything is trained, in a fresh process"
+                ) from error
+            raise
+
+
+_NO_THREAD = "device_ready_queues_"  # of an assertion within torch's engine, which says no more
 
 
 def _settle_before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -226,6 +241,12 @@ def _settled(method: Any) -> Any:
             note_optimizer(self)
 
     return settled
+
+
+@functools.wraps(_new_parameter)
+def _new(cls: type[nn.Parameter], data: Any = None, requires_grad: bool = True) -> Any:
+    # torch would ask `ManagedParameter.detach` for another of that class.
+    return _new_parameter(cls, data.detach() if is_managed(data) else data, requires_grad)
 
 
 @functools.wraps(_module_load_state_dict)
@@ -310,8 +331,9 @@ def _refuse_conversion(self: nn.Module, fn: Any, recurse: bool = True) -> Any:
         tensor = record_of(parameter)
         if tensor is not None:
             raise ManageError(
-                f"{type(self).__name__}.to(...) or the like while managed: {name} ({tensor.name}) is "
-                "moved and cast by hetero; call manager.close() first, convert, and manage again"
+                f"{type(self).__name__}.to(...) or the like while managed: {name} ({tensor.name}) is moved by hetero, "
+                f"and computes on {tensor.owner.device} already: leave .to(device) out; to convert the model, call "
+                "manager.close() first, convert, and manage again"
             )
     return _module_apply(self, fn, recurse)
 
@@ -322,10 +344,12 @@ _REPLACEMENTS: list[tuple[Any, str, Any]] = [
     (_autograd, "_engine_run_backward", _announced_backward),
     (torch, "clear_autocast_cache", _announced_clear),
     (_Optimizer, "zero_grad", _zero_optimizer_grad),
+    *hostcopies.REPLACEMENTS,
 ]
 if _compile_session is not None:
     _REPLACEMENTS.append((_compiler, "_compile_session_context", _settled_session))
 _REPLACED_ALWAYS: list[tuple[Any, str, Any]] = [
+    (_Parameter, "__new__", staticmethod(_new)),
     (_Module, "_apply", _refuse_conversion),
     (_Module, "compile", _compile),
     (_Module, "load_state_dict", _load_in_place),

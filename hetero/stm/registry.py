@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from hetero.devices import Accelerator, CopyEngine, HostArena
+from hetero.stm.hostcopies import note_at_home
 from hetero.stm.owner import Owner
 from hetero.stm.precision import LowTwin, computes_in
 from hetero.stm.state import Kind, Ledger, State, StatefulTensor, Tier
@@ -82,6 +83,8 @@ class Registry:
         for name, tensor in states:
             entry = known.setdefault(id(tensor), StatefulTensor(self._ledger, Kind.OPTIMIZER_STATE, name))
             nbytes, on_host = tensor.numel() * tensor.element_size(), tensor.device.type == "cpu"
+            if on_host and not entry.nbytes(Tier.HOST):
+                note_at_home(tensor)
             entry.place(Tier.HOST, nbytes if on_host else 0)
             entry.place(Tier.DEVICE, 0 if on_host else self._accelerator.allocated_size(nbytes))
         self._states = known

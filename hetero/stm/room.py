@@ -8,9 +8,12 @@ whole. It decides nothing about the future: whom to evict is the policy's answer
 
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
+
 from hetero.devices import Accelerator
+from hetero.errors import BudgetError
 from hetero.eviction import Candidate, Policy
-from hetero.stm.shortage import too_small
+from hetero.stm.shortage import no_room, too_small
 from hetero.stm.state import Ledger
 from hetero.stm.tensors import ManagedTensor
 
@@ -100,6 +103,11 @@ class Room:
                 held=held,
                 enough=self.enough(),
             )
+
+    def refused(self, operator: str, error: torch.OutOfMemoryError) -> BudgetError:
+        """What to say of an operator that has failed with ``error`` after everything has left that can."""
+        held = sum(tensor.device_nbytes for tensor in self._resident.values())
+        return no_room(self._accelerator, self._budget, operator, error, held=held, enough=self.enough())
 
     def _shortage(self, nbytes: int) -> int:
         return self._accelerator.used_bytes() + nbytes - self._budget

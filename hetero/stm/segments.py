@@ -154,7 +154,7 @@ class Segments:
                     self._gradients.wait_all(self._tensors)
                     if not self._backwards:
                         self._gradients.kept.forget_lost(self._tensors)
-                if not self._has_optimizer:  # nothing tells when the iteration is over
+                if not (self._has_optimizer and complete):  # nothing tells when the iteration is over
                     self._executor.release_cap()
 
     @property

@@ -435,6 +435,7 @@ class Settled:
                 _by_id.pop(id(tensor.parameter), None)
             if self._own_step is not None:
                 self._own_step.end()
+            self._shadows = []  # whose hooks hold parameters where Python's collector cannot see it
             self.is_on = False
 
 

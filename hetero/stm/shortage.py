@@ -4,11 +4,19 @@ Owns the words and the number. Invariant: where "at least" is said, a budget of 
 the iterations that were measured; where none was, what the operator allocates itself is said to come on top.
 """
 
+import re
+
+import torch
+
 from hetero.devices import Accelerator
 from hetero.errors import BudgetError
 from hetero.units import format_bytes
 
-__all__ = ["too_small"]
+__all__ = ["NoRoomError", "no_room", "too_small"]
+
+
+class NoRoomError(BudgetError, torch.OutOfMemoryError):
+    """An operator does not fit beside what cannot leave. For ``except torch.OutOfMemoryError`` as well."""
 
 
 def too_small(
@@ -20,7 +28,7 @@ def too_small(
     short: int,
     held: int,
     enough: int | None,
-) -> BudgetError:
+) -> NoRoomError:
     """``operator`` lacks ``short`` of the ``wanted`` bytes that its operands take beside what is there; ``held``: of
     that, copies that cannot leave. ``enough``: for all that was measured; None if nothing was."""
     operands = budget + short
@@ -32,9 +40,47 @@ def too_small(
     else:
         enough = max(enough, operands)
         cure = f"at least {format_bytes(enough)}, of which {format_bytes(operands)} for operands ({enough} bytes)"
-    return BudgetError(
+    return NoRoomError(
         f"{operator} needs {format_bytes(wanted)} more on {accelerator.device}, where "
         f"{format_bytes(accelerator.used_bytes())} of the budget of {format_bytes(budget)} are in use "
         f"({format_bytes(held)} by copies that cannot be evicted now): lower the batch size, or raise device_budget to "
         f"{cure}"
     )
+
+
+def no_room(
+    accelerator: Accelerator,
+    budget: int,
+    operator: str,
+    error: torch.OutOfMemoryError,
+    *,
+    held: int,
+    enough: int | None,
+) -> NoRoomError:
+    """``operator`` has failed with ``error``, and nothing is left that could leave. ``held``, ``enough``: as above."""
+    used = accelerator.used_bytes()
+    wanted = _wanted(error)
+    cure = "raise device_budget"
+    if wanted is not None:
+        least = max(used + wanted, enough or 0)
+        cure += f" to more than {format_bytes(least)} ({least} bytes)"
+    needs = "more" if wanted is None else f"{format_bytes(wanted)} more"
+    return NoRoomError(
+        f"{operator} needs {needs} on {accelerator.device}, where {format_bytes(used)} of the budget of "
+        f"{format_bytes(budget)} are in use ({format_bytes(held)} by copies of parameters) and nothing else can leave: "
+        f"lower the batch size, or {cure}. {error}"
+    )
+
+
+def _wanted(error: torch.OutOfMemoryError) -> int | None:
+    """What an allocator says that it was asked for, bytes; None if it says nothing that we know."""
+    found = re.search(r"[Tt]ried to allocate ([0-9.]+ (?:[KMGT]iB|bytes))", str(error))
+    return None if found is None else _parse(found[1])
+
+
+def _parse(text: str) -> int:
+    number, unit = text.split()
+    return -int(-float(number) * _UNITS[unit] // 1)
+
+
+_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}

@@ -24,6 +24,7 @@ from torch import nn
 from hetero.errors import ManageError
 from hetero.stm.deferred import Update
 from hetero.stm.exposure import memory_is_private
+from hetero.stm.hostcopies import note_at_home
 from hetero.stm.owner import Owner
 from hetero.stm.precision import LowTwin
 from hetero.stm.state import Kind, Ledger, StatefulTensor
@@ -140,6 +141,7 @@ class ManagedTensor(StatefulTensor):
         """Look at the parameter's present storage. Call without ``__torch_function__`` dispatch."""
         # A detached alias shares storage and version counter with the parameter, and is a plain tensor.
         self.home = self.parameter.detach()
+        note_at_home(self.home)
         self._alias = None
         self._source = None
         if self.low is not None:

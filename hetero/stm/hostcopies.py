@@ -1,0 +1,69 @@
+"""Copies to the host that a user asks for, of what is there already.
+
+Owns ``Tensor.cpu`` and ``Tensor.to`` while a model is managed. On a device, ``p.detach().cpu()`` is a copy: a snapshot,
+an average, an array. At home it would be ``p``'s own memory, and follow later steps. Invariant: whoever asks for model
+data (parameters, gradients that were looked at, optimizer states) on the host gets memory of their own, as they would
+from a device. Every other call goes on to the original as it is.
+"""
+
+import functools
+import weakref
+from typing import Any
+
+import torch
+
+__all__ = ["REPLACEMENTS", "note_at_home"]
+
+_Tensor: Any = torch.Tensor
+_cpu = _Tensor.cpu
+_to = _Tensor.to
+
+# Storage identity -> a tensor of ours that lies in it. An entry ends with its tensor, so with management.
+_at_home: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+
+
+def note_at_home(tensor: torch.Tensor) -> None:
+    """``tensor`` is model data of a managed model. Call without ``__torch_function__`` dispatch."""
+    if tensor.is_cpu and tensor.layout is torch.strided:
+        _at_home[tensor.untyped_storage()._cdata] = tensor
+
+
+@functools.wraps(_cpu)
+def _copied_cpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    result: torch.Tensor = _cpu(self, *args, **kwargs)
+    return _own(result) if result is self and _is_ours(self) else result
+
+
+@functools.wraps(_to)
+def _copied_to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    result: torch.Tensor = _to(self, *args, **kwargs)
+    # A conversion of type alone is no copy on a device either.
+    return _own(result) if result is self and _names_host(args, kwargs) and _is_ours(self) else result
+
+
+def _names_host(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """A call of ``to`` with these arguments says where to, and that is the host."""
+    place = args[0] if args else kwargs.get("device", kwargs.get("other"))
+    if isinstance(place, torch.Tensor):
+        return place.is_cpu
+    return isinstance(place, str | torch.device) and torch.device(place).type == "cpu"
+
+
+def _is_ours(tensor: torch.Tensor) -> bool:
+    # Where interception is off, it is not the user who asks.
+    if not torch._C._is_torch_function_enabled():
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        if not tensor.is_cpu or tensor.layout is not torch.strided:
+            return False
+        key = tensor.untyped_storage()._cdata
+        found = _at_home.get(key)
+        # Identities are used again, and a tensor may have been given other memory.
+        return found is not None and found.untyped_storage()._cdata == key
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone(memory_format=torch.preserve_format)
+
+
+REPLACEMENTS: list[tuple[Any, str, Any]] = [(_Tensor, "cpu", _copied_cpu), (_Tensor, "to", _copied_to)]

@@ -1,0 +1,103 @@
+"""What is left when management is over: optimizer states with their parameters, and nothing of ours."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from equality import fresh_memory
+from loops import backward, mlp
+from twins import device
+
+import hetero
+
+
+def keeping_the_loss(model, optimizer, target, steps):
+    """As most loops are written: the last loss is still there when the next forward runs."""
+    for _ in range(steps):
+        loss = model(torch.ones(4, 64).to(target)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss
+
+
+@pytest.mark.parametrize("closes", [True, False])
+@pytest.mark.parametrize("budget", ["768KiB", "64MiB"], ids=["tight", "all fits"])
+@pytest.mark.parametrize("keeps", [True, False], ids=["loss kept", "loss dropped"])
+def test_a_model_whose_loop_is_over_is_freed(closes, budget, keeps):
+    def life():
+        model = mlp()
+        optimizer = torch.optim.AdamW(model.parameters())
+        manager = hetero.manage(model, optimizer, device=target, device_budget=budget)
+        loss = keeping_the_loss(model, optimizer, target, 8)
+        assert (manager.stats.settled_forwards > 0) == (budget == "64MiB")
+        if not keeps:
+            del loss
+        if closes:
+            manager.close()
+        return [weakref.ref(value) for value in (model, optimizer, *model.parameters())]
+
+    target = device()
+    left = life()
+    for _ in range(3):  # what a finalizer lets go of is found by the next one
+        gc.collect()
+    assert [reference() for reference in left] == [None] * len(left)
+    assert torch.accelerator.memory_allocated() == 0
+
+
+def test_hooks_of_the_time_when_all_fitted_are_gone_from_parameters():
+    target = device()
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with hetero.manage(model, optimizer, device=target, device_budget="64MiB") as manager:
+        keeping_the_loss(model, optimizer, target, 8)
+        assert manager.stats.settled_forwards > 0
+    weight = model[0].weight
+    held = weakref.ref(manager)
+    del manager
+    gc.collect()
+    assert held() is None
+    model(torch.ones(4, 64)).sum().backward()
+    seen = weight.grad
+    model(torch.ones(4, 64)).sum().backward()
+    assert weight.grad is seen  # accumulated in place, as where no hook replaces it
+
+
+@pytest.mark.parametrize("fused", [True, None])
+@pytest.mark.parametrize("budget", ["768KiB", "64MiB"], ids=["tight", "all fits"])
+def test_new_states_go_where_their_parameter_is(fused, budget):
+    target = device()
+    fresh_memory()
+    model = mlp().to(target)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    with hetero.manage(model, optimizer, device=target, device_budget=budget):
+        keeping_the_loss(model, optimizer, target, 5)
+    for parameter in model.parameters():
+        entry = optimizer.state[parameter]
+        assert parameter.device == target
+        assert entry["exp_avg"].device == entry["exp_avg_sq"].device == target
+        assert entry["step"].device == (target if fused else torch.device("cpu"))
+    backward(model, target)
+    optimizer.step()  # raises where they are apart
+
+
+def test_states_that_were_kept_on_the_host_go_back_there():
+    target = device()
+    model = torch.nn.Linear(8, 8).to(target)
+
+    class StatesAtHome(torch.optim.SGD):
+        def step(self, closure=None):
+            for parameter in self.param_groups[0]["params"]:
+                entry = self.state[parameter]
+                entry.setdefault("sum", torch.zeros(parameter.shape))
+                entry["sum"] += parameter.grad.cpu()
+
+    optimizer = StatesAtHome(model.parameters())
+    model(torch.ones(2, 8).to(target)).sum().backward()
+    optimizer.step()
+    with hetero.manage(model, optimizer, device=target, device_budget="16MiB"):
+        model(torch.ones(2, 8).to(target)).sum().backward()
+        optimizer.step()
+    assert {entry["sum"].device.type for entry in optimizer.state.values()} == {"cpu"}
+    assert model.weight.device == target

@@ -1,0 +1,75 @@
+"""``torch.func`` on a managed model: what it gives unmanaged."""
+
+import pytest
+import torch
+from loops import backward, mlp
+from torch.func import functional_call, grad, vmap
+from twins import assert_twins, device
+
+import hetero
+
+
+def trained_between(look):
+    def loop(model, optimizer, target):
+        seen = []
+        for _ in range(4):
+            backward(model, target)
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(look(model, torch.randn(6, 64).to(target)))
+        return seen
+
+    return loop
+
+
+def replaced(model, every=1):
+    return {name: p.detach() for name, p in list(model.named_parameters())[::every]}
+
+
+def on_device(parameters, like):
+    return {name: p.to(like.device) for name, p in parameters.items()}
+
+
+def test_a_call_with_other_parameters():
+    def look(model, x):
+        halves = {name: 0.5 * p for name, p in replaced(model).items()}
+        return functional_call(model, on_device(halves, x), (x,))
+
+    assert_twins(mlp, trained_between(look))
+
+
+def test_a_call_with_the_managed_parameters_themselves():
+    assert_twins(
+        mlp, trained_between(lambda model, x: functional_call(model, dict(model.named_parameters()), (x,)))
+    )
+
+
+def test_gradients_by_transformation():
+    def look(model, x):
+        given = on_device(replaced(model), x)
+        return list(grad(lambda p: functional_call(model, p, (x,)).square().mean())(given).values())
+
+    assert_twins(mlp, trained_between(look), share=2.0)  # with a copy of all parameters of the caller's own
+
+
+def test_a_transform_over_the_models_own_parameters_is_refused_and_changes_nothing():
+    target = device()
+    model = mlp()
+    with hetero.manage(model, device=target, device_budget="16MiB"):
+        x = torch.ones(2, 64).to(target)
+        before = model(x)
+        given = on_device(replaced(model, every=3), x)
+        with pytest.raises(hetero.ManageError, match=r"torch\.func .* all parameters"):
+            grad(lambda p: functional_call(model, p, (x,)).square().mean())(given)
+        with pytest.raises(hetero.ManageError, match="autograd"):
+            vmap(model)(x)
+        assert torch.equal(model(x), before)
+
+
+def test_gradients_of_each_sample():
+    def look(model, x):
+        given = on_device(replaced(model), x)
+        of_one = grad(lambda p, row: functional_call(model, p, (row[None],)).square().mean())
+        return list(vmap(of_one, in_dims=(None, 0))(given, x).values())
+
+    assert_twins(mlp, trained_between(look), share=2.0)

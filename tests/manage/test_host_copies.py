@@ -1,0 +1,96 @@
+"""What a user takes to the host is theirs, as it is when parameters lie on a device: it follows no later step."""
+
+import copy
+
+import pytest
+import torch
+from loops import backward, mlp
+from twins import assert_twins, device
+
+import hetero
+
+TAKES = {
+    "p.detach().cpu()": lambda p, o: p.detach().cpu(),
+    "p.detach().to('cpu')": lambda p, o: p.detach().to("cpu"),
+    "p.detach().to(device, copy=False)": lambda p, o: p.detach().to(torch.device("cpu"), copy=False),
+    "p.detach().to(other)": lambda p, o: p.detach().to(torch.zeros(1)),
+    "p.data.cpu().numpy()": lambda p, o: torch.as_tensor(p.data.cpu().numpy()),
+    "p.cpu()": lambda p, o: p.cpu(),
+    "a view": lambda p, o: p.detach().flatten()[1:].to(device="cpu"),
+    "p.grad.cpu()": lambda p, o: p.grad.cpu(),
+    "p.grad.detach().to('cpu')": lambda p, o: p.grad.detach().to("cpu"),
+    "state": lambda p, o: o.state[p]["exp_avg"].cpu(),
+}
+
+
+@pytest.mark.parametrize("name", TAKES)
+@pytest.mark.parametrize("budget", [None, 64 << 20], ids=["tight", "all fits"])
+def test_what_was_taken_to_the_host_follows_no_later_step(name, budget):
+    take = TAKES[name]
+
+    def loop(model, optimizer, target):
+        taken = []
+        for _ in range(5):
+            backward(model, target)
+            optimizer.step()
+            taken.append([take(p, optimizer) for p in model.parameters()])
+            for p in model.parameters():
+                p.grad.mul_(0.5)
+            optimizer.zero_grad()
+        return taken  # looked at here, after all steps
+
+    assert_twins(mlp, loop, budget=budget)
+
+
+def test_the_best_weights_are_those_of_their_step():
+    def loop(model, optimizer, target):
+        best = {}
+        for step in range(4):
+            backward(model, target)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1:
+                best = {name: value.cpu() for name, value in model.state_dict().items()}
+                states = {
+                    name: value.cpu()
+                    for name, value in optimizer.state_dict()["state"][0].items()
+                    if value.dim()
+                }
+        return [*best.values(), *states.values()]
+
+    assert_twins(mlp, loop)
+
+
+def test_a_gradient_of_a_loss_flows_through_such_a_copy():
+    def loop(model, optimizer, target):
+        for _ in range(2):
+            penalty = model[0].weight.cpu().square().sum()
+            (model(torch.ones(2, 64).to(target)).sum() + 1e-2 * penalty.to(target)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [model[0].weight]
+
+    assert_twins(mlp, loop)
+
+
+def test_aliases_stay_aliases_and_other_tensors_are_left_alone():
+    model = mlp()
+    manager = hetero.manage(model, None, device=device(), device_budget="4MiB")
+    weight = model[0].weight
+    other = torch.zeros(3)
+    assert other.cpu() is other
+    assert other.to("cpu") is other
+    view = weight.detach()
+    assert view.to(torch.float32) is view  # no device is named
+    assert view.float().data_ptr() == view.data_ptr()
+    taken = view.cpu()
+    with torch.no_grad():
+        weight.mul_(2.0)
+    assert torch.equal(view, weight)
+    assert torch.equal(2.0 * taken, view)
+    manager.close()
+    assert "cpu" not in vars(torch.Tensor)
+    assert "to" not in vars(torch.Tensor)
+    kept = weight.detach()
+    assert kept.cpu() is kept  # an ordinary parameter of the host again
+    assert copy.copy(kept).to("cpu").data_ptr() == weight.data_ptr()

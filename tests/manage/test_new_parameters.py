@@ -1,0 +1,45 @@
+"""Parameters that are made of managed ones."""
+
+import torch
+from loops import mlp, square_loss
+from torch import nn
+from torch.nn.utils import parametrizations
+from twins import assert_twins, device
+
+import hetero
+
+
+def test_a_parameter_of_a_managed_one_is_ordinary_and_shares_its_memory():
+    own = vars(nn.Parameter)["__new__"]
+    target = device()
+    model = mlp()
+    with hetero.manage(model, device=target, device_budget="16MiB"):
+        weight = model[0].weight
+        made = nn.Parameter(weight)
+        frozen = nn.Parameter(weight, requires_grad=False)
+        assert type(made) is nn.Parameter
+        assert made.requires_grad
+        assert not frozen.requires_grad
+        with torch.no_grad():
+            weight.mul_(2.0)
+        assert torch.equal(made, weight)
+    assert vars(nn.Parameter)["__new__"] is own
+
+
+def test_weights_parametrized_in_the_middle_of_training():
+    def loop(model, optimizer, target):
+        seen = []
+        for number in range(6):
+            if number == 3:
+                known = {id(p) for p in model.parameters()}
+                parametrizations.weight_norm(model[0])
+                model[0].parametrizations.to(target)
+                optimizer.add_param_group({"params": [p for p in model.parameters() if id(p) not in known]})
+            loss = square_loss(model, target)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss)
+        return seen
+
+    assert_twins(mlp, loop, share=0.9)

@@ -1,0 +1,39 @@
+"""An operator that does not fit is refused by name, with the bytes it needs and the cure, as both kinds of error."""
+
+import re
+
+import pytest
+import torch
+from equality import fresh_memory
+from loops import batch, mlp
+from torch import nn
+from twins import adamw, device
+
+import hetero
+
+
+@pytest.mark.parametrize("kind", [hetero.BudgetError, torch.OutOfMemoryError])
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_an_operator_that_finds_no_room_is_named_with_a_cure(kind, phase):
+    target = device()
+    fresh_memory()
+    model = nn.Linear(256, 512, bias=False) if phase == "backward" else mlp()
+    optimizer = adamw(model)
+    # The weight and its gradient do not fit together; nor do activations of 1536 rows.
+    budget = 900 << 10
+    with hetero.manage(model, optimizer, device=target, device_budget=budget):
+        x = batch(target, 8, 256).requires_grad_() if phase == "backward" else batch(target, 1536)
+        with pytest.raises(kind) as caught:
+            model(x).square().mean().backward()
+        text = str(caught.value)
+        assert isinstance(caught.value, hetero.BudgetError)
+        assert isinstance(caught.value, torch.OutOfMemoryError)
+        assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+        assert re.search(
+            r"aten\.\w+\.\w+ needs .* more on .*: lower the batch size, or raise device_budget", text
+        )
+        least = int(re.search(r"more than .* \((\d+) bytes\)", text)[1])
+        assert least > budget
+        # The cap is the failed iteration's: what the caller does then has the device's memory.
+        optimizer.zero_grad()
+        assert torch.empty(4 << 20, dtype=torch.uint8, device=target).nbytes > budget
