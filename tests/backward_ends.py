@@ -1,8 +1,8 @@
 """When autograd's thread of a device holds nothing any more of backwards that are over.
 
-The caller of a backward has its result, or its error, before that thread lets go of the task that failed, with its node,
-gradients and the error's frames, of the tasks behind it, and of the gradients that were returned. On a busy machine that
-takes many milliseconds, and what is measured meanwhile counts them.
+The caller of a backward has its result, or its error, before that thread lets go of the task that failed, with its
+node, gradients and the error's frames, of the tasks behind it, and of the gradients that were returned. On a busy
+machine that takes many milliseconds, and what is measured meanwhile counts them.
 """
 
 import threading
