@@ -1,4 +1,5 @@
-"""The virtual accelerator, made before any test runs: autograd counts devices at the process's first backward."""
+"""For all tests: the virtual accelerator, made before any runs, because autograd counts devices at the process's first
+backward; and Hypothesis without deadlines."""
 
 import contextlib
 import os
@@ -7,8 +8,13 @@ import os
 os.environ.setdefault("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "1")
 
 import torch
+from hypothesis import HealthCheck, settings
 
 import hetero
+
+# No example is judged by how long it takes: the machine may be busy. Else as Hypothesis has it, with CI=1 or without.
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unhurried")
 
 if not torch.accelerator.is_available():
     # Without a compiler the tests that need the device say so themselves.

@@ -7,6 +7,7 @@ poisoned; ``make test-cuda`` runs the same tests, marked ``cuda``, on the real o
 import gc
 
 import torch
+from backward_ends import wait_for_backward_ends
 
 import hetero
 from hetero.devices import virtual
@@ -15,17 +16,21 @@ ON_CUDA = torch.cuda.is_available()
 
 
 def device(memory: str | int = "256MiB", **link: str) -> torch.device:
-    """With ``memory`` and a link of such a speed if it is virtual."""
+    """With ``memory`` and a link of such a speed if it is virtual. No backward of before holds memory of it."""
     if not ON_CUDA:
-        return hetero.virtual_device(memory=memory, **link)
+        found = hetero.virtual_device(memory=memory, **link)
+        wait_for_backward_ends(found)
+        return found
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     # What libraries allocate once for the process would otherwise count for the test that comes first.
     x = torch.ones(64, 64, device="cuda", requires_grad=True)
     (x @ x).sum().backward()
     del x
+    found = torch.device("cuda", 0)
+    wait_for_backward_ends(found)
     gc.collect()
-    return torch.device("cuda", 0)
+    return found
 
 
 def races() -> list[str]:

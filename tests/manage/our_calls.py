@@ -3,6 +3,7 @@
 The virtual device's own module is left out: it stands for ``torch.cuda``.
 """
 
+import gc
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -29,9 +30,11 @@ def our_calls(run: Callable[[], Any]) -> Counter[str]:
             seen[f"{Path(file).stem}.{frame.f_code.co_qualname}"] += 1
 
     with torch.autograd.set_multithreading_enabled(False):
+        gc.disable()  # a manager of before that it would take away just now has finalizers, which are ours as well
         sys.setprofile(note)
         try:
             run()
         finally:
             sys.setprofile(None)
+            gc.enable()
     return seen

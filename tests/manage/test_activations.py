@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerators import clear_races, races
+from backward_ends import wait_for_backward_ends
 from test_semantics_autograd import mlp, train
 from torch import nn
 from torch.autograd.graph import save_on_cpu
@@ -136,6 +137,7 @@ def unmanaged_gradients(build, run):
 def same_with_everything_shed(build, run, **keywords):
     """``run(model, target, shed)`` -> observations; ``shed`` makes all saved tensors leave."""
     expected = unmanaged_gradients(build, run)
+    wait_for_backward_ends(device())
     gc.collect()
     clear_races()
     torch.manual_seed(0)
@@ -151,6 +153,7 @@ def same_with_everything_shed(build, run, **keywords):
     assert_same(got, expected, "observed")
     assert races() == []
     del model
+    wait_for_backward_ends(device())
     gc.collect()
     assert torch.accelerator.memory_allocated() == before
     return sum(moved)
@@ -494,6 +497,7 @@ def test_after_an_exception_nothing_is_left_and_training_goes_on(where):
         model.fails = True
         with pytest.raises(KeyboardInterrupt):
             steps(model, optimizer, target, 1)
+        wait_for_backward_ends(target)
         model.fails = False
         optimizer.zero_grad()
         return seen + steps(model, optimizer, target, 3)

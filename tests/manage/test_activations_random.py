@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from accelerators import clear_races, races
+from backward_ends import wait_for_backward_ends
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -171,6 +172,7 @@ def test_whatever_leaves_whenever_the_numbers_and_errors_are_the_same(ops, stops
     del twin
     torch.manual_seed(0)
     model = Net(ops)
+    wait_for_backward_ends(target)
     gc.collect()
     clear_races()
     before = torch.accelerator.memory_allocated()
@@ -185,6 +187,7 @@ def test_whatever_leaves_whenever_the_numbers_and_errors_are_the_same(ops, stops
     try:
         got = train(model, target, stops)
         assert_same(got, expected, "seen")
+        wait_for_backward_ends(target)
         gc.collect()  # an error and the frames that it passed hold each other, and the graph
         activations.settle()
         moved = manager.stats.activation_out_bytes

@@ -5,6 +5,7 @@ import threading
 
 import pytest
 import torch
+from backward_ends import wait_for_backward_ends
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from loops import ACTIONS, backward, batch, mixed_loop, mlp, train, two_optimizers, two_steps
@@ -95,6 +96,7 @@ def test_a_graph_from_before_the_step_is_refused_after_it_as_ever():
         optimizer.step()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+        wait_for_backward_ends(target)
         optimizer.zero_grad()
         penalty = sum(p.square().sum() for p in model.parameters())
         backward(model, target)

@@ -2,12 +2,12 @@
 
 import gc
 import threading
-import time
 import weakref
 
 import pytest
 import torch
 from accelerators import clear_races, races
+from backward_ends import wait_for_backward_ends
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from loops import ACTIONS, backward, batch, losses, mixed_loop, mlp, train, two_optimizers
@@ -399,12 +399,8 @@ def test_a_backward_that_fails_before_autograd_has_a_gradient_leaves_no_trace(go
         del loss
         assert last.grad is None
         optimizer.zero_grad()
+        wait_for_backward_ends(target)
         gc.collect()
-        deadline = (
-            time.monotonic() + 10
-        )  # autograd's thread lets go of the graph after the caller has its error
-        while torch.accelerator.memory_allocated() != used + x.nbytes and time.monotonic() < deadline:
-            time.sleep(0.01)
         assert torch.accelerator.memory_allocated() == used + x.nbytes
         if goes_on == "home":  # the next gradient is not kept on the device
             last.register_hook(lambda gradient: None)

@@ -1,5 +1,6 @@
 """Ctrl-C at any moment: training goes on afterwards, and nothing of the interrupted iteration stays."""
 
+import gc
 import random
 import signal
 import threading
@@ -78,6 +79,7 @@ def iteration(model, optimizer, target):
 def test_training_goes_on_after_interrupts_at_random_moments(seed):
     # Without `hetero.stm.interrupts`, a few dozen of them leave a lock, a queue or a state half changed.
     target = device()
+    gc.collect()
     clear_races()
     model = layers()
     optimizer = adamw(model)

@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+from backward_ends import wait_for_backward_ends
 from loops import batch, mlp
 from twins import assert_twins
 
@@ -74,6 +75,7 @@ def test_what_backward_raises_on_the_other_thread_is_raised_here():
                 gradients[0].register_hook(lambda gradient: 1 / 0)
                 with pytest.raises(ZeroDivisionError):
                     total.backward()
+                wait_for_backward_ends(target)
             else:
                 total.backward()
                 optimizer.step()

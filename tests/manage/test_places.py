@@ -49,11 +49,13 @@ def train(model, optimizer, target, pattern, steps, look=lambda step: None):
 @pytest.mark.parametrize("device_homes", [False, True])
 def test_a_tight_budget_and_places_give_the_bits_of_a_plain_run(pattern, momentum, device_homes):
     target = device()
+    gc.collect()  # models of the tests before
     clear_races()
     twin = chain().to(target)
     train(twin, sgd(twin, momentum), target, pattern, 24)
     expected = [p.detach().cpu() for p in twin.parameters()]
     del twin
+    gc.collect()
 
     model = chain()
     optimizer = sgd(model, momentum)
@@ -83,6 +85,7 @@ def test_a_tight_budget_and_places_give_the_bits_of_a_plain_run(pattern, momentu
 
 def test_nothing_stays_on_the_device_after_close_while_the_manager_is_held():
     target = device()
+    gc.collect()
     before = torch.accelerator.memory_allocated()
     model = chain()
     manager = hetero.manage(model, optimizer := sgd(model, 0.0), device=target, speculate=True)

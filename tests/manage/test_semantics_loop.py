@@ -251,6 +251,7 @@ def test_close_leaves_nothing_behind():
         "apply": nn.Module._apply,
         "attributes": [set(p.__dict__) for p in model.parameters()],
     }
+    gc.collect()  # models of the tests before
     allocated = torch.accelerator.memory_allocated()
     with hetero.manage(model, optimizer, device=target, device_budget="2MiB"):
         train(model, optimizer, target)

@@ -10,6 +10,7 @@ import pickle
 import pytest
 import torch
 from accelerators import ON_CUDA, clear_races, races, set_memory_limit
+from backward_ends import wait_for_backward_ends
 from loops import batch, losses, mlp, square_loss
 from torch import nn
 from twins import adamw, assert_same, assert_twins, device, plain
@@ -217,6 +218,7 @@ def test_running_out_of_memory_ends_it_for_good(where):
         with pytest.raises(torch.OutOfMemoryError):
             run()
         del run
+        wait_for_backward_ends(target)
         assert not is_intercepted(model)  # nobody of ours was called
         optimizer.zero_grad()
         model(x)  # leaving takes no memory, and what is managed needs less

@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+from backward_ends import wait_for_backward_ends
 from torch import nn
 from twins import adamw, device
 
@@ -42,6 +43,7 @@ def error_beside(held, target):
         with pytest.raises(hetero.BudgetError, match=r"at least .* for operands") as error:
             steps(model, optimizer, target, 1)
         least = named(error)
+    wait_for_backward_ends(target)
     return theirs, least
 
 

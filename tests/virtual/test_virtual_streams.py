@@ -161,7 +161,7 @@ def test_streams_are_reused_from_a_pool(device: torch.device) -> None:
     assert len(ids) == 32
     threads = psutil.Process().num_threads()  # those of C++ too
     assert {torch.Stream(device).stream_id for _ in range(200)} == ids
-    assert psutil.Process().num_threads() == threads
+    assert psutil.Process().num_threads() <= threads  # those joined a moment ago may be on their way out
 
 
 def test_the_device_module_has_the_functions_of_torch_cuda(device: torch.device) -> None:

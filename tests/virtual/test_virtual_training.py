@@ -1,6 +1,7 @@
 """Training on the device: moving, optimizers, checkpointing, autocast, scaling, fake tensors, compiling."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -141,6 +142,7 @@ def test_gradient_scaling_steps_and_skips(device: torch.device) -> None:
 
 
 def test_training_gives_all_memory_back(device: torch.device) -> None:
+    gc.collect()  # models of the tests before
     before = torch.accelerator.memory_allocated()
     model = nn.TransformerEncoderLayer(16, 2, 32).to(device)
     optimizer = torch.optim.AdamW(model.parameters())
