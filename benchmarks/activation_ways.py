@@ -19,7 +19,9 @@ from benchmarks.swap_everything import WAYS, Around
 __all__ = ["LATENCY", "Job", "lines", "measure", "timed"]
 
 LATENCY = 10e-6
-_WARM_UP = 13  # measured, planned, timed, planned again; what lives on the device has been on trial
+# Measured, planned, timed, planned again; what lives on the device has been on trial, and, if it was in vain, the
+# iterations without it have been timed again.
+_WARM_UP = 18
 
 Way = Callable[[torch.device, nn.Module], Around]
 

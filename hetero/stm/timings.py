@@ -44,7 +44,7 @@ class _State:
     timing: Timing | None = None
     is_final: bool = False
     skip: int = 0
-    before: float | None = None  # seconds of an iteration before something moved on trial
+    before: Timing | None = None  # what was known before something moved on trial
 
 
 class Timings:
@@ -105,17 +105,20 @@ class Timings:
         """Something else lives on the device from now on: times are to be measured again. ``on_trial``: it has to show
         then that it was worth it (`was_in_vain`)."""
         state = self._states.setdefault(keys, _State())
-        state.before = state.timing.typical_seconds if on_trial and state.is_final and state.timing else None
+        state.before = state.timing if on_trial and state.is_final else None
         state.rounds, state.is_final, state.skip = [], False, _SETTLING
 
     def was_in_vain(self, keys: Keys) -> bool:
         """What moved on trial has made these iterations no faster, as measured: a prediction does not know what its
-        copies and updates take from operators. Said once."""
+        copies and updates take from operators. Said once; what was known before is what is known again."""
         state = self._states.get(keys)
         if state is None or state.before is None or not state.is_final or state.timing is None:
             return False
         before, state.before = state.before, None
-        return state.timing.typical_seconds > before * (1.0 - _WORTH)
+        if state.timing.typical_seconds <= before.typical_seconds * (1.0 - _WORTH):
+            return False
+        state.timing = before
+        return True
 
     def forget(self, keys: Keys) -> None:
         """These iterations are no longer what they were."""

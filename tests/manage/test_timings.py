@@ -175,10 +175,14 @@ def test_what_moves_on_trial_has_to_make_iterations_shorter(monkeypatch, with_it
     assert timings.wants(keys)
     while not timings.is_final(keys):
         timings.learn(keys, [])
+    before = timings.get(keys)
     assert not timings.was_in_vain(keys)  # nothing has moved
     timings.note_moved(keys, on_trial=True)
     assert [timings.learn(keys, []) for _ in range(5)] == [False, False, False, False, True]
+    with_them = timings.get(keys)
+    assert with_them != before
     assert timings.was_in_vain(keys) is in_vain
+    assert timings.get(keys) == (before if in_vain else with_them)  # what is taken back is planned for at once
     assert not timings.was_in_vain(keys)
 
 
