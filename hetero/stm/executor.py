@@ -6,6 +6,7 @@ fetch of its own, counted. What is planned is decided in `hetero.stm.cycles`; by
 """
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 
 from hetero.eviction import Actions
@@ -23,6 +24,7 @@ from hetero.stm.tensors import ManagedTensor
 __all__ = ["Executor"]
 
 _NOTHING = Actions()
+_PATIENCE = 0.1  # seconds that a segment which is measured waits for copies to be let go
 
 
 class Executor:
@@ -118,6 +120,8 @@ class Executor:
             self._activations.follow((), ())
         else:
             self._activations.follow(place.plan.activations[place.number], place.plan.trace.sizes)
+        if place.sample:
+            self._await_release()
         self._segment = self._collector.begin_segment(key, sample=place.sample, time=place.time)
         if place.sample:
             self._segment.has_gradients = any(has_gradient(tensor) for tensor in self._tensors)
@@ -328,6 +332,14 @@ class Executor:
             return self._cycles.unplanned_limit(self._segment)
         limit = self._plan.limits[max(0, self._position - 1)] - self._drift
         return min(limit, self._cycles.unplanned_limit(None)) if self._has_left_plan else limit
+
+    def _await_release(self) -> None:
+        """Autograd's thread may hold what a backward has used for a moment longer than that runs: such copies would be
+        measured as some that cannot leave, and every plan would have to keep them."""
+        until = time.monotonic() + _PATIENCE
+        copies = self._residency.resident
+        while any(t.is_held() and not t.users for t in tuple(copies.values())) and time.monotonic() < until:
+            time.sleep(1e-4)
 
     def _limit_gradients(self) -> None:
         """Before anything is known, a gradient is handed over at once: what is measured is then the operator's own

@@ -182,7 +182,9 @@ def test_what_moves_on_trial_has_to_make_iterations_shorter(monkeypatch, with_it
     with_them = timings.get(keys)
     assert with_them != before
     assert timings.was_in_vain(keys) is in_vain
-    assert timings.get(keys) == (before if in_vain else with_them)  # what is taken back is planned for at once
+    assert timings.get(keys) == (
+        before if in_vain else with_them
+    )  # what is taken back is planned for at once
     assert not timings.was_in_vain(keys)
 
 
