@@ -24,7 +24,7 @@ from hetero.stm.tensors import ManagedTensor
 __all__ = ["Executor"]
 
 _NOTHING = Actions()
-_PATIENCE = 0.1  # seconds that a segment which is measured waits for copies to be let go
+_PATIENCE = 0.03  # seconds that a segment which is measured waits for copies to be let go
 
 
 class Executor:
