@@ -10,7 +10,7 @@ import torch
 
 from hetero.devices import Accelerator
 from hetero.errors import BudgetError
-from hetero.units import format_bytes
+from hetero.units import format_bytes, parse_bytes
 
 __all__ = ["NoRoomError", "no_room", "too_small"]
 
@@ -74,13 +74,5 @@ def no_room(
 
 def _wanted(error: torch.OutOfMemoryError) -> int | None:
     """What an allocator says that it was asked for, bytes; None if it says nothing that we know."""
-    found = re.search(r"[Tt]ried to allocate ([0-9.]+ (?:[KMGT]iB|bytes))", str(error))
-    return None if found is None else _parse(found[1])
-
-
-def _parse(text: str) -> int:
-    number, unit = text.split()
-    return -int(-float(number) * _UNITS[unit] // 1)
-
-
-_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+    found = re.search(r"[Tt]ried to allocate ([0-9.]+) ([KMGT]iB|bytes)", str(error))
+    return None if found is None else parse_bytes(f"{found[1]} {'B' if found[2] == 'bytes' else found[2]}")
