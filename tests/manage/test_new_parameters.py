@@ -1,7 +1,7 @@
 """Parameters that are made of managed ones."""
 
 import torch
-from loops import mlp, square_loss
+from loops import losses, mlp
 from torch import nn
 from torch.nn.utils import parametrizations
 from twins import assert_twins, device
@@ -35,11 +35,7 @@ def test_weights_parametrized_in_the_middle_of_training():
                 parametrizations.weight_norm(model[0])
                 model[0].parametrizations.to(target)
                 optimizer.add_param_group({"params": [p for p in model.parameters() if id(p) not in known]})
-            loss = square_loss(model, target)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            seen.append(loss)
+            seen += losses(model, optimizer, target, 1)
         return seen
 
     assert_twins(mlp, loop, share=0.9)
