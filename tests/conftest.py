@@ -25,6 +25,6 @@ if not torch.accelerator.is_available():
 
 
 def pytest_collection_finish() -> None:
-    """What is there now stays, and is no test's. Looking at all of torch takes a collection half a second, and there are
-    thousands of them."""
+    """What is there now stays, and is no test's. To look at all of torch takes a collection half a second, and there
+    are thousands of them."""
     gc.freeze()
