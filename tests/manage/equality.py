@@ -20,6 +20,12 @@ def device() -> torch.device:
     return found
 
 
+def seed(number: int) -> None:
+    """As `torch.manual_seed`, which also keeps a stack trace for each kind of device that is not there."""
+    torch.default_generator.manual_seed(number)
+    torch.get_device_module().manual_seed_all(number)
+
+
 def fresh_memory() -> int:
     """Bytes in use on the device once everything unreachable is gone; peaks count from here."""
     torch.accelerator.synchronize()
