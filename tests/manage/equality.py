@@ -29,7 +29,7 @@ def seed(number: int) -> None:
 def fresh_memory() -> int:
     """Bytes in use on the device once everything unreachable is gone; peaks count from here."""
     torch.accelerator.synchronize()
-    # Only if need be: a collection of all that torch has imported takes half a second.
+    # Only if need be: thousands of collections take their time, however little there is to look at.
     if torch.accelerator.memory_allocated():
         gc.collect()
     torch.accelerator.reset_peak_memory_stats()
