@@ -57,14 +57,10 @@ class _Run:
     ) -> None:
         self.trace, self.links, self.fetches, self.wary = trace, links, fetches, wary
         self.periods = problem.periods
-        planned = problem.room - problem.load(keep)
-        self.planned: list[int] = planned.tolist()
-        self.free = planned.copy()
-        self.ahead = planned.copy() if wary else self.free
+        self.planned = problem.room - problem.load(keep)
+        self.free, self.ahead = self.planned.copy(), self.planned.copy()
         self.starts = [fetch.deadline for fetch in fetches]
-        self.seconds = [links.h2d_seconds(fetch.nbytes) for fetch in fetches]
-        self.next = self.turn = 0  # fetch, and in which iteration it is used
-        self.deadline = fetches[0].deadline  # counted on through the iterations
+        self.next = 0  # fetch, counted on through the iterations
         self.leaves: list[list[int]] = [[] for _ in range(self.periods)]
         for j in np.flatnonzero(~keep & (problem.end > problem.begin)).tolist():
             if problem.cyclic or problem.begin[j] < self.periods:
@@ -85,7 +81,7 @@ class _Run:
             for x in self.leaves[t]:
                 self._evict(x)
             self._retire()
-            while self.deadline == now:
+            while self._deadline() == now:
                 self._wait_for_room(t)
                 self._start(now)
             self._wait_for_room(t)
@@ -96,12 +92,15 @@ class _Run:
             self.clock += moment.seconds
             self.dirty.update(moment.dirties)
             self.free[t] = self.planned[t]
-            if self.wary:
-                self.ahead[t] = self.planned[t] - self.late
+            self.ahead[t] = self.planned[t] - (self.late if self.wary else 0)
+
+    def _deadline(self) -> int:
+        turn, place = divmod(self.next, len(self.fetches))
+        return turn * self.periods + self.fetches[place].deadline if turn == 0 or self.trace.cyclic else -1
 
     def _may_start(self, now: int, t: int) -> bool:
-        deadline = self.deadline
-        fetch = self.fetches[self.next]
+        deadline = self._deadline()
+        fetch = self.fetches[self.next % len(self.fetches)]
         if deadline < 0 or now < deadline - fetch.deadline + fetch.release:
             return False
         if fetch.nbytes > self.free[t] - self.late:
@@ -112,28 +111,17 @@ class _Run:
         return all(self.ahead[a:b].min() >= fetch.nbytes for a, b in parts if a < b)
 
     def _start(self, now: int) -> None:
-        fetch = self.fetches[self.next]
-        start = self.starts[self.next] = now - self.turn * self.periods
+        turn, place = divmod(self.next, len(self.fetches))
+        fetch = self.fetches[place]
+        start = self.starts[place] = now - turn * self.periods
         early = (start + self.periods, self.periods) if start < 0 else (0, 0)
         for a, b in (early, (max(start, 0), fetch.deadline)):
-            if a < b:
-                self.free[a:b] -= fetch.nbytes
-                if self.wary:
-                    self.ahead[a:b] -= fetch.nbytes
+            self.free[a:b] -= fetch.nbytes
+            self.ahead[a:b] -= fetch.nbytes
         self.down_free = max(self.down_free, self.clock, self.saved.pop(fetch.tensor, 0.0))
-        self.down_free += self.seconds[self.next]
+        self.down_free += self.links.h2d_seconds(fetch.nbytes)
         self.arrival[fetch.tensor] = self.down_free
-        self._go_on()
-
-    def _go_on(self) -> None:
-        """To the next fetch."""
         self.next += 1
-        if self.next == len(self.fetches):
-            self.next = 0
-            self.turn += 1
-        begin = self.turn * self.periods
-        goes_on = self.turn == 0 or self.trace.cyclic
-        self.deadline = begin + self.fetches[self.next].deadline if goes_on else -1
 
     def _evict(self, x: int) -> None:
         self.arrival.pop(x, None)
