@@ -6,6 +6,7 @@ from typing import Any
 
 import accelerators
 import torch
+from backward_ends import wait_for_backward_ends
 from bits import same_bits
 from torch import nn
 
@@ -29,6 +30,7 @@ def seed(number: int) -> None:
 def fresh_memory() -> int:
     """Bytes in use on the device once everything unreachable is gone; peaks count from here."""
     torch.accelerator.synchronize()
+    wait_for_backward_ends(torch.accelerator.current_accelerator())
     # Only if need be: thousands of collections take their time, however little there is to look at.
     if torch.accelerator.memory_allocated():
         gc.collect()
