@@ -26,8 +26,9 @@ class CallersPart:
         self._outgrown = outgrown
         self._budget = budget
         self._unused = 0  # of what the plan left to model data after the last forward
-        self._model_bytes: int | None = None  # there when a backward began that is watched
+        self._model_bytes: int | None = None  # there when the part that is watched began
         self._planned = 0  # and what may have been there beside, by the plan
+        self._has_drifted = False  # the forward before it kept more than was measured
 
     def begin_backward(
         self, segment: Segment, plan: CyclePlan, *, number: int, position: int, drift: int
@@ -41,21 +42,33 @@ class CallersPart:
         more = 0 if known is None else segment.left_bytes - known - plan.margin - drift
         if more <= 0 or not self._room.exceeds(limit - _MOST_OF_ITS_OWN * more):
             return self.look_back()
-        self._model_bytes = self._room.excess(0)
-        self._planned = self._budget - plan.limits[position]
-        self._peaks.begin()
+        self._watch(plan, position)
         return more
+
+    def begin_after_drift(self, plan: CyclePlan, *, position: int) -> None:
+        """A forward ends, with its last moment ``position``, that kept more than was measured: its caller may take more
+        as well. Room has been made and is made now, but the next one is planned for."""
+        self._has_drifted = True
+        self._watch(plan, position)
+
+    def _watch(self, plan: CyclePlan, position: int) -> None:
+        if self._model_bytes is None:
+            self._model_bytes = self._room.excess(0)
+            self._planned = self._budget - plan.limits[position]
+            self._peaks.begin()
 
     def end(self, plan: CyclePlan) -> None:
         """It is over. If it was watched: what it took, beside the model data that were there before room was made,
-        might have passed the budget."""
+        might have passed the budget; or will, beside those of a plan that knows what the model keeps now."""
         before, self._model_bytes = self._model_bytes, None
+        has_drifted, self._has_drifted = self._has_drifted, False
         if before is None:
             return
         non_model = self._peaks.next_period() - self._room.excess(0)
         self._peaks.end()
-        if before + non_model + plan.margin > self._budget:
-            self._outgrown.note(non_model - self._planned, passes_budget=True)
+        more = non_model - self._planned
+        if before + non_model + plan.margin > self._budget or (has_drifted and more > 0):
+            self._outgrown.note(more, passes_budget=True)
 
     def begin_iteration(self) -> None:
         """What was there before, between iterations, is nobody's growth."""

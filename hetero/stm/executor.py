@@ -205,6 +205,9 @@ class Executor:
         limit = self._limit() if follows else self._cycles.measured_limit(self._segment)
         if self._is_unsure:
             limit = None
+        plan, sampling = self._plan, self._collector.is_sampling
+        if plan is not None and follows and self._drift and not sampling and not plan.guarded[self._number]:
+            self._caller.begin_after_drift(plan, position=max(0, self._position - 1))
         # Where forward kept more than was measured, the caller may need more as well.
         if follows and not self._drift and limit is not None and not self._room.exceeds(limit):
             return

@@ -205,18 +205,17 @@ class Gathering(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("wide", [2, 3])  # backward's first operators need too much; so does the loss
-def test_under_the_cap_of_a_drift_the_loss_and_the_beginning_of_backward_find_room(wide):
+@pytest.mark.parametrize("hoards", [4, 8])
+@pytest.mark.parametrize("drifts", [(3, 4, 5), (3, 5), (3, 6, 7)])
+@pytest.mark.parametrize("wide", [2, 3, 4])  # backward's first operators need too much; so does the loss
+def test_where_model_and_loss_grow_at_once_the_budget_holds_then_and_afterwards(wide, drifts, hoards):
     def loop(model, optimizer, target):
         seen = []
-        for step in range(6):
-            # Once: the next such iteration is planned by what the model kept, not by what that loss takes, and may pass
-            # the budget for a moment.
-            drifts = step == 3
-            model.hoards = 8 if drifts else 0
+        for step in range(8):
+            model.hoards = hoards if step in drifts else 0
             model.kept.clear()
             out = model(torch.randn(32, WIDTH).to(target))
-            loss = out.repeat(wide, 1).square().mean() if drifts else out.square().mean()
+            loss = out.repeat(wide, 1).square().mean() if step in drifts else out.square().mean()
             loss.backward()
             seen.append([loss, [p.grad for p in model.parameters()]])
             optimizer.step()
