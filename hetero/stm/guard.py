@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import (
 
 from hetero.stm.fetch import plain
 
-__all__ = ["arm", "formulas_kept", "guarded", "unguarded"]
+__all__ = ["arm", "formulas_kept", "guarded", "lifted", "unguarded"]
 
 _CHOSEN_BY_MODE = frozenset(
     {
@@ -47,28 +47,39 @@ _CHOSEN_BY_MODE = frozenset(
 Explain = Callable[[str, torch.OutOfMemoryError], Exception]
 """What to raise for an operator of that name, and the allocator's error, when nothing is left to be freed."""
 
+Uncapped = Callable[[torch.OutOfMemoryError], contextlib.AbstractContextManager[bool]]
+"""Within it the allocator is not capped, if it has refused what the budget allows; whether it was."""
+
 
 class _Guard(TorchDispatchMode):
     """While it is active, every operator is tried again after ``relieve()`` freed memory."""
 
     def __init__(
-        self, relieve: Callable[[], int], note_answered: Callable[[], None], explain: Explain
+        self,
+        relieve: Callable[[], int],
+        note_answered: Callable[[], None],
+        explain: Explain,
+        uncapped: Uncapped,
     ) -> None:
         super().__init__()
         self._explain = explain
+        self._uncapped = uncapped
         self.relieve = relieve
         self._note_answered = note_answered
         self.is_armed = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Below autograd a managed parameter is only memory at home: it must not be intercepted again.
-        with plain():
+        with plain(), contextlib.ExitStack() as stack:
+            is_uncapped = False
             while True:
                 try:
                     return func(*args, **(kwargs or {}))
                 except torch.OutOfMemoryError as error:
                     if self.relieve() == 0:
-                        raise self._explain(str(func), error) from error
+                        if is_uncapped or not stack.enter_context(self._uncapped(error)):
+                            raise self._explain(str(func), error) from error
+                        is_uncapped = True
                     self._note_answered()
 
 
@@ -86,11 +97,12 @@ def guarded(
     at_once: bool,
     note_answered: Callable[[], None] = lambda: None,
     explain: Explain = lambda operator, error: error,
+    uncapped: Uncapped = lambda error: contextlib.nullcontext(False),
 ) -> Iterator[None]:
     """Within it, operators of this thread, and of a backward that begins here, are guarded: ``at_once``, or from
-    `arm` on. ``note_answered``: called for each error after which an operator is tried again. ``explain``: see
-    `Explain`."""
-    guard = _Guard(relieve, note_answered, explain)
+    `arm` on. ``note_answered``: called for each error after which an operator is tried again. ``explain``,
+    ``uncapped``: see `Explain`, `Uncapped`."""
+    guard = _Guard(relieve, note_answered, explain, uncapped)
     outer, _here.guard = _here.guard, guard
     if at_once:
         arm()
@@ -100,6 +112,18 @@ def guarded(
         _here.guard = outer
         if guard.is_armed:
             _remove(guard)
+
+
+@contextlib.contextmanager
+def lifted(cap: Callable[[bool], None], lifts: bool) -> Iterator[bool]:
+    """An `Uncapped`, of a ``cap`` that is on: whether it ``lifts`` is decided."""
+    if lifts:
+        cap(False)
+    try:
+        yield lifts
+    finally:
+        if lifts:
+            cap(True)
 
 
 def arm() -> None:

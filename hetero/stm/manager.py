@@ -140,6 +140,7 @@ class StatefulTensorMgr:
             relieve=self.relieve,
             note_answered=accelerator.note_answered,
             cap=lambda on: accelerator.cap(config.device_budget if on else None),
+            may_fail_within=accelerator.may_fail_within,
         )
         self.activations.moment = self._activation_moment
         self.activations.make_room = self.executor.make_room
