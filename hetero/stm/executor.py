@@ -304,7 +304,7 @@ class Executor:
 
     def _guard_from_here(self) -> None:
         self._set_guarded(True)
-        arm()
+        arm(self._relieve)
 
     def _is_in_place(self, operands: list[ManagedTensor]) -> bool:
         """The plan foresaw this moment and asks for nothing, and every operand can be read: the common case."""
