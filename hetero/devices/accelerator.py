@@ -83,6 +83,8 @@ class Accelerator:
         if index is None:
             device = torch.device(device.type, self._call("current_device"))
         self.device = device
+        # torch.cuda's counters are an empty dictionary until then.
+        getattr(self._module, "init", lambda: None)()
         self._stats: Callable[..., Any] | None = getattr(self._module, "memory_stats_as_nested_dict", None)
 
     def _call(self, name: str, *args: object) -> Any:
@@ -171,17 +173,19 @@ class Accelerator:
         share, then = _shares_set.get(self.device, (found, found))
         return share if found == then else min(1.0, found)
 
-    def may_fail_within(self, nbytes: int) -> bool:
-        """The device has not much more than ``nbytes`` for this process, and its allocator, which keeps memory in
-        segments, may find no gap that is large enough although fewer are in use."""
-        if self.device.type == "virtual" and not self._is_in_segments():
-            return False
-        return self.free_bytes() + self.used_bytes() < nbytes * _WITH_GAPS
-
-    def _is_in_segments(self) -> bool:
+    @property
+    def leaves_gaps(self) -> bool:
+        """Its allocator keeps segments: their gaps count against a cap, and may be too small for what comes."""
+        if self.device.type != "virtual":
+            return True
         from hetero.devices import virtual
 
         return virtual.is_in_segments()
+
+    def may_fail_within(self, nbytes: int) -> bool:
+        """The device has not much more than ``nbytes`` for this process, and there may be no gap that is large enough
+        although fewer are in use."""
+        return self.leaves_gaps and self.free_bytes() + self.used_bytes() < nbytes * _WITH_GAPS
 
     def release_cached(self) -> None:
         """Give cached, unused memory back to the device."""
