@@ -1,7 +1,9 @@
 """For all tests: the virtual accelerator, made before any runs, because autograd counts devices at the process's first
-backward; and Hypothesis without deadlines."""
+backward; Hypothesis without deadlines; and collections of garbage that look at what tests made, not at what they
+imported."""
 
 import contextlib
+import gc
 import os
 
 # On CUDA, products with a bias would take tens of MiB for the time of each call, more than most budgets here have.
@@ -22,3 +24,9 @@ if not torch.accelerator.is_available():
     # Without a compiler the tests that need the device say so themselves.
     with contextlib.suppress(hetero.DeviceError):
         hetero.virtual_device()
+
+
+def pytest_collection_finish() -> None:
+    """What is there now stays, and is no test's. To look at all of torch takes a collection half a second, and there
+    are thousands of them."""
+    gc.freeze()

@@ -125,6 +125,13 @@ class Accelerator:
             return int(torch.cuda.memory_stats_as_nested_dict(self.device)["allocated_bytes"]["all"]["peak"])
         return int(self._call("max_memory_allocated", self.device))
 
+    def made_bytes(self) -> int | None:
+        """Bytes of all allocations there have been, also of those freed since; None where nobody counts them. Whoever
+        resets the allocator's counters sets it back."""
+        if self._stats is None:
+            return None
+        return int(self._stats(self.device)["allocated_bytes"]["all"]["allocated"])
+
     def reset_peak(self) -> None:
         """Start a new peak from what is in use now."""
         self._call("reset_peak_memory_stats", self.device)

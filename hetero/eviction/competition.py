@@ -7,6 +7,7 @@ local search, as far as that is affordable. It ends where the fluid's bound says
 pure function: the same arguments give the same schedule.
 """
 
+import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -47,7 +48,7 @@ def compete(
     """
     problem = read_intervals(trace)
     judge = _Judge(trace, problem, links)
-    judge.found.append(plan(trace, links=links))
+    judge.find(plan(trace, links=links))
     least = max(goal, sum(moment.seconds for moment in trace.moments)) * _NOTHING_LOST
     if judge.fastest > least:
         relaxed = [fluid(trace, links, checkpoints=count) for count in _CHECKPOINTS]
@@ -111,7 +112,10 @@ def _all_choices(
 
 class _Judge:
     """Lays out and simulates choices, and remembers the schedules. Ways 0 and 1 place transfers by periods, 2 and 3 by
-    the clock. ``left``: moments that may still be simulated; ``goal``: a step so short that the rest can be saved."""
+    the clock. ``left``: moments that may still be judged; ``goal``: a step so short that the rest can be saved.
+
+    Many choices come back, and many come to the same transfers: each is laid out once and simulated once.
+    """
 
     def __init__(self, trace: Trace, problem: Intervals, links: Links) -> None:
         self.trace, self.problem, self.links = trace, problem, links
@@ -119,22 +123,31 @@ class _Judge:
         self.found: list[Schedule] = []
         self.left = _AFFORDABLE_MOMENTS
         self.goal = 0.0
+        self.fastest = math.inf  # of those found
+        self._judged: dict[tuple[bytes, int], tuple[Schedule, int]] = {}  # with the number of its layouts
+        self._results: dict[object, tuple[float, Ints]] = {}
 
-    @property
-    def fastest(self) -> float:
-        return min(schedule.predicted_seconds for schedule in self.found)
+    def find(self, schedule: Schedule) -> None:
+        """It competes with the others."""
+        self.found.append(schedule)
+        self.fastest = min(self.fastest, schedule.predicted_seconds)
 
     @property
     def done(self) -> bool:
         return self.left <= 0 or self.fastest <= self.goal
 
     def __call__(self, keep: Bools, way: int, name: str = "search") -> Schedule:
-        schedules = self._by_clock(keep, way, name) if way >= 2 else self._by_periods(keep, way, name)
-        best = schedules[0]
-        for schedule in schedules[1:]:
-            best = schedule if better(schedule, best) else best
-        self.found.append(best)
-        return best
+        choice = (keep.tobytes(), way)
+        if choice not in self._judged:
+            schedules = self._by_clock(keep, way, name) if way >= 2 else self._by_periods(keep, way, name)
+            best = schedules[0]
+            for schedule in schedules[1:]:
+                best = schedule if better(schedule, best) else best
+            self.find(best)
+            self._judged[choice] = best, len(schedules)
+        found, layouts = self._judged[choice]
+        self.left -= layouts * len(self.trace.moments)
+        return found
 
     def _by_periods(self, keep: Bools, way: int, name: str) -> list[Schedule]:
         schedules: list[Schedule] = []
@@ -156,7 +169,9 @@ class _Judge:
         ]
 
     def _timed(self, schedule: Schedule) -> tuple[Schedule, Ints]:
-        self.left -= len(self.trace.moments)
-        result = self.simulator.run(schedule)
-        behind = np.asarray(result.leaving_bytes, dtype=np.int64)
-        return replace(schedule, predicted_seconds=result.step_seconds), behind
+        transfers = (schedule.start, schedule.actions)
+        if transfers not in self._results:
+            result = self.simulator.run(schedule)
+            self._results[transfers] = result.step_seconds, np.asarray(result.leaving_bytes, dtype=np.int64)
+        seconds, behind = self._results[transfers]
+        return replace(schedule, predicted_seconds=seconds), behind

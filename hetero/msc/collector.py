@@ -7,6 +7,7 @@ been seen before is sampled by itself, whatever surrounds it.
 """
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -15,7 +16,7 @@ import torch
 
 from hetero.devices import Accelerator, host_memory_used
 from hetero.msc.peaks import PeakKeeper
-from hetero.msc.periods import Cause, Gradient, Period, PeriodStats, SegmentKey, Wait
+from hetero.msc.periods import Cause, Gradient, HandedOver, Period, PeriodStats, SegmentKey, Wait
 
 __all__ = ["Copy", "MemStatsCollector", "ModelBytes", "Segment", "period_stats"]
 
@@ -78,6 +79,8 @@ class MemStatsCollector:
         self._period = Period(operands=())
         self._relieving = False
         self._is_clocked = False
+        # The last gradient of the period that is measured: index, bytes, what there was beside it, and had been made.
+        self._handed_over: tuple[int, int, int, int | None] | None = None
         self._model_base = 0  # model data on the device since the period began, or was relieved
         self.total = Period(operands=())  # sums over the manager's life
         self.largest_growth = 0
@@ -168,11 +171,16 @@ class MemStatsCollector:
         """As `waiting`, for a parameter's update; nothing while not `is_clocked`."""
         return self.waiting(Cause.HOST) if self._is_clocked else contextlib.nullcontext()
 
-    def note_gradient(self, index: int, nbytes: int) -> None:
-        """A parameter's gradient is complete on the device and about to go home."""
+    def note_gradient(self, index: int, nbytes: int, *, own_nbytes: int) -> None:
+        """A parameter's gradient is complete on the device and about to go home; ``own_nbytes`` of its memory are
+        nobody else's."""
         if self._is_clocked:
             period = self._period
             period.gradients.append(Gradient(index, nbytes, self._event(), len(period.waits)))
+            if self.is_sampling and period.begin is not None:
+                self._close_handed_over()
+                beside = self._accelerator.used_bytes() - self._model_base - own_nbytes
+                self._handed_over = index, own_nbytes, beside, self._accelerator.made_bytes()
 
     def note_queued(self, indices: tuple[int, ...]) -> None:
         """The updates of these parameters are done later, in this order."""
@@ -277,9 +285,21 @@ class MemStatsCollector:
         if not self.is_sampling or period.begin is None:
             return
         period.end = self._event()
+        self._close_handed_over()
         self._read_peak(period)
         period.host_bytes = host_memory_used()
         self.largest_growth = max(self.largest_growth, period.peak_bytes - period.used_bytes)
+
+    def _close_handed_over(self) -> None:
+        if self._handed_over is None:
+            return
+        index, nbytes, beside, made_then = self._handed_over
+        self._handed_over = None
+        made_now = self._accelerator.made_bytes()
+        made = None if made_then is None or made_now is None else made_now - made_then
+        # At worst as much as at most in the period.
+        beside = sys.maxsize if made is None or made < 0 else beside + made
+        self._period.handed_over.append(HandedOver(index, nbytes, beside))
 
     def _own_bytes(self) -> int:
         """Of the records that the period has saved so far. One that was shed counts as well: then it is guarded."""

@@ -9,12 +9,12 @@ stream, without that between the events around each wait in between. The plan's 
 
 import dataclasses
 import enum
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
-__all__ = ["Cause", "Gradient", "Period", "PeriodStats", "Phase", "SegmentKey", "Wait"]
+__all__ = ["Cause", "Gradient", "HandedOver", "Period", "PeriodStats", "Phase", "SegmentKey", "Wait"]
 
 
 class Phase(enum.StrEnum):
@@ -58,6 +58,16 @@ class Gradient:
 
 
 @dataclass(frozen=True, slots=True)
+class HandedOver:
+    """Parameter ``index`` got its gradient, whose memory of ``nbytes`` was nobody else's. From then until the next one,
+    or the period's end, there were at most ``beside_bytes`` of other non-model data."""
+
+    index: int
+    nbytes: int
+    beside_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class SegmentKey:
     """What decides which operators a segment runs.
 
@@ -79,7 +89,8 @@ class Period:
     evicted in its middle; ``lost_own``: among them what it had saved itself.
 
     ``seconds``: its own time ([Note: own time]). ``waits`` and ``gradients``: in the order in which they came;
-    ``sends``: of each gradient parameter, bytes and seconds of own time until then, once settled.
+    ``sends``: of each gradient parameter, bytes and seconds of own time until then, once settled; ``handed_over``: the
+    same gradients, and what there was beside them.
 
     Saved tensors go by (which forward, which record of it): ``saved`` with their bytes, ``used`` by backward and
     ``dropped`` within the period, ``held_saved`` by somebody else when it began.
@@ -115,6 +126,7 @@ class Period:
     waits: list[Wait] = field(default_factory=list)
     gradients: list[Gradient] = field(default_factory=list)
     sends: tuple[tuple[int, int, float], ...] = ()
+    handed_over: list[HandedOver] = field(default_factory=list)
 
     @property
     def label(self) -> str:
@@ -125,6 +137,19 @@ class Period:
     def is_sampled(self) -> bool:
         """Its memory was measured."""
         return self.peak_bytes >= 0
+
+    def non_model_with(self, staying: Mapping[int, int]) -> int:
+        """``non_model_bytes``, had the gradients of these parameters, of so many bytes, stayed once they were made."""
+        most, stayed, seen = self.non_model_bytes, 0, set[int]()
+        for gradient in self.handed_over:
+            beside = gradient.beside_bytes
+            if gradient.index in staying and gradient.index not in seen:
+                stayed += staying[gradient.index]
+                seen.add(gradient.index)
+            else:  # on its way home, or added to one that stays
+                beside += gradient.nbytes
+            most = max(most, stayed + min(beside, self.non_model_bytes))
+        return max(most, self.non_model_bytes + sum(n for x, n in staying.items() if x not in seen))
 
     def settle(self) -> None:
         """Turn the events into seconds; waits for the device to reach the period's end."""

@@ -21,6 +21,7 @@ import torch
 
 from hetero.devices import Accelerator, CopyEngine, HostArena
 from hetero.msc import MemStatsCollector
+from hetero.stm.exposure import listed_alone
 from hetero.stm.records import Account, Activation, Flight, Key, Saved
 from hetero.stm.slots import HostSlots
 from hetero.stm.state import Kind, Ledger, Tier
@@ -306,8 +307,11 @@ class Activations:
         aliases = record.aliases
         if aliases is None:
             return False
+        if record.account.flight is not None:
+            return False
+        # Of what needs no gradient, autograd gives out the alias itself.
         uses: int = torch._C._storage_Use_Count(record.account.storage_key)
-        return record.account.flight is None and uses > len(aliases) + WRAPPER_USES
+        return uses > len(aliases) + WRAPPER_USES or not listed_alone(aliases)
 
     def _leave(self, record: Activation, *, at_once: bool) -> int:
         """Free its device memory, ``at_once`` or when the copy has ended; returns how many bytes (0: it cannot)."""

@@ -165,8 +165,8 @@ class DeviceHomes:
         """Step them, and ``note`` each once it is done: it may have made a state."""
         for item in updates:
             tensor = item.tensor
-            # Before the gradient is scaled, which takes some of it.
             room = temporaries(self._optimizer) * tensor.device_nbytes
+            room += self._stm.grads.on_device_nbytes(tensor)
             if not self._stm.residency.room.make(room):
                 self.send_home(room)
             if tensor.stays and tensor.data is not None:

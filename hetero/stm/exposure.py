@@ -9,7 +9,8 @@ time, never a number.
 
 import functools
 import sys
-from typing import Any
+import types
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -18,7 +19,9 @@ __all__ = [
     "gradient_has_one_name",
     "gradient_is_plain",
     "gradient_is_private",
+    "holds_alone",
     "incoming_is_shared",
+    "listed_alone",
     "measure_incoming",
     "memory_is_private",
     "state_is_private",
@@ -61,6 +64,20 @@ def incoming_is_shared(gradient: torch.Tensor) -> bool:
     return (references, uses) != measure_incoming()
 
 
+class _Holder(Protocol):
+    gradient: torch.Tensor
+
+
+def holds_alone(holder: _Holder) -> bool:
+    """Only ``holder.gradient`` holds that tensor, and its memory."""
+    return _counts(holder.gradient) == _HELD
+
+
+def listed_alone(tensors: list[torch.Tensor]) -> bool:
+    """Only this list holds ``tensors``; others may hold their memory."""
+    return all((sys.getrefcount(tensor), _uses(tensor)) == _LISTED for tensor in tensors)
+
+
 def state_is_private(entry: dict[str, Any], kept: frozenset[int]) -> bool:
     """Only the optimizer's state holds ``entry`` and the tensors in it; we hold those whose ids are ``kept``.
 
@@ -78,9 +95,17 @@ def state_is_private(entry: dict[str, Any], kept: frozenset[int]) -> bool:
     return True
 
 
-def _counts(tensor: torch.Tensor) -> tuple[int, int, int]:
+def _uses(tensor: torch.Tensor) -> int:
     uses: int = tensor._use_count()  # type: ignore[attr-defined]
-    return sys.getrefcount(tensor), uses, torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return uses
+
+
+def _counts(tensor: torch.Tensor) -> tuple[int, int, int]:
+    return (
+        sys.getrefcount(tensor),
+        _uses(tensor),
+        torch._C._storage_Use_Count(tensor.untyped_storage()._cdata),
+    )
 
 
 @functools.cache
@@ -124,6 +149,15 @@ def _measure_value() -> tuple[int, int, int]:
     return next(_counts(value) for value in entry.values())
 
 
+def _measure_held() -> tuple[int, int, int]:
+    holder = types.SimpleNamespace(gradient=torch.zeros(2))
+    return _counts(holder.gradient)
+
+
+def _measure_listed() -> tuple[int, int]:
+    return next((sys.getrefcount(tensor), _uses(tensor)) for tensor in [torch.zeros(2)])
+
+
 def _measure_entry() -> int:
     state: dict[int, dict[str, Any]] = {0: {}}
 
@@ -136,5 +170,7 @@ def _measure_entry() -> int:
 
 _GRADIENT = _measure_gradient()
 _VALUE = _measure_value()
+_HELD = _measure_held()
+_LISTED = _measure_listed()
 _ENTRY = _measure_entry()
 _ONE_TENSOR = _VALUE[2]

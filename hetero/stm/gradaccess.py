@@ -48,6 +48,11 @@ class GradientAccess:
         with self._lock:
             return self._gradients.on_device(tensor)
 
+    def on_device_nbytes(self, tensor: ManagedTensor) -> int:
+        """What `on_device` allocates."""
+        with self._lock:
+            return self._gradients.on_device_nbytes(tensor)
+
     def take_norms(self, tensors: list[ManagedTensor], norm_type: float) -> torch.Tensor | None:
         """Norms of their gradients, on the device, in a vector; None if they have to be read, this time."""
         with self._lock:

@@ -145,6 +145,10 @@ class Gradients:
         assert gradient is not None
         return gradient.to(self._engine.accelerator.device)
 
+    def on_device_nbytes(self, tensor: ManagedTensor) -> int:
+        """What `on_device` allocates."""
+        return self.kept.look_nbytes(tensor) if tensor in self.kept else tensor.device_nbytes
+
     def give(self, tensor: ManagedTensor) -> torch.Tensor:
         """Take ``p.grad`` away; returns it on the device, complete, in memory of its own."""
         gradient = self.on_device(tensor)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from hetero.devices import CopyEngine
-from hetero.stm.exposure import gradient_is_private
+from hetero.stm.exposure import gradient_is_private, holds_alone
 from hetero.stm.factors import Factors
 from hetero.stm.fetch import plain
 from hetero.stm.gradmemory import GradientMemory, as_home
@@ -30,6 +30,11 @@ class _Kept:
 
     gradient: torch.Tensor
     is_ours: bool = False
+
+    def owns(self) -> bool:
+        """It may be written to: autograd has it for nobody else any more."""
+        self.is_ours = self.is_ours or holds_alone(self)
+        return self.is_ours
 
 
 class KeptGradients:
@@ -77,7 +82,7 @@ class KeptGradients:
         if kept is not None:
             self._scale(tensor, kept)
             with torch.no_grad():
-                if kept.is_ours:
+                if kept.owns():
                     kept.gradient.add_(gradient)
                 else:
                     kept.gradient = kept.gradient + gradient
@@ -85,9 +90,11 @@ class KeptGradients:
             self._norms.take(tensor.index, kept.gradient)
             return None
         # A view would hold the rest as well.
-        if is_shared or gradient.untyped_storage().nbytes() != gradient.nbytes:
+        copies = is_shared or gradient.untyped_storage().nbytes() != gradient.nbytes
+        if copies:
             gradient = gradient.clone()
-        self._put(tensor, _Kept(gradient))
+        # Many are views, such as the transposed product of a linear layer, and hold the tensor that they are a view of.
+        self._put(tensor, _Kept(gradient.data, is_ours=copies))
         self._norms.take(tensor.index, gradient)
         return self._memory.host_tensor(tensor, gradient)
 
@@ -99,14 +106,21 @@ class KeptGradients:
         self._scale(tensor, kept)
         return kept.gradient
 
+    def look_nbytes(self, tensor: ManagedTensor) -> int:
+        """What `look` allocates."""
+        kept = self._kept[tensor.index]
+        copies = self._factors.first(tensor.index) is not None and not kept.owns()
+        return tensor.device_nbytes if copies else 0
+
     def is_shared(self, tensor: ManagedTensor) -> bool:
         """Somebody else may hold the tensor that is kept."""
-        return tensor in self and not self._kept[tensor.index].is_ours
+        return tensor in self and not self._kept[tensor.index].owns()
 
     def bring_home(self, tensor: ManagedTensor) -> None:
-        """Somebody looks at ``p.grad``: it is kept no longer."""
+        """Somebody looks at ``p.grad``: it is kept no longer. The caller applies the factors that are left."""
         kept = self._kept[tensor.index]
-        self._scale(tensor, kept)  # may run out of memory; then it is as before
+        if kept.owns():  # else scaling it takes memory, and there may be none
+            self._scale(tensor, kept)
         host = tensor.parameter.grad
         assert host is not None
         event = self._engine.download(kept.gradient, host)
@@ -145,11 +159,11 @@ class KeptGradients:
     def _scale(self, tensor: ManagedTensor, kept: _Kept) -> None:
         with torch.no_grad():
             while (factor := self._factors.first(tensor.index)) is not None:
-                # Not in place at first: autograd may hold it for somebody else as well.
-                kept.gradient = (
-                    kept.gradient.mul_(factor.source) if kept.is_ours else kept.gradient * factor.source
-                )
-                kept.is_ours = True
+                if kept.owns():
+                    kept.gradient.mul_(factor.source)
+                else:
+                    kept.gradient = kept.gradient * factor.source
+                    kept.is_ours = True
                 self._factors.drop_first(tensor.index)
 
 

@@ -259,7 +259,10 @@ class StatefulTensorMgr:
             self.segments.enter_backward()
             self.residency.finish_update(tensor)  # autograd may add to the gradient that the queue reads
             if gradient.layout is torch.strided:  # the only ones whose bytes can be told
-                self.collector.note_gradient(tensor.index, gradient.nbytes)
+                own = not is_shared and gradient.untyped_storage().nbytes() == gradient.nbytes
+                self.collector.note_gradient(
+                    tensor.index, gradient.nbytes, own_nbytes=gradient.nbytes if own else 0
+                )
             host = self.gradients.hand_over(tensor, gradient, is_shared=is_shared)
             if self.try_early is not None and host is not None:
                 self.try_early(tensor, host)

@@ -308,7 +308,7 @@ class PlanMaker:
             raise CapacityError(moment=0, needed=self._budget + 1, capacity=self._budget)
         always = sum(cost.nbytes - cost.gradient_nbytes for cost in known.values())
         gradients = home_gradients(
-            [samples[key][-1] for key in keys],
+            [samples[key] for key in keys],
             {index: cost.gradient_nbytes for index, cost in known.items()},
             are_there=[samples.begins_with_gradients(key) for key in keys],
         )

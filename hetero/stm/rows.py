@@ -96,22 +96,26 @@ def mandatory_in(period: Period, lives: Lives, moment: int) -> tuple[int, ...]:
 
 
 def home_gradients(
-    measured: Sequence[Segment], sizes: Mapping[int, int], *, are_there: Sequence[bool]
+    measured: Sequence[Sequence[Segment]], sizes: Mapping[int, int], *, are_there: Sequence[bool]
 ) -> list[int]:
-    """For each period of an iteration, bytes of the gradients of what lives on the device: each from when it was made
-    to the end of the optimizer's step, or, in segments where they ``are_there`` when it begins, all along.
+    """For each period of an iteration, bytes of the gradients of what lives on the device, beside `non_model_peak`.
 
-    ``sizes``: by parameter. One whose gradient was not seen is made as backward begins.
+    Each is there from when it was made to the end of the optimizer's step, or, in segments where they ``are_there`` as
+    they begin, all along. In the period that makes it, it is part of that peak already. ``measured``: of each segment,
+    all samples. ``sizes``: by parameter. One whose gradient was not seen is made as backward begins.
     """
-    seen = {index for s in measured for period in s.periods for index, _, _ in period.sends}
+    seen = {index for samples in measured for p in samples[-1].periods for index, _, _ in p.sends}
     rows: list[int] = []
-    for segment, all_there in zip(measured, are_there, strict=True):
+    for samples, all_there in zip(measured, are_there, strict=True):
         there = set(sizes) if all_there else set()
-        if segment.key.phase is Phase.BACKWARD:
+        if samples[-1].key.phase is Phase.BACKWARD:
             there |= sizes.keys() - seen
-        for period in segment.periods:
-            there.update(index for index, _, _ in period.sends if index in sizes)
-            rows.append(sum(sizes[index] for index in there))
+        for place, period in enumerate(samples[-1].periods):
+            made = {x: sizes[x] for x, _, _ in period.sends if x in sizes and x not in there}
+            most = max(p.non_model_with(made) for p in _same(samples, place)) if made else 0
+            more = most - non_model_peak(samples, place) if made else 0
+            rows.append(sum(sizes[index] for index in there) + more)
+            there |= made.keys()
     return rows
 
 

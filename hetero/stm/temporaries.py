@@ -8,15 +8,14 @@ import torch
 
 __all__ = ["temporaries"]
 
-_SCALED = 1  # the gradient times the factor of clipping
-_MOST = 5 + _SCALED  # square roots, bias corrections, weight decay
+_MOST = 5  # square roots, bias corrections, weight decay
 
 
 def temporaries(optimizer: torch.optim.Optimizer) -> int:
     """Of one parameter's update by ``optimizer`` as it is set now."""
     if type(optimizer) is not torch.optim.SGD:
         return _MOST
-    return _SCALED + max((_of_sgd(group) for group in optimizer.param_groups), default=0)
+    return max((_of_sgd(group) for group in optimizer.param_groups), default=0)
 
 
 def _of_sgd(group: dict[str, object]) -> int:

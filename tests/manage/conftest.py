@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+import torch._dynamo  # noqa: F401  # the first optimizer imports it: here it is there before anything is measured
 from accelerators import ON_CUDA, StepsAtHome
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import accelerators
 import torch
+from backward_ends import wait_for_backward_ends
 from bits import same_bits
 from torch import nn
 
@@ -20,10 +21,17 @@ def device() -> torch.device:
     return found
 
 
+def seed(number: int) -> None:
+    """As `torch.manual_seed`, which also keeps a stack trace for each kind of device that is not there."""
+    torch.default_generator.manual_seed(number)
+    torch.get_device_module().manual_seed_all(number)
+
+
 def fresh_memory() -> int:
     """Bytes in use on the device once everything unreachable is gone; peaks count from here."""
     torch.accelerator.synchronize()
-    # Only if need be: a collection of all that torch has imported takes half a second.
+    wait_for_backward_ends(torch.accelerator.current_accelerator())
+    # Only if need be: thousands of collections take their time, however little there is to look at.
     if torch.accelerator.memory_allocated():
         gc.collect()
     torch.accelerator.reset_peak_memory_stats()

@@ -405,6 +405,52 @@ def test_what_the_user_holds_stays_and_has_its_values():
         loss.backward()
 
 
+class Reading(torch.autograd.Function):
+    """Its backward looks at what moves while it uses what it has saved."""
+
+    @staticmethod
+    def forward(ctx, x, weight, look):
+        ctx.save_for_backward(x, weight)
+        ctx.look = look
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        ctx.look()
+        return gradient @ weight.t(), x.t() @ gradient, None
+
+
+@pytest.mark.parametrize(
+    "trains", [True, False]
+)  # autograd gives out an alias of the one, the other as it is
+def test_what_backward_uses_is_held(trains):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+        def forward(self, x):
+            return Reading.apply(x, self.weight, look)
+
+    looks = []
+
+    def look():
+        before = torch.accelerator.memory_allocated()
+        freed = shed_all(manager)
+        looks.append((freed, before - torch.accelerator.memory_allocated(), len(held())))
+
+    def held():
+        return manager._stm.activations.held()
+
+    model = Model()
+    with manage_for(model) as manager:
+        for _ in range(3):
+            # More than its caller needs: nobody but the graph holds what forward has saved.
+            model(torch.randn(ROWS, WIDTH, device=device()).requires_grad_(trains) * 1).sum().backward()
+    assert looks == [(0, 0, 1)] * 3
+
+
 def test_a_dropped_graph_frees_device_and_host():
     target = device()
     model = deep()

@@ -14,6 +14,7 @@ from twins import adamw, assert_same, device, managed, unmanaged
 import hetero
 from hetero.eviction import Links
 from hetero.msc import Period, PeriodTimes, Phase, Segment, SegmentKey
+from hetero.msc.periods import HandedOver
 from hetero.stm import Kind, Tier
 from hetero.stm.rows import home_gradients, on_their_way, sends_to_come
 
@@ -139,30 +140,86 @@ def period(sends):
     return Period(operands=(), sends=tuple(sends))
 
 
+# What a period allocates: (None, bytes) for an operator's memory, (index, bytes) for a gradient; freed so many later.
+MADE = st.tuples(st.none() | INDICES, st.integers(1, 50), st.integers(1, 3))
+
+
+def in_use(made):
+    """Bytes after each allocation."""
+    return [
+        sum(nbytes for at, (_, nbytes, alive) in enumerate(made[: now + 1]) if at + alive > now)
+        for now in range(len(made))
+    ]
+
+
+def measured_period(made):
+    """As the collector measures it, where each gradient goes home as soon as it is made."""
+    used = in_use(made)
+    gradients = [now for now, (index, _, _) in enumerate(made) if index is not None]
+    handed_over = []
+    for now, end in zip(gradients, [*gradients[1:], len(made) - 1], strict=False):
+        index, nbytes, _ = made[now]
+        more = sum(nbytes for _, nbytes, _ in made[now + 1 : end + 1])
+        handed_over.append(HandedOver(index, nbytes, used[now] - nbytes + more))
+    return Period(
+        operands=(),
+        non_model_bytes=max(used, default=0),
+        sends=tuple((made[now][0], made[now][1], 0.0) for now in gradients),
+        handed_over=handed_over,
+    )
+
+
+def peak_with(made, staying):
+    """Of a period in which the first gradient of each of ``staying`` is freed no more."""
+    firsts = {index: at for at, (index, _, _) in reversed(list(enumerate(made))) if index in staying}
+    return max(
+        in_use(
+            [(i, n, len(made) if firsts.get(i) == at else alive) for at, (i, n, alive) in enumerate(made)]
+        ),
+        default=0,
+    )
+
+
 @given(
     st.lists(
-        st.tuples(st.sampled_from(Phase), st.booleans(), st.lists(SENDS, min_size=1, max_size=4)), max_size=5
+        st.tuples(
+            st.sampled_from(Phase),
+            st.booleans(),
+            st.lists(st.lists(MADE, max_size=5), min_size=1, max_size=4),
+        ),
+        max_size=4,
     )
 )
-def test_home_gradients_against_a_naive_count(iteration):
-    sizes = {index: 10**index for index in range(4)}
+def test_home_gradients_against_memory_counted_instant_by_instant(iteration):
+    sizes = {index: 50 for index in range(4)}  # what the allocator takes for any of them
     measured = [
-        Segment(SegmentKey(phase, True, number), True, periods=[period(sends) for sends in rows])
+        [Segment(SegmentKey(phase, True, number), True, periods=[measured_period(made) for made in rows])]
         for number, (phase, _, rows) in enumerate(iteration)
     ]
-    found = home_gradients(measured, sizes, are_there=[there for _, there, _ in iteration])
-    expected = []
-    for phase, there, rows in iteration:
-        for now in range(len(rows)):
-            made = {index for sends in rows[: now + 1] for index, _, _ in sends}
-            seen_anywhere = {i for _, _, all_rows in iteration for sends in all_rows for i, _, _ in sends}
-            counted = [
-                index
-                for index in sizes
-                if there or index in made or (phase is Phase.BACKWARD and index not in seen_anywhere)
-            ]
-            expected.append(sum(sizes[index] for index in counted))
-    assert found == expected
+    found = iter(home_gradients(measured, sizes, are_there=[there for _, there, _ in iteration]))
+    seen = {index for _, _, rows in iteration for made in rows for index, _, _ in made}
+    for phase, all_there, rows in iteration:
+        there = {x for x in sizes if all_there or (phase is Phase.BACKWARD and x not in seen)}
+        for made in rows:
+            base = sum(sizes[x] for x in there)
+            measured_peak = measured_period(made).non_model_bytes
+            row = next(found)
+            new = {index for index, _, _ in made if index in sizes} - there
+            assert row + measured_peak >= base + peak_with(made, new)
+            assert base <= row <= base + sum(sizes[x] for x in new)
+            there |= new
+
+
+def test_a_gradient_counts_once_in_the_period_that_makes_it():
+    def row(*made):
+        segment = Segment(SegmentKey(Phase.BACKWARD, True, 0), True, periods=[measured_period(made)])
+        sizes = {index: 50 for index, _, _ in made if index is not None}
+        return home_gradients([[segment]], sizes, are_there=[False])
+
+    assert row((0, 50, 1)) == [0]  # the peak is the gradient itself
+    assert row((0, 50, 1), (1, 50, 1)) == [50]  # the first, beside the second
+    assert row((None, 80, 1), (0, 50, 1), (1, 50, 1)) == [20]
+    assert row((0, 50, 1), (None, 80, 1)) == [50]
 
 
 @given(st.lists(SENDS, max_size=8), st.frozensets(INDICES))

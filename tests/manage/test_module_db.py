@@ -12,7 +12,16 @@ from typing import Any
 import pytest
 import torch
 from accelerators import races, set_memory_limit
-from equality import assert_identical, device, fresh_memory, on_host, peak_memory, tensors_in, values_of
+from equality import (
+    assert_identical,
+    device,
+    fresh_memory,
+    on_host,
+    peak_memory,
+    seed,
+    tensors_in,
+    values_of,
+)
 from torch import nn
 from torch_databases import ModuleInfo, ModuleInput, module_db
 
@@ -84,7 +93,7 @@ class Run:
 
     def build(self) -> tuple[nn.Module, Any]:
         """The module and its inputs, on the host, as they are each time."""
-        torch.manual_seed(0)
+        seed(0)
         constructor = copy.deepcopy(self._sample.constructor_input)  # some are given modules
         forward = self._sample.forward_input
         # Fractional pooling gets its random samples in double precision whatever precision is asked for.
@@ -108,7 +117,7 @@ class Run:
         manager = hetero.manage(module, optimizer, device=target, **budgets) if budgets else None
         found: dict[str, torch.Tensor] = {}
         for step in range(STEPS):
-            torch.manual_seed(step)  # dropout
+            seed(step)  # dropout
             found |= {f"{step}{k}": v for k, v in self._iterate(module, inputs).items()}
             if manager is not None and step == 0:
                 self.resident_bytes = manager.stats.by_kind["device"]["parameter"]
@@ -165,7 +174,7 @@ def _compare(run: Run) -> None:
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("info", module_db, ids=lambda info: info.formatted_name)
 def test_module_gives_the_same_numbers_managed(info: ModuleInfo, training: bool) -> None:
-    torch.manual_seed(0)
+    seed(0)
     samples = info.module_inputs_func(
         info, device="cpu", dtype=torch.float32, requires_grad=True, training=training
     )
