@@ -3,8 +3,7 @@
 Owns the lock, and which part is asked what. The parts each own one thing: `Registry` which tensors there are, `Ledger`
 the count of bytes, `Residency` the device copies (`Room`: who leaves), `Gradients` the way home (`GradientAccess`: as
 the user meets it), `Activations` what forward saves, `Cycles` the plans, `Executor` the position in them, `Segments`
-their boundaries.
-Thread-safe: autograd runs backward on threads of its own, so one lock guards every entry.
+their boundaries. Thread-safe: autograd runs backward on threads of its own, so one lock guards every entry.
 """
 
 import threading
