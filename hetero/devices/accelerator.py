@@ -17,11 +17,16 @@ __all__ = ["ALLOCATION_GRANULARITY", "Accelerator", "default_device", "named_dev
 # CUDA's caching allocator and the virtual one both hand out multiples of 512 bytes; a ledger that counts
 # less than the allocator does would let the sum of small tensors break the budget.
 ALLOCATION_GRANULARITY = 512
+# What segments take over what is in use: 1.2 with budgets of some hundred MiB, less with larger ones.
+_WITH_GAPS = 1.25
 
 # The allocator knows one cap; several managers may each want one. By device, then by who wants it.
 _caps: dict[torch.device, dict[int, int]] = {}
 # What the user had set before the first of them.
 _shares_before: dict[torch.device, float] = {}
+# What was set last, and what the device called it then: torch divides by another total when it is asked than when it
+# is told, so that a share taken back and set again and again would shrink.
+_shares_set: dict[torch.device, tuple[float, float]] = {}
 # Out-of-memory errors of which nobody but us has learned; the allocator counts all.
 _answered: Counter[torch.device] = Counter()
 
@@ -78,6 +83,8 @@ class Accelerator:
         if index is None:
             device = torch.device(device.type, self._call("current_device"))
         self.device = device
+        # torch.cuda's counters are an empty dictionary until then.
+        getattr(self._module, "init", lambda: None)()
         self._stats: Callable[..., Any] | None = getattr(self._module, "memory_stats_as_nested_dict", None)
 
     def _call(self, name: str, *args: object) -> Any:
@@ -146,11 +153,12 @@ class Accelerator:
     def cap(self, nbytes: int | None) -> None:
         """Let the allocator refuse to pass ``nbytes``, with a true `torch.OutOfMemoryError`; None: not for us.
 
-        The least of all caps of the process holds. On CUDA a cap is on what is reserved, fragmentation included.
+        The least of all caps of the process holds. On CUDA a cap is on what is reserved, fragmentation included; what
+        is cached goes back to the device if it is more than that, or the cap would refuse nothing.
         """
         caps = _caps.setdefault(self.device, {})
         if not caps and nbytes is not None:
-            _shares_before[self.device] = self._call("get_per_process_memory_fraction", self.device)
+            _shares_before[self.device] = self._users_share()
         if nbytes is None:
             if caps.pop(id(self), None) is None:
                 return
@@ -160,8 +168,31 @@ class Accelerator:
         if caps:
             # Half a byte more, because a rounded-down share would refuse what exactly fits. A cap below what is in
             # use already means the same as one at it: no more.
-            share = min(share, (max(min(caps.values()), self.used_bytes()) + 0.5) / self.total_bytes())
+            most = max(min(caps.values()), self.used_bytes())
+            if self.reserved_bytes() > most:
+                self.release_cached()
+            share = min(share, (most + 0.5) / self.total_bytes())
         self._call("set_per_process_memory_fraction", share, self.device)
+        _shares_set[self.device] = share, self._call("get_per_process_memory_fraction", self.device)
+
+    def _users_share(self) -> float:
+        found: float = self._call("get_per_process_memory_fraction", self.device)
+        share, then = _shares_set.get(self.device, (found, found))
+        return share if found == then else min(1.0, found)
+
+    @property
+    def leaves_gaps(self) -> bool:
+        """Its allocator keeps segments: their gaps count against a cap, and may be too small for what comes."""
+        if self.device.type != "virtual":
+            return True
+        from hetero.devices import virtual
+
+        return virtual.is_in_segments()
+
+    def may_fail_within(self, nbytes: int) -> bool:
+        """The device has not much more than ``nbytes`` for this process, and there may be no gap that is large enough
+        although fewer are in use."""
+        return self.leaves_gaps and self.free_bytes() + self.used_bytes() < nbytes * _WITH_GAPS
 
     def release_cached(self) -> None:
         """Give cached, unused memory back to the device."""

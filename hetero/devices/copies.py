@@ -153,6 +153,11 @@ class CopyEngine:
 
 
 def _copy_on(stream: torch.Stream, source: torch.Tensor, destination: torch.Tensor) -> None:
+    # An object of its own: entering a stream notes in the object which one was current, and the queue's thread may
+    # enter the same stream meanwhile. Each would go on on the other's.
+    stream = torch.Stream(
+        stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+    )
     if source.requires_grad or destination.requires_grad:
         with torch.no_grad(), stream:
             destination.copy_(source, non_blocking=True)

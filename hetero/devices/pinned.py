@@ -15,8 +15,9 @@ neighbours, and version counters are not shared.
 import contextlib
 import mmap
 import os
+import sys
 import warnings
-import weakref
+from collections.abc import Callable
 
 import torch
 
@@ -32,6 +33,7 @@ class PinnedSlab(mmap.mmap):
     """One page-locked anonymous mapping. Unlocks itself when the last tensor cut from it is gone."""
 
     # mmap has no useful __init__: construct with ``PinnedSlab(-1, nbytes)``, then `pin`.
+    _unpin: Callable[[], None] | None = None
 
     def pin(self, accelerator: Accelerator) -> bool:
         """Page-lock for ``accelerator``; False if the system refuses (WSL2, containers)."""
@@ -39,8 +41,14 @@ class PinnedSlab(mmap.mmap):
         unpin = _register(accelerator, address, len(self))
         if unpin is None:
             return False
-        weakref.finalize(self, unpin).atexit = False
+        self._unpin = unpin
         return True
+
+    def __del__(self) -> None:
+        # Not by a weak reference: mmap unmaps first and calls those afterwards, when a copy may still be reading the
+        # memory, and the next mapping may already have its address. At exit the device may be gone: it is the system's.
+        if self._unpin is not None and not sys.is_finalizing():
+            self._unpin()
 
 
 class HostArena:
@@ -122,7 +130,7 @@ class HostArena:
         return slab
 
 
-def _register(accelerator: Accelerator, address: int, nbytes: int):  # type: ignore[no-untyped-def]
+def _register(accelerator: Accelerator, address: int, nbytes: int) -> Callable[[], None] | None:
     """Page-lock ``[address, address + nbytes)``; the function that undoes it, or None if refused."""
     if accelerator.device.type == "virtual":
         from hetero.devices import virtual

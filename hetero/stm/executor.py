@@ -15,7 +15,7 @@ from hetero.stm.activations import Activations
 from hetero.stm.callers import CallersPart
 from hetero.stm.cycles import Cycles
 from hetero.stm.gradients import Gradients
-from hetero.stm.guard import arm, guarded
+from hetero.stm.guard import arm, guarded, lifted
 from hetero.stm.kept import has_gradient
 from hetero.stm.plans import CyclePlan
 from hetero.stm.residency import Residency
@@ -42,6 +42,7 @@ class Executor:
         relieve: Callable[[], int],
         note_answered: Callable[[], None],
         cap: Callable[[bool], None],
+        may_fail_within: Callable[[int], bool],
     ) -> None:
         self._tensors = tensors
         self._residency = residency
@@ -52,6 +53,7 @@ class Executor:
         self._relieve = relieve
         self._note_answered = note_answered
         self._cap = cap
+        self._may_fail_within = may_fail_within
         self._is_guarded = False
         self._is_unsure = False
         self._has_left_plan = False
@@ -90,7 +92,11 @@ class Executor:
         if at_once:
             self._cap(True)
         return guarded(
-            self._relieve, at_once=at_once, note_answered=self._note_answered, explain=self._room.refused
+            self._relieve,
+            at_once=at_once or self._may_fail_within(self._cycles.budget),
+            note_answered=self._note_answered,
+            explain=self._room.refused,
+            uncapped=lambda error: lifted(self._cap, self._is_guarded and self._room.allows(error)),
         )
 
     def begin_segment(self, key: SegmentKey) -> None:
@@ -298,7 +304,7 @@ class Executor:
 
     def _guard_from_here(self) -> None:
         self._set_guarded(True)
-        arm()
+        arm(self._relieve)
 
     def _is_in_place(self, operands: list[ManagedTensor]) -> bool:
         """The plan foresaw this moment and asks for nothing, and every operand can be read: the common case."""

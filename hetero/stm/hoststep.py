@@ -34,6 +34,7 @@ from hetero.stm.jobs import Surroundings, scale, wait
 from hetero.stm.kernels import GroupKernels, count_kernels, is_open
 from hetero.stm.manager import StatefulTensorMgr
 from hetero.stm.optimizers import steps_alone
+from hetero.stm.scaling import bring_home
 from hetero.stm.speculation import Speculation
 from hetero.stm.tensors import ManagedTensor
 from hetero.stm.updates import ParameterUpdate
@@ -245,6 +246,7 @@ class HostStep:
             return
         self._stm.finish_updates()
         self.capture.commit()
+        bring_home(optimizer)
         defers = self._may_defer(optimizer, args, kwargs)
         self.speculation.begin_step(optimizer, defers=defers)
         later = self.capture.choose() if defers else {}

@@ -3,8 +3,7 @@
 Owns the lock, and which part is asked what. The parts each own one thing: `Registry` which tensors there are, `Ledger`
 the count of bytes, `Residency` the device copies (`Room`: who leaves), `Gradients` the way home (`GradientAccess`: as
 the user meets it), `Activations` what forward saves, `Cycles` the plans, `Executor` the position in them, `Segments`
-their boundaries.
-Thread-safe: autograd runs backward on threads of its own, so one lock guards every entry.
+their boundaries. Thread-safe: autograd runs backward on threads of its own, so one lock guards every entry.
 """
 
 import threading
@@ -140,6 +139,7 @@ class StatefulTensorMgr:
             relieve=self.relieve,
             note_answered=accelerator.note_answered,
             cap=lambda on: accelerator.cap(config.device_budget if on else None),
+            may_fail_within=accelerator.may_fail_within,
         )
         self.activations.moment = self._activation_moment
         self.activations.make_room = self.executor.make_room

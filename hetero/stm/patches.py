@@ -35,7 +35,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from hetero.errors import DeviceError, ManageError
-from hetero.stm import clipping, hostcopies, interrupts
+from hetero.stm import clipping, hostcopies, interrupts, scaling
 from hetero.stm.casts import begin_region
 from hetero.stm.checkpoints import check_loads_in_place
 from hetero.stm.compiled import compile_module, note_registered
@@ -345,6 +345,7 @@ _REPLACEMENTS: list[tuple[Any, str, Any]] = [
     (torch, "clear_autocast_cache", _announced_clear),
     (_Optimizer, "zero_grad", _zero_optimizer_grad),
     *hostcopies.REPLACEMENTS,
+    *scaling.REPLACEMENTS,
 ]
 if _compile_session is not None:
     _REPLACEMENTS.append((_compiler, "_compile_session_context", _settled_session))

@@ -13,7 +13,7 @@ import torch
 from hetero.devices import Accelerator
 from hetero.errors import BudgetError
 from hetero.eviction import Candidate, Policy
-from hetero.stm.shortage import no_room, too_small
+from hetero.stm.shortage import no_room, too_small, wanted_bytes
 from hetero.stm.state import Ledger
 from hetero.stm.tensors import ManagedTensor
 
@@ -108,6 +108,11 @@ class Room:
         """What to say of an operator that has failed with ``error`` after everything has left that can."""
         held = sum(tensor.device_nbytes for tensor in self._resident.values())
         return no_room(self._accelerator, self._budget, operator, error, held=held, enough=self.enough())
+
+    def allows(self, error: torch.OutOfMemoryError) -> bool:
+        """What the allocator has refused is within the budget: it found no gap that is large enough."""
+        wanted = wanted_bytes(error)
+        return wanted is not None and self._shortage(wanted) <= 0
 
     def _shortage(self, nbytes: int) -> int:
         return self._accelerator.used_bytes() + nbytes - self._budget

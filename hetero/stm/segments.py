@@ -84,7 +84,9 @@ class Segments:
                     self._executor.before_operator([], "after the model")
                 if self._executor.is_guarded:
                     self._executor.leave_room()
-            if not complete or (segment is not None and not segment.key.trains):
+            is_over = not complete or (segment is not None and not segment.key.trains)
+            # What the caller does next is not tried again: for gaps it is not refused.
+            if is_over or self._residency.leaves_gaps:
                 self._executor.release_cap()
             if refused is not None:
                 raise refused

@@ -12,7 +12,7 @@ from hetero.devices import Accelerator
 from hetero.errors import BudgetError
 from hetero.units import format_bytes, parse_bytes
 
-__all__ = ["NoRoomError", "no_room", "too_small"]
+__all__ = ["NoRoomError", "no_room", "too_small", "wanted_bytes"]
 
 
 class NoRoomError(BudgetError, torch.OutOfMemoryError):
@@ -59,11 +59,16 @@ def no_room(
 ) -> NoRoomError:
     """``operator`` has failed with ``error``, and nothing is left that could leave. ``held``, ``enough``: as above."""
     used = accelerator.used_bytes()
-    wanted = _wanted(error)
+    wanted = wanted_bytes(error)
     cure = "raise device_budget"
     if wanted is not None:
         least = max(used + wanted, enough or 0)
         cure += f" to more than {format_bytes(least)} ({least} bytes)"
+        if least <= budget:
+            cure = (
+                "leave more of the device to this process: that would be within the budget, and is not there in one "
+                "piece (with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True it is in pieces less often)"
+            )
     needs = "more" if wanted is None else f"{format_bytes(wanted)} more"
     return NoRoomError(
         f"{operator} needs {needs} on {accelerator.device}, where {format_bytes(used)} of the budget of "
@@ -72,7 +77,7 @@ def no_room(
     )
 
 
-def _wanted(error: torch.OutOfMemoryError) -> int | None:
+def wanted_bytes(error: torch.OutOfMemoryError) -> int | None:
     """What an allocator says that it was asked for, bytes; None if it says nothing that we know."""
     found = re.search(r"[Tt]ried to allocate ([0-9.]+) ([KMGT]iB|bytes)", str(error))
     return None if found is None else parse_bytes(f"{found[1]} {'B' if found[2] == 'bytes' else found[2]}")

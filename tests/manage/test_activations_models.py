@@ -9,7 +9,7 @@ import pytest
 import repository
 import small_transformers
 import torch
-from accelerators import ON_CUDA, clear_races, device, races, set_memory_limit
+from accelerators import GAPS, ON_CUDA, clear_races, device, races, set_memory_limit
 from torch.nn import functional
 from twins import adamw, assert_same, plain
 
@@ -99,8 +99,8 @@ def test_training_a_model_that_fits_neither_way_is_exact(name):
     try:
         got = train(model, optimizer, target, loss_of)
         torch.accelerator.synchronize()
-        assert torch.accelerator.max_memory_allocated() <= before + budget
-        assert manager.stats.peak_device_bytes <= before + budget
+        assert torch.accelerator.max_memory_allocated() <= before + budget + GAPS
+        assert manager.stats.peak_device_bytes <= before + budget + GAPS
         assert_same(got, seen, "observed")
         assert_left(manager)
     finally:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from accelerators import device
+from accelerators import GAPS, device
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from twins import assert_twins
@@ -105,4 +105,4 @@ def test_casts_take_no_memory_between_operators():
             with torch.autocast(target.type, dtype=torch.bfloat16):
                 for _ in range(2):
                     model(torch.randn(4, 128, device=target)).float().square().mean().backward()
-        assert torch.accelerator.max_memory_allocated() <= budget
+        assert torch.accelerator.max_memory_allocated() <= budget + GAPS

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from accelerators import races
+from accelerators import GAPS, races
 from equality import assert_identical, device, fresh_memory, peak_memory, values_of
 from torch import nn
 
@@ -118,7 +118,7 @@ def test_compiled_blocks_train_to_the_same_bits_under_a_budget(how: str, backend
     budget = 64 * 1024 + parameter_bytes * 5 // 8
     managed, model = _train(COMPILERS[how], backend, target, budget)
     assert_identical(managed, unmanaged)
-    assert peak_memory() <= budget
+    assert peak_memory() <= budget + GAPS
     assert all(type(p) is nn.Parameter for p in model.parameters())
     assert races() == []
 
@@ -136,7 +136,7 @@ def test_what_is_compiled_while_managed_trains_to_the_same_bits(how: str, budget
     nbytes = blocks if budget == "blocks" else 4 << 20
     managed, model = _train(COMPILERS[how], "aot_eager", target, nbytes, after=after)
     assert_identical(managed, unmanaged)
-    assert peak_memory() <= nbytes
+    assert peak_memory() <= nbytes + GAPS
     assert all(type(p) is nn.Parameter for p in model.parameters())
     assert races() == []
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from accelerators import GAPS
 from random_graphs import Graph, Node, Step, run, twin
 from torch import nn
 from twins import assert_same, assert_twins, device, plain
@@ -118,7 +119,7 @@ def test_relief_in_the_middle_of_an_operator_is_needed_again_when_planned():
     budget = torch.accelerator.memory_allocated() + int(0.375 * peak)
     with hetero.manage(model, optimizer, device=target, device_budget=budget) as manager:
         got = run(model, optimizer, loop, target)
-        assert torch.accelerator.max_memory_allocated() <= budget
+        assert torch.accelerator.max_memory_allocated() <= budget + GAPS
         assert manager.stats.periods
     assert_same(plain(got), plain(expected), "relieved")
 

@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+from accelerators import GAPS
 from hypothesis import given
 from hypothesis import strategies as st
 from loops import batch, mlp
@@ -125,7 +126,7 @@ def test_what_has_landed_makes_room_where_no_more_gradients_go_home(held):
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1e3)
             optimizer.step()
             optimizer.zero_grad()
-            assert torch.accelerator.max_memory_allocated() <= budget
+            assert torch.accelerator.max_memory_allocated() <= budget + GAPS
         assert manager._stm.cycles.device_homes
 
 

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from accelerators import clear_races, races
+from accelerators import GAPS, clear_races, races
 from test_deferred_clipping import (  # noqa: F401
     norms_taken,
     test_clipping_accumulation_and_a_scheduler,
@@ -75,7 +75,7 @@ def test_a_tight_budget_and_places_give_the_bits_of_a_plain_run(pattern, momentu
 
         torch.accelerator.reset_peak_memory_stats()
         train(model, optimizer, target, pattern, 24, look)
-        assert torch.accelerator.max_memory_allocated() <= budget
+        assert torch.accelerator.max_memory_allocated() <= budget + GAPS
     assert renewed or (device_homes and homes)  # which may have taken all the room
     assert not races()
     assert torch.accelerator.memory_allocated() == used

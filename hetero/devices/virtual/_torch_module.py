@@ -195,6 +195,12 @@ def _memory_functions(extension: ModuleType) -> dict[str, Any]:
     def max_memory_allocated(device: _Device = None) -> int:
         return int(extension.allocated_and_peak()[1])
 
+    def memory_reserved(device: _Device = None) -> int:
+        return int(extension.reserved_and_peak()[0])
+
+    def max_memory_reserved(device: _Device = None) -> int:
+        return int(extension.reserved_and_peak()[1])
+
     def memory_stats(device: _Device = None) -> Any:
         return torch.accelerator.memory_stats(_index(device))
 
@@ -212,7 +218,7 @@ def _memory_functions(extension: ModuleType) -> dict[str, Any]:
         return configured[0][0] if configured and configured[0][1] == limit else limit
 
     def mem_get_info(device: _Device = None) -> tuple[int, int]:
-        return total() - memory_allocated(), total()
+        return max(0, total() - memory_reserved()), total()
 
     def empty_cache() -> None:
         torch.accelerator.empty_cache()
@@ -232,8 +238,6 @@ def _memory_functions(extension: ModuleType) -> dict[str, Any]:
 
     found = {f.__name__: f for f in locals().values() if callable(f)}
     del found["total"]
-    found["memory_reserved"] = memory_allocated
-    found["max_memory_reserved"] = max_memory_allocated
     return found
 
 

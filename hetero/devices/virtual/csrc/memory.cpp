@@ -24,6 +24,13 @@ struct Pool {
   size_t allocated = 0, allocated_peak = 0, requested = 0, requested_peak = 0;
   int64_t blocks = 0, blocks_peak = 0, made = 0, freed = 0, out_of_memory = 0;
   size_t bytes_made = 0, bytes_freed = 0;
+  bool in_segments = false;
+  Segments segments;
+  size_t apart = 0;  // allocated, in no segment
+  size_t reserved() const { return segments.reserved() + apart; }
+  size_t reserved_peak() const {
+    return in_segments ? segments.reserved_peak() + apart : std::max(allocated_peak, reserved());
+  }
   // Freed memory, poisoned, by size: spares the page faults of a fresh mmap. Together with the memory in use
   // it stays under the limit, and it is not counted.
   std::unordered_map<size_t, std::vector<char*>> cache;
@@ -74,9 +81,10 @@ void drop_cache_locked(Pool& p) {
 }
 
 void uncount_locked(Pool& p, const Block& b) {
-  p.allocated -= b.nbytes;
+  p.allocated -= b.counted;
   p.requested -= b.requested;
-  p.bytes_freed += b.nbytes;
+  p.bytes_freed += b.counted;
+  b.piece ? p.segments.give_back(b.piece) : void(p.apart -= b.counted);
   ++p.freed;
   --p.blocks;
 }
@@ -189,21 +197,27 @@ struct DeviceAllocatorImpl final : c10::DeviceAllocator {
     Stream& owner = stream(hetero::current_stream());
     collect_leaving();
     char* data = nullptr;
+    size_t counted = size;
+    Segments::Piece* piece = nullptr;
     {
       std::lock_guard<std::mutex> lock(state_mutex());
       Pool& p = pool();
-      if (p.allocated + size > p.limit) {
+      const size_t most = p.limit - std::min(p.limit, p.apart);
+      if (p.in_segments) piece = p.segments.take(size, owner.id, most);
+      if (p.in_segments ? !piece : p.allocated + size > p.limit) {
         ++p.out_of_memory;
         TORCH_CHECK_WITH(OutOfMemoryError, false, "virtual accelerator out of memory: tried to allocate ", human(size),
                          ", ", human(p.allocated), " in use of ", human(p.limit), " (",
                          human(p.limit - std::min(p.limit, p.allocated)),
                          " free)");
       }
-      p.allocated += size;
+      if (piece) counted = piece->nbytes;
+      else p.apart += size;
+      p.allocated += counted;
       p.allocated_peak = std::max(p.allocated_peak, p.allocated);
       p.requested += nbytes;
       p.requested_peak = std::max(p.requested_peak, p.requested);
-      p.bytes_made += size;
+      p.bytes_made += counted;
       ++p.made;
       p.blocks_peak = std::max(p.blocks_peak, ++p.blocks);
       auto it = p.cache.find(size);
@@ -219,13 +233,17 @@ struct DeviceAllocatorImpl final : c10::DeviceAllocator {
       data = new_memory(size);
       if (!data) {
         std::lock_guard<std::mutex> lock(state_mutex());
-        pool().allocated -= size, pool().requested -= nbytes, --pool().blocks;
+        Pool& p = pool();
+        p.allocated -= counted, p.requested -= nbytes, --p.blocks;
+        piece ? p.segments.give_back(piece) : void(p.apart -= size);
         TORCH_CHECK_WITH(OutOfMemoryError, false, "virtual accelerator: the host has no ", human(size), " to lend");
       }
       std::memset(data, kPoison, size);
     }
     auto* b = new (header_of(data)) Block(data, size, nbytes, Place::kDevice);
     b->stream = owner.id;
+    b->counted = counted;
+    b->piece = piece;
     {
       // A block may be used by other streams only after they have waited for the stream it was allocated on.
       std::lock_guard<std::mutex> lock(state_mutex());
@@ -240,6 +258,7 @@ struct DeviceAllocatorImpl final : c10::DeviceAllocator {
   void emptyCache(c10::MempoolId_t = {0, 0}) override {
     collect_leaving();
     std::lock_guard<std::mutex> lock(state_mutex());
+    pool().segments.drop_unused();
     drop_cache_locked(pool());
   }
   void recordStream(const c10::DataPtr& p, c10::Stream s) override {
@@ -256,8 +275,9 @@ struct DeviceAllocatorImpl final : c10::DeviceAllocator {
     auto fill = [](c10::CachingDeviceAllocator::StatArray& a, int64_t now, int64_t peak, int64_t in, int64_t out) {
       a[0].current = now, a[0].peak = peak, a[0].allocated = in, a[0].freed = out;
     };
-    for (auto* a : {&stats.allocated_bytes, &stats.reserved_bytes, &stats.active_bytes})
+    for (auto* a : {&stats.allocated_bytes, &stats.active_bytes})
       fill(*a, p.allocated, p.allocated_peak, p.bytes_made, p.bytes_freed);
+    fill(stats.reserved_bytes, p.reserved(), p.reserved_peak(), 0, 0);
     fill(stats.requested_bytes, p.requested, p.requested_peak, 0, 0);
     for (auto* a : {&stats.allocation, &stats.active, &stats.segment})
       fill(*a, p.blocks, p.blocks_peak, p.made, p.freed);
@@ -277,12 +297,13 @@ struct DeviceAllocatorImpl final : c10::DeviceAllocator {
     std::lock_guard<std::mutex> lock(state_mutex());
     Pool& p = pool();
     p.allocated_peak = p.allocated, p.requested_peak = p.requested, p.blocks_peak = p.blocks;
+    p.segments.reset_peak();
   }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex) override {
     collect_leaving();
     std::lock_guard<std::mutex> lock(state_mutex());
     const Pool& p = pool();
-    return {p.limit - std::min(p.limit, p.allocated), p.limit};
+    return {p.limit - std::min(p.limit, p.reserved()), p.limit};
   }
 };
 
@@ -472,8 +493,8 @@ void set_memory_limit(size_t nbytes) {
   collect_leaving();
   std::lock_guard<std::mutex> lock(state_mutex());
   Pool& p = pool();
-  TORCH_CHECK_VALUE(nbytes >= p.allocated, "the limit of ", human(nbytes), " is below the ", human(p.allocated),
-                    " that are allocated: free tensors first");
+  TORCH_CHECK_VALUE(p.in_segments || nbytes >= p.allocated, "the limit of ", human(nbytes), " is below the ",
+                    human(p.allocated), " that are allocated: free tensors first");
   p.limit = nbytes;
   if (p.allocated + p.cached > p.limit) drop_cache_locked(p);
 }
@@ -482,6 +503,27 @@ std::pair<size_t, size_t> allocated_and_peak() {
   collect_leaving();
   std::lock_guard<std::mutex> lock(state_mutex());
   return {pool().allocated, pool().allocated_peak};
+}
+
+void set_in_segments(bool on) {
+  collect_leaving();
+  std::lock_guard<std::mutex> lock(state_mutex());
+  Pool& p = pool();
+  TORCH_CHECK_VALUE(on || p.allocated <= p.limit, human(p.allocated), " are allocated, above the limit of ",
+                    human(p.limit));
+  p.segments.drop_unused();
+  p.in_segments = on;
+}
+
+bool is_in_segments() {
+  std::lock_guard<std::mutex> lock(state_mutex());
+  return pool().in_segments;
+}
+
+std::pair<size_t, size_t> reserved_and_peak() {
+  collect_leaving();
+  std::lock_guard<std::mutex> lock(state_mutex());
+  return {pool().reserved(), pool().reserved_peak()};
 }
 
 AllocateOnDevice::AllocateOnDevice() { ++tls_on_device; }

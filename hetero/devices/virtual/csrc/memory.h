@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "races.h"
+#include "segments.h"
 
 namespace hetero {
 
@@ -24,15 +25,17 @@ enum class Place : uint8_t { kDevice, kPinned, kRegistered };
 
 struct Block {
   char* data;
-  size_t nbytes;    // as rounded to 512 bytes, and as counted
+  size_t nbytes;    // as rounded to 512 bytes
   size_t requested;
+  size_t counted;
+  Segments::Piece* piece = nullptr;  // while memory is in segments
   Place place;
   int stream = 0;   // the stream it was allocated on
   History history;
   uint64_t recorded_streams = 0;  // record_stream: bit per stream
   std::atomic<int> holds{1};      // the owner, and every pending copy
   Block(char* data, size_t nbytes, size_t requested, Place place)
-      : data(data), nbytes(nbytes), requested(requested), place(place), history(nbytes) {}
+      : data(data), nbytes(nbytes), requested(requested), counted(nbytes), place(place), history(nbytes) {}
 };
 
 c10::DeviceAllocator& device_allocator();
@@ -49,6 +52,11 @@ void host_unregister(void* address);
 size_t memory_limit();
 void set_memory_limit(size_t nbytes);
 std::pair<size_t, size_t> allocated_and_peak();
+// Keep memory as CUDA's caching allocator does, or exactly; for blocks made from now on. The limit is then one on what
+// segments take, and may lie below it.
+void set_in_segments(bool on);
+bool is_in_segments();
+std::pair<size_t, size_t> reserved_and_peak();
 
 // Bytes of somebody's block where an allocation of this very size may go instead.
 struct Slot {

@@ -53,6 +53,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("memory_limit", &memory_limit, Released());
   m.def("set_memory_limit", &set_memory_limit, Released());
   m.def("allocated_and_peak", &allocated_and_peak, Released());
+  m.def("reserved_and_peak", &reserved_and_peak, Released());
+  m.def("set_in_segments", &set_in_segments, Released());
+  m.def("is_in_segments", &is_in_segments);
   m.def("set_link", &set_link, Released());
   m.def("link", &link, Released());
   m.def("keep_busy", &keep_busy, Released());

@@ -1,0 +1,94 @@
+"""A guard that is needed in the middle of a backward, which runs on a thread of autograd's."""
+
+import gc
+import threading
+
+import pytest
+import torch
+from accelerators import ON_CUDA, device
+from torch import nn
+from twins import assert_twins
+
+import hetero
+from hetero.devices import virtual
+from hetero.stm.guard import arm, formulas_kept, guarded
+
+NUMBERS = 1 << 14
+
+
+@pytest.mark.skipif(ON_CUDA, reason="sets the limit of a device's memory")
+@pytest.mark.parametrize("armed", [False, True])
+def test_nodes_that_are_still_to_come_are_tried_again_once_it_is_armed(armed):
+    target = device(memory="256MiB")
+    gc.collect()
+    threads, relieved = [], []
+
+    def relieve():
+        relieved.append(threading.get_ident())
+        virtual.set_memory_limit("256MiB")
+        return 1
+
+    def becomes_short(gradient):
+        threads.append(threading.get_ident())
+        # The present node's gradient and the one that exp makes of it fit; no more.
+        virtual.set_memory_limit(torch.virtual.memory_allocated())
+        if armed:
+            arm(relieve)
+
+    x = torch.linspace(0, 1, NUMBERS).to(target).requires_grad_()
+    middle = x.exp()
+    y = middle.sin().cos()
+    middle.register_hook(becomes_short)
+    try:
+        with guarded(relieve, at_once=False), formulas_kept([loss := y.sum()]):
+            if armed:
+                loss.backward()
+            else:
+                with pytest.raises(torch.OutOfMemoryError):
+                    loss.backward()
+    finally:
+        virtual.set_memory_limit("256MiB")
+    assert threads != [threading.get_ident()]
+    assert relieved == (threads if armed else [])
+    if armed:
+        at_home = x.detach().cpu().requires_grad_()
+        at_home.exp().sin().cos().sum().backward()
+        assert torch.equal(x.grad.cpu(), at_home.grad)
+
+
+def test_what_backward_keeps_in_a_planned_iteration_makes_copies_leave():
+    class Keeping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(12))
+            self.keeps = False
+            self.kept = []
+
+        def keep(self, gradient):
+            self.kept.append(gradient.new_zeros(16 << 10))
+
+        def forward(self, x):
+            self.kept.clear()
+            for layer in self.layers:
+                x = layer(x).tanh().prod(1, keepdim=True).expand(-1, 128) + x
+                if self.keeps:
+                    x.register_hook(self.keep)
+            return x
+
+    def loop(model, optimizer, target):
+        seen = []
+        for step in range(8):
+            model.keeps = step in (4, 5)
+            loss = model(torch.randn(16, 128).to(target)).square().mean()
+            loss.backward()
+            seen.append(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    with pytest.MonkeyPatch.context() as patch:
+        armed = []
+        original = hetero.stm.guard._arm_nodes
+        patch.setattr(hetero.stm.guard, "_arm_nodes", lambda *args: (armed.append(1), original(*args)))
+        assert_twins(Keeping, loop, budget=1600 << 10, device_homes=False)
+    assert armed
