@@ -189,6 +189,10 @@ class Accelerator:
 
         return virtual.is_in_segments()
 
+    def usable_of(self, nbytes: int) -> int:
+        """Of so many bytes that are free, those that can be in use at once whatever gaps there are."""
+        return int(nbytes / _WITH_GAPS) if self.leaves_gaps else nbytes
+
     def may_fail_within(self, nbytes: int) -> bool:
         """The device has not much more than ``nbytes`` for this process, and there may be no gap that is large enough
         although fewer are in use."""

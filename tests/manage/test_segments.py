@@ -51,6 +51,16 @@ def test_a_cap_refuses_what_cached_memory_would_have_room_for(target):
     del held
 
 
+def test_by_default_some_of_what_is_free_is_left_to_gaps(target):
+    model = nn.Linear(8, 8)
+    free = torch.get_device_module(target).mem_get_info(target)[0]
+    with hetero.manage(model, device=target) as manager:
+        budget = manager._stm.cycles.budget
+        assert budget == pytest.approx(0.8 * free, rel=0.01)  # but for what the library itself takes
+        assert not Accelerator(target).may_fail_within(budget)
+        assert Accelerator(target).may_fail_within(free)
+
+
 def test_the_users_share_is_the_same_however_often_a_cap_was_set(target, monkeypatch):
     # torch.cuda takes a share of one total, and says it of another.
     shares = []
