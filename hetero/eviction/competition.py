@@ -10,7 +10,6 @@ pure function: the same arguments give the same schedule.
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -18,10 +17,10 @@ from hetero.eviction.fluid import Fluid, fluid
 from hetero.eviction.intervals import Bools, Floats, Intervals, Ints, read_intervals
 from hetero.eviction.model import Links, Schedule, Trace
 from hetero.eviction.planner import plan
+from hetero.eviction.predictions import Predictions
 from hetero.eviction.scores import SCORES, across_peak, by_score, choose, combined
 from hetero.eviction.search import WAYS, better, search
 from hetero.eviction.selection import farthest_next_use, fewest_bytes
-from hetero.eviction.simulation import Simulator
 from hetero.eviction.timing import timed_starts
 from hetero.eviction.transfers import lay_out, read_fetches
 
@@ -114,18 +113,17 @@ class _Judge:
     """Lays out and simulates choices, and remembers the schedules. Ways 0 and 1 place transfers by periods, 2 and 3 by
     the clock. ``left``: moments that may still be judged; ``goal``: a step so short that the rest can be saved.
 
-    Many choices come back, and many come to the same transfers: each is laid out once and simulated once.
+    Many choices come back: each is laid out once.
     """
 
     def __init__(self, trace: Trace, problem: Intervals, links: Links) -> None:
         self.trace, self.problem, self.links = trace, problem, links
-        self.simulator = Simulator(trace, links)
+        self._predictions = Predictions(trace, links)
         self.found: list[Schedule] = []
         self.left = _AFFORDABLE_MOMENTS
         self.goal = 0.0
         self.fastest = math.inf  # of those found
         self._judged: dict[tuple[bytes, int], tuple[Schedule, int]] = {}  # with the number of its layouts
-        self._results: dict[object, tuple[float, Ints]] = {}
 
     def find(self, schedule: Schedule) -> None:
         """It competes with the others."""
@@ -154,7 +152,7 @@ class _Judge:
         leaving: Ints | None = None
         for _ in range(_ROUNDS):
             layout = lay_out(self.problem, keep, prefetch=True, policy=name, spare=way == 1, leaving=leaving)
-            schedule, behind = self._timed(layout)
+            schedule, behind = self._predictions(layout)
             schedules.append(schedule)
             if not behind.any():
                 break
@@ -165,13 +163,7 @@ class _Judge:
         fetches = read_fetches(self.problem, keep, spare=True)
         wanted = timed_starts(self.trace, self.problem, keep, fetches, self.links, wary=way == 3)
         return [
-            self._timed(lay_out(self.problem, keep, prefetch=True, policy=name, spare=True, wanted=wanted))[0]
+            self._predictions(
+                lay_out(self.problem, keep, prefetch=True, policy=name, spare=True, wanted=wanted)
+            )[0]
         ]
-
-    def _timed(self, schedule: Schedule) -> tuple[Schedule, Ints]:
-        transfers = (schedule.start, schedule.actions)
-        if transfers not in self._results:
-            result = self.simulator.run(schedule)
-            self._results[transfers] = result.step_seconds, np.asarray(result.leaving_bytes, dtype=np.int64)
-        seconds, behind = self._results[transfers]
-        return replace(schedule, predicted_seconds=seconds), behind

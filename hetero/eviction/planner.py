@@ -14,8 +14,8 @@ import numpy as np
 from hetero.eviction.intervals import Bools, Intervals, Ints, read_intervals
 from hetero.eviction.model import Links, Policy, Schedule, Trace
 from hetero.eviction.policies import CostAware, FarthestNextUse, resolve_policy
+from hetero.eviction.predictions import Predictions
 from hetero.eviction.selection import farthest_next_use, fewest_bytes
-from hetero.eviction.simulation import Simulator
 from hetero.eviction.sweep import sweep
 from hetero.eviction.transfers import lay_out
 
@@ -76,12 +76,11 @@ def _headrooms(problem: Intervals) -> list[int]:
 
 
 class _Timer:
-    """Lays out and simulates. Many choices are the same, or come to the same schedule: each is simulated once."""
+    """Lays out and simulates. Many choices are the same: each is laid out once."""
 
     def __init__(self, trace: Trace, links: Links) -> None:
-        self._simulator = Simulator(trace, links)
+        self._predictions = Predictions(trace, links)
         self._layouts: dict[object, tuple[Schedule, Ints]] = {}
-        self._results: dict[object, tuple[float, Ints]] = {}
 
     def timed(
         self, layout: Callable[..., Schedule], choice: tuple[bytes, bool], *, rounds: int
@@ -92,17 +91,9 @@ class _Timer:
         for _ in range(rounds):
             key = (choice, None if leaving is None else leaving.tobytes())
             if key not in self._layouts:
-                self._layouts[key] = self._simulated(layout(leaving=leaving))
+                self._layouts[key] = self._predictions(layout(leaving=leaving))
             schedule, behind = self._layouts[key]
             yield schedule
             if not behind.any():
                 return
             leaving = behind if leaving is None else np.maximum(leaving, behind)
-
-    def _simulated(self, schedule: Schedule) -> tuple[Schedule, Ints]:
-        key = (schedule.start, schedule.actions)
-        if key not in self._results:
-            result = self._simulator.run(schedule)
-            self._results[key] = result.step_seconds, np.asarray(result.leaving_bytes, dtype=np.int64)
-        seconds, behind = self._results[key]
-        return replace(schedule, predicted_seconds=seconds), behind
