@@ -159,7 +159,7 @@ ops = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     ops=st.lists(ops, min_size=2, max_size=9),
     stops=st.lists(st.sampled_from([-1, -1, -1, 1, 4]), min_size=1, max_size=4),

@@ -40,7 +40,7 @@ def settling(actions):
 
 
 @settings(
-    max_examples=25,
+    max_examples=100,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
