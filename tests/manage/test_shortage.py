@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+from accelerators import GAPS
 from backward_ends import wait_for_backward_ends
 from torch import nn
 from twins import adamw, device
@@ -58,6 +59,8 @@ def test_what_was_measured_trains_with_the_budget_that_the_message_names(short):
         steps(model, optimizer, target, 4)
     del model, optimizer
     gc.collect()
+    if GAPS:  # less than a segment is refused to nobody
+        return
     # It is hardly more than it must be: without two of the activations, where one can be done without (what backward
     # begins with finds room when it fails), there is no room for what operators allocate.
     model, optimizer = job()
