@@ -9,5 +9,5 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     """None if it has none of its own: sparse tensors, wrapper subclasses, functorch's."""
     try:
         return tensor.untyped_storage()
-    except RuntimeError:  # torch's NotImplementedError, which it raises for these, is one
+    except NotImplementedError:
         return None
