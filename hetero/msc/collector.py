@@ -297,7 +297,7 @@ class MemStatsCollector:
         self._handed_over = None
         made_now = self._accelerator.made_bytes()
         made = None if made_then is None or made_now is None else made_now - made_then
-        # At worst as much as at most in the period.
+        # Not known where nobody counts; `Period.non_model_with` takes the period's peak then.
         beside = sys.maxsize if made is None or made < 0 else beside + made
         self._period.handed_over.append(HandedOver(index, nbytes, beside))
 

@@ -9,6 +9,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 
+from hetero.devices import Accelerator
 from hetero.eviction import Actions
 from hetero.msc import MemStatsCollector, Phase, Segment, SegmentKey
 from hetero.stm.activations import Activations
@@ -38,11 +39,9 @@ class Executor:
         activations: Activations,
         collector: MemStatsCollector,
         cycles: Cycles,
+        accelerator: Accelerator,
         *,
         relieve: Callable[[], int],
-        note_answered: Callable[[], None],
-        cap: Callable[[bool], None],
-        may_fail_within: Callable[[int], bool],
     ) -> None:
         self._tensors = tensors
         self._residency = residency
@@ -51,9 +50,7 @@ class Executor:
         self._collector = collector
         self._cycles = cycles
         self._relieve = relieve
-        self._note_answered = note_answered
-        self._cap = cap
-        self._may_fail_within = may_fail_within
+        self._accelerator = accelerator
         self._is_guarded = False
         self._is_unsure = False
         self._has_left_plan = False
@@ -93,8 +90,8 @@ class Executor:
             self._cap(True)
         return guarded(
             self._relieve,
-            at_once=at_once or self._may_fail_within(self._cycles.budget),
-            note_answered=self._note_answered,
+            at_once=at_once or self._accelerator.may_fail_within(self._cycles.budget),
+            note_answered=self._accelerator.note_answered,
             explain=self._room.refused,
             uncapped=lambda error: lifted(self._cap, self._is_guarded and self._room.allows(error)),
         )
@@ -247,7 +244,15 @@ class Executor:
         """Nothing runs until the next segment: others may have the memory. A model may also be dropped here."""
         self._cap(False)
 
+    def release_cap_for_gaps(self) -> None:
+        """The caller goes on, and what it does is not tried again: for gaps it is not refused."""
+        if self._accelerator.leaves_gaps:
+            self._cap(False)
+
     # -- helpers --------------------------------------------------------------------------------------
+
+    def _cap(self, on: bool) -> None:
+        self._accelerator.cap(self._cycles.budget if on else None)
 
     def _change_layout(self, operands: list[ManagedTensor], indices: tuple[int, ...], name: object) -> None:
         actions = self._advance(indices)

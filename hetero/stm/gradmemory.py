@@ -10,7 +10,7 @@ from hetero.devices import HostArena
 from hetero.stm.state import Kind, Ledger, StatefulTensor, Tier
 from hetero.stm.tensors import ManagedTensor
 
-__all__ = ["GradientMemory", "as_home"]
+__all__ = ["GradientMemory", "as_home", "owns_memory"]
 
 
 class GradientMemory:
@@ -59,6 +59,11 @@ class GradientMemory:
 
     def _new_entry(self, tensor: ManagedTensor) -> StatefulTensor:
         return StatefulTensor(self._ledger, Kind.GRADIENT, f"{tensor.name}.grad")
+
+
+def owns_memory(gradient: torch.Tensor, *, is_shared: bool) -> bool:
+    """It can be kept as it is: nobody else holds it (``is_shared``), and it is no view of more, nor expanded."""
+    return not is_shared and gradient.untyped_storage().nbytes() == gradient.nbytes
 
 
 def as_home(gradient: torch.Tensor, home: torch.Tensor) -> torch.Tensor:

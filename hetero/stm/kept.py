@@ -15,7 +15,7 @@ from hetero.devices import CopyEngine
 from hetero.stm.exposure import gradient_is_private, holds_alone
 from hetero.stm.factors import Factors
 from hetero.stm.fetch import plain
-from hetero.stm.gradmemory import GradientMemory, as_home
+from hetero.stm.gradmemory import GradientMemory, as_home, owns_memory
 from hetero.stm.norms import GradientNorms
 from hetero.stm.state import Tier
 from hetero.stm.tensors import ManagedTensor
@@ -89,8 +89,7 @@ class KeptGradients:
                     kept.is_ours = True
             self._norms.take(tensor.index, kept.gradient)
             return None
-        # A view would hold the rest as well.
-        copies = is_shared or gradient.untyped_storage().nbytes() != gradient.nbytes
+        copies = not owns_memory(gradient, is_shared=is_shared)
         if copies:
             gradient = gradient.clone()
         # Many are views, such as the transposed product of a linear layer, and hold the tensor that they are a view of.

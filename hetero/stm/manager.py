@@ -28,6 +28,7 @@ from hetero.stm.forecast import TrialCounts
 from hetero.stm.forks import in_child, watch
 from hetero.stm.gradaccess import GradientAccess
 from hetero.stm.gradients import Gradients
+from hetero.stm.gradmemory import owns_memory
 from hetero.stm.owner import SettledState
 from hetero.stm.precision import Upcast
 from hetero.stm.registry import Registry
@@ -136,10 +137,8 @@ class StatefulTensorMgr:
             self.activations,
             self.collector,
             self.cycles,
+            accelerator,
             relieve=self.relieve,
-            note_answered=accelerator.note_answered,
-            cap=lambda on: accelerator.cap(config.device_budget if on else None),
-            may_fail_within=accelerator.may_fail_within,
         )
         self.activations.moment = self._activation_moment
         self.activations.make_room = self.executor.make_room
@@ -258,10 +257,8 @@ class StatefulTensorMgr:
             self.segments.enter_backward()
             self.residency.finish_update(tensor)  # autograd may add to the gradient that the queue reads
             if gradient.layout is torch.strided:  # the only ones whose bytes can be told
-                own = not is_shared and gradient.untyped_storage().nbytes() == gradient.nbytes
-                self.collector.note_gradient(
-                    tensor.index, gradient.nbytes, own_nbytes=gradient.nbytes if own else 0
-                )
+                own = gradient.nbytes if owns_memory(gradient, is_shared=is_shared) else 0
+                self.collector.note_gradient(tensor.index, gradient.nbytes, own_nbytes=own)
             host = self.gradients.hand_over(tensor, gradient, is_shared=is_shared)
             if self.try_early is not None and host is not None:
                 self.try_early(tensor, host)

@@ -174,11 +174,6 @@ class Residency:
             stream.wait_event(before.record_event())
         self._stream = stream
 
-    @property
-    def leaves_gaps(self) -> bool:
-        """A cap refuses more than what passes it (`Accelerator.leaves_gaps`)."""
-        return self._accelerator.leaves_gaps
-
     def await_copies(self) -> None:
         """After an interrupt, that may have come between a copy's start and our knowing of it: none is on its way."""
         self._accelerator.synchronize()

@@ -84,10 +84,10 @@ class Segments:
                     self._executor.before_operator([], "after the model")
                 if self._executor.is_guarded:
                     self._executor.leave_room()
-            is_over = not complete or (segment is not None and not segment.key.trains)
-            # What the caller does next is not tried again: for gaps it is not refused.
-            if is_over or self._residency.leaves_gaps:
+            if not complete or (segment is not None and not segment.key.trains):
                 self._executor.release_cap()
+            else:
+                self._executor.release_cap_for_gaps()
             if refused is not None:
                 raise refused
 
