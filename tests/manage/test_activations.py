@@ -421,9 +421,8 @@ class Reading(torch.autograd.Function):
         return gradient @ weight.t(), x.t() @ gradient, None
 
 
-@pytest.mark.parametrize(
-    "trains", [True, False]
-)  # autograd gives out an alias of the one, the other as it is
+# Of what needs a gradient autograd gives out an alias, other saved tensors as they are.
+@pytest.mark.parametrize("trains", [True, False])
 def test_what_backward_uses_is_held(trains):
     class Model(nn.Module):
         def __init__(self):

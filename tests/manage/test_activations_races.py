@@ -12,8 +12,7 @@ from twins import device
 import hetero
 from hetero.devices import Wait, virtual
 
-if ON_CUDA:
-    pytest.skip("only the virtual accelerator detects races", allow_module_level=True)
+pytestmark = pytest.mark.skipif(ON_CUDA, reason="only the virtual accelerator detects races")
 
 
 def run(left_out: frozenset[Wait]) -> str:

@@ -13,8 +13,7 @@ import hetero
 from hetero.devices import Wait, virtual
 from hetero.errors import StreamRaceError
 
-if ON_CUDA:
-    pytest.skip("only the virtual accelerator detects races", allow_module_level=True)
+pytestmark = pytest.mark.skipif(ON_CUDA, reason="only the virtual accelerator detects races")
 
 
 def run(left_out: frozenset[Wait], *, steps: int = 3) -> str:
