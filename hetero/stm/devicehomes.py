@@ -20,6 +20,7 @@ from hetero.eviction import HomeCost
 from hetero.stm.exposure import state_is_private
 from hetero.stm.fetch import plain
 from hetero.stm.homes import set_memory
+from hetero.stm.kernels import same_layout, will_take_fused
 from hetero.stm.manager import StatefulTensorMgr
 from hetero.stm.optimizers import ELEMENTWISE
 from hetero.stm.temporaries import temporaries
@@ -125,7 +126,6 @@ class DeviceHomes:
         ]
         if not self._can_step() or not self._is_timed(tensors):
             return {}
-        beside = temporaries(self._optimizer)
         seconds_per_byte = self._host_seconds / max(self._host_bytes, 1)
         costs = {}
         groups = self._groups()
@@ -136,7 +136,7 @@ class DeviceHomes:
             costs[tensor.index] = HomeCost(
                 nbytes=nbytes + 2 * tensor.device_nbytes,
                 gradient_nbytes=tensor.device_nbytes,
-                step_nbytes=beside * tensor.device_nbytes,
+                step_nbytes=self._update_bytes(tensor, groups),
                 step_seconds=touched * seconds_per_byte,
             )
         return costs
@@ -163,9 +163,10 @@ class DeviceHomes:
         self, updates: Iterable[DeviceUpdate], note: Callable[[ManagedTensor, ParameterUpdate], None]
     ) -> None:
         """Step them, and ``note`` each once it is done: it may have made a state."""
+        groups = self._groups()
         for item in updates:
             tensor = item.tensor
-            room = temporaries(self._optimizer) * tensor.device_nbytes
+            room = self._update_bytes(tensor, groups)
             room += self._stm.grads.on_device_nbytes(tensor)
             if not self._stm.residency.room.make(room):
                 self.send_home(room)
@@ -292,6 +293,19 @@ class DeviceHomes:
                 self._send(tensor, groups)
                 break
         return True
+
+    def _update_bytes(self, tensor: ManagedTensor, groups: dict[int, _Group]) -> int:
+        """What its update on the device allocates for a while; without a gradient, that with one like home."""
+        group = groups[id(tensor.parameter)]
+        value = tensor.data if tensor.index in self._here else tensor.home  # where its states are
+        assert value is not None
+        with plain():
+            gradient = tensor.parameter.grad
+            entry = dict.get(self._optimizer.state, tensor.parameter)
+            is_like_home = gradient is None or same_layout(gradient, tensor.home)
+            if is_like_home and will_take_fused(self._optimizer, group, value, entry):
+                return 0
+        return temporaries(self._optimizer, group) * tensor.device_nbytes
 
     def _stay(self, tensor: ManagedTensor) -> bool:
         try:

@@ -20,7 +20,16 @@ from typing import Any
 
 import torch
 
-__all__ = ["GroupKernels", "as_if_managed", "count_kernels", "is_open", "same_layout", "split", "takes_fused"]
+__all__ = [
+    "GroupKernels",
+    "as_if_managed",
+    "count_kernels",
+    "is_open",
+    "same_layout",
+    "split",
+    "takes_fused",
+    "will_take_fused",
+]
 
 Group = dict[str, Any]
 
@@ -73,6 +82,15 @@ def takes_fused(
     if gradient is not None and not same_layout(gradient, parameter):
         return False
     return all(_fits(key, value, parameter) for key, value in (entry or {}).items())
+
+
+def will_take_fused(
+    optimizer: torch.optim.Optimizer, group: Group, parameter: torch.Tensor, entry: dict[str, Any] | None
+) -> bool:
+    """Whether they are chosen once the number of steps lies where it has to, for a gradient laid out as the
+    parameter."""
+    placed = {key: value for key, value in (entry or {}).items() if key != "step"}
+    return is_open(optimizer, group) and takes_fused(optimizer, parameter, None, placed)
 
 
 def _fits(key: str, value: Any, parameter: torch.Tensor) -> bool:

@@ -16,6 +16,7 @@ from hetero.stm.exposure import memory_is_private
 from hetero.stm.fetch import plain
 from hetero.stm.homes import set_memory
 from hetero.stm.kernels import is_open, split, takes_fused
+from hetero.stm.temporaries import temporaries
 from hetero.stm.tensors import ManagedTensor
 
 __all__ = ["OwnStep", "step_bytes"]
@@ -23,15 +24,16 @@ __all__ = ["OwnStep", "step_bytes"]
 _Group = dict[str, Any]
 
 
-def step_bytes(optimizer: torch.optim.Optimizer, sizes: dict[int, int], temporaries: int) -> int:
-    """What one call of the user's own step allocates for a while, at most. ``sizes``: bytes of each parameter, by id.
-    ``temporaries``: in units of what is stepped at once, which with ``foreach`` is a whole group."""
-    most = max(sizes.values(), default=0)
+def step_bytes(optimizer: torch.optim.Optimizer, sizes: dict[int, int]) -> int:
+    """What one call of the user's own step allocates for a while, at most. ``sizes``: bytes of each parameter, by id."""
+    most = 0
     for group in optimizer.param_groups:
-        at_once = not (is_open(optimizer, group) or group.get("fused") or group.get("foreach") is False)
-        if at_once:
-            most = max(most, sum(sizes.get(id(p), 0) for p in group["params"]))
-    return temporaries * most
+        nbytes = [sizes.get(id(p), 0) for p in group["params"]]
+        # Where the choice is ours, a gradient of another layout than its parameter's is stepped by a for-loop.
+        one_by_one = is_open(optimizer, group) or group.get("foreach") is False
+        at_once = max(nbytes, default=0) if one_by_one else sum(nbytes)
+        most = max(most, temporaries(optimizer, group) * at_once)
+    return most
 
 
 class OwnStep:

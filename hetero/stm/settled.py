@@ -33,7 +33,6 @@ from hetero.stm.intercept import in_scope, is_managed, managed_of
 from hetero.stm.manager import StatefulTensorMgr
 from hetero.stm.ownstep import OwnStep, step_bytes
 from hetero.stm.plans import CyclePlan
-from hetero.stm.temporaries import temporaries
 from hetero.stm.tensors import ManagedTensor
 
 __all__ = ["Settled", "before_change", "note_optimizer", "record_of"]
@@ -189,7 +188,7 @@ class Settled:
         if self._step is not None:
             model += self._step.device_homes.whole_bytes()
             trained_sizes = {id(t.parameter): t.device_nbytes for t in trained}
-            temporary = step_bytes(self._step.optimizer, trained_sizes, temporaries(self._step.optimizer))
+            temporary = step_bytes(self._step.optimizer, trained_sizes)
         growth = read_growth(plans, budget=self._budget, step_bytes=temporary)
         # A gradient that autograd cannot take over as it is, is there twice for a moment.
         model += max(sizes.values(), default=0)
