@@ -62,19 +62,18 @@ def choose_device_homes(
     taken = bytes_of_first(movable, costs)
     found: list[tuple[int, HomeStep]] = []
     tried: set[int] = set()
-    moments = None
-    for part in range(_PARTS + 1):
-        if moments is not None and moments > _AFFORDABLE_MOMENTS and part not in (0, _PARTS // 2, _PARTS):
-            continue
-        count = count_within(taken, min(taken[-1], most_bytes) * part // _PARTS)
+    moments = 0
+
+    def fits(count: int) -> bool:
+        nonlocal moments
         if count in tried:
-            continue
+            return True
         tried.add(count)
         homes = tuple(movable[:count])
         try:
             trace, schedule = plan(homes)
         except CapacityError:
-            break
+            return False
         moments = len(trace.moments)
         seconds = step_seconds(trace, schedule, links, order, frozenset(homes), costs, sizes)
         moved = schedule.moved_bytes + sum(sizes[index] for index in movable[count:])
@@ -89,6 +88,25 @@ def choose_device_homes(
                 ),
             )
         )
+        return True
+
+    most = min(taken[-1], most_bytes)
+    some, too_many = 0, None
+    for part in range(_PARTS + 1):
+        if moments <= _AFFORDABLE_MOMENTS or part in (0, _PARTS // 2, _PARTS):
+            count = count_within(taken, most * part // _PARTS)
+            if not fits(count):
+                too_many = count
+                break
+            some = count
+    # As many as fit: in between there may be an eighth of the device.
+    while too_many is not None and too_many - some > 1 and moments <= _AFFORDABLE_MOMENTS:
+        middle = count_within(taken, (taken[some] + taken[too_many]) // 2)
+        middle = min(max(middle, some + 1), too_many - 1)
+        if fits(middle):
+            some = middle
+        else:
+            too_many = middle
     soon = min(step.seconds for _, step in found) * (1.0 + _WORTH)
     near = [(moved, step) for moved, step in found if step.seconds <= soon]
     return min(near, key=lambda entry: (entry[0], entry[1].nbytes))[1]

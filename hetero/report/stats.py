@@ -144,9 +144,7 @@ def collect_stats(
     segments = stm.cycles.last_sampled
     moved = [period for segment in stm.cycles.last for period in segment.periods]
     plan = stm.cycles.last_plan
-    bound = (
-        0 if plan is None else lower_bound(plan.whole_trace) + sum(period.written_bytes for period in moved)
-    )
+    bound = 0 if plan is None else lower_bound(plan.whole_trace) + plan.gradient_bytes
     copies = ledger.nbytes(Tier.DEVICE, Kind.PARAMETER) + ledger.nbytes(Tier.DEVICE, Kind.GRADIENT)
     saved, saved_on_host = ledger.activation_bytes
     return MemoryStats(

@@ -208,10 +208,10 @@ class DeviceHomes:
                 continue
             states = self._states(tensor, groups)
             nbytes = sum(self._accelerator.allocated_size(state.nbytes) for state in states)
-            if states or tensor.index in stepped:
+            if states:
                 known += nbytes + self._accelerator.allocated_size(1)  # its number of steps
                 most = max(most, nbytes / max(tensor.device_nbytes, 1))
-            elif tensor.parameter.requires_grad:
+            elif tensor.index not in stepped and tensor.parameter.requires_grad:
                 missing += tensor.device_nbytes
         return known + int(missing * most)
 
@@ -297,8 +297,8 @@ class DeviceHomes:
     def _update_bytes(self, tensor: ManagedTensor, groups: dict[int, _Group]) -> int:
         """What its update on the device allocates for a while; without a gradient, that with one like home."""
         group = groups[id(tensor.parameter)]
-        value = tensor.data if tensor.index in self._here else tensor.home  # where its states are
-        assert value is not None
+        value = tensor.data if tensor.index in self._here else None
+        value = tensor.home if value is None else value
         with plain():
             gradient = tensor.parameter.grad
             entry = dict.get(self._optimizer.state, tensor.parameter)

@@ -4,25 +4,35 @@ Owns the arithmetic: what an iteration needs beside the model's data when nothin
 who acts on it is `hetero.stm.settled`.
 """
 
+import operator
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 from hetero.msc import Phase, SegmentKey
 from hetero.stm.plans import CyclePlan
 
-__all__ = ["Growth", "Kind", "kind_of", "read_growth"]
+__all__ = ["Growth", "Kind", "KindGrowth", "kind_of", "read_growth"]
 
 Kind = tuple[bool, Hashable]
 """Of a forward: whether gradients are recorded, and the signature of its inputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KindGrowth:
+    """How many bytes more than at the beginning of a forward are in use at most until its iteration is over, where
+    gradients are there when it begins (``with_gradients``), and where they are made in it."""
+
+    with_gradients: int
+    without: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Growth:
-    """``peak``: bytes of the device beside model data, at most, over all measured kinds of iterations. ``by_kind``: how
-    many more than at the beginning of a forward of that kind are in use at most until its iteration is over."""
+    """``peak``: bytes of the device beside parameters, states and buffers, at most, over all measured kinds of
+    iterations. ``by_kind``: of a forward of that kind."""
 
     peak: int
-    by_kind: dict[Kind, int]
+    by_kind: dict[Kind, KindGrowth]
 
 
 def kind_of(key: SegmentKey) -> Kind:
@@ -31,18 +41,33 @@ def kind_of(key: SegmentKey) -> Kind:
     return key.trains, signature[0] if isinstance(signature, tuple) else signature
 
 
-def read_growth(plans: Iterable[CyclePlan], *, budget: int, step_bytes: int) -> Growth:
-    """``step_bytes``: what the optimizer's own step allocates for a while. Saved tensors count as long as they live."""
-    peak, by_kind = 0, dict[Kind, int]()
+def read_growth(plans: Iterable[CyclePlan], *, budget: int, gradient_bytes: int, step_bytes: int) -> Growth:
+    """``gradient_bytes``: of all gradients; ``step_bytes``: what the optimizer's own step allocates for a while. Saved
+    tensors and gradients count as long as they live."""
+    peak, by_kind = 0, dict[Kind, KindGrowth]()
     for plan in plans:
         needs = _needs(plan, budget, step_bytes)
-        peak = max(peak, *needs)
+        with_gradients = list(map(operator.add, needs, plan.whole_gradients))
+        peak = max(peak, *with_gradients)
         for place, key in enumerate(plan.keys):
             if key.phase is Phase.FORWARD:
                 begin = plan.bounds[place]
-                growth = max(needs[begin:]) - plan.non_model[begin]
-                by_kind[kind_of(key)] = max(by_kind.get(kind_of(key), 0), growth)
+                growth = _growth(needs, with_gradients, plan, begin, gradient_bytes)
+                before = by_kind.get(kind_of(key), growth)
+                by_kind[kind_of(key)] = KindGrowth(
+                    with_gradients=max(before.with_gradients, growth.with_gradients),
+                    without=max(before.without, growth.without),
+                )
     return Growth(peak=peak, by_kind=by_kind)
+
+
+def _growth(
+    needs: list[int], with_gradients: list[int], plan: CyclePlan, begin: int, gradient_bytes: int
+) -> KindGrowth:
+    there = max(needs[begin:]) - plan.non_model[begin]
+    if plan.whole_gradients[begin]:  # what it is without them has not been measured
+        return KindGrowth(with_gradients=there, without=there + gradient_bytes)
+    return KindGrowth(with_gradients=there, without=max(with_gradients[begin:]) - plan.non_model[begin])
 
 
 def _needs(plan: CyclePlan, budget: int, step_bytes: int) -> list[int]:

@@ -163,6 +163,7 @@ def _run(
 ) -> Any:
     """``func`` with ``copies``, by id of parameter, in the place of ``operands``, which are in COMPUTE."""
     casts = kept_casts(func, operands, copies) if _is_any_autocast_enabled() else None
+    ahead = {} if in_forward else ahead_of_home(operands)
     args = _replace(args, copies)
     if kwargs:
         kwargs = {key: replace_one(value, copies) for key, value in kwargs.items()}
@@ -178,9 +179,8 @@ def _run(
     for tensor in operands:
         if tensor.is_dirty:
             _refuse_write_to_leaf(tensor)
-            if not in_forward:
-                # Outside a forward home is the truth, at once: the next reader, or the optimizer, looks there.
-                tensor.owner.write_back(tensor)
+    if not in_forward:
+        write_back(operands, ahead)
     result = _restore(result, operands, copies)
     if casts:
         del args, kwargs  # which hold them
@@ -189,10 +189,18 @@ def _run(
     return result
 
 
-def write_back(operands: list[ManagedTensor]) -> None:
-    """Bring homes up to date with what was written to their copies."""
+def ahead_of_home(operands: list[ManagedTensor]) -> dict[int, int]:
+    """Of those that live on the device and were stepped there: the versions of their copies, by id."""
+    return {
+        id(tensor): tensor.data._version for tensor in operands if tensor.is_ahead and tensor.data is not None
+    }
+
+
+def write_back(operands: list[ManagedTensor], ahead: dict[int, int]) -> None:
+    """After an operator outside a forward, home is the truth at once: the next reader, or the optimizer, looks there.
+    ``ahead``: by `ahead_of_home`, before the operator; for those whoever looks at home waits."""
     for tensor in operands:
-        if tensor.is_dirty:
+        if tensor.is_dirty and tensor.data is not None and tensor.data._version != ahead.get(id(tensor)):
             tensor.owner.write_back(tensor)
 
 

@@ -25,7 +25,7 @@ _Group = dict[str, Any]
 
 
 def step_bytes(optimizer: torch.optim.Optimizer, sizes: dict[int, int]) -> int:
-    """What one call of the user's own step allocates for a while, at most. ``sizes``: bytes of each parameter, by id."""
+    """What one call of the user's own step allocates for a while, at most. ``sizes``: of each parameter, by id."""
     most = 0
     for group in optimizer.param_groups:
         nbytes = [sizes.get(id(p), 0) for p in group["params"]]

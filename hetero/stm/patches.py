@@ -43,6 +43,7 @@ from hetero.stm.deferred import finish_everything
 from hetero.stm.fetch import plain
 from hetero.stm.guard import formulas_kept
 from hetero.stm.intercept import (
+    ahead_of_home,
     collect,
     in_scope,
     is_managed,
@@ -312,11 +313,12 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         with plain(), full_copies(operands) as copies, torch._C._EnableTorchFunction():
             return original(*(replace_one(value, copies) for value in args), **kwargs)
     with plain(), substituted(operands, cls.__name__) as copies:
+        ahead = ahead_of_home(operands)
         args = tuple(replace_one(value, copies) for value in args)
         with torch._C._EnableTorchFunction():
             result = original(*args, **kwargs)
         if not in_scope():
-            write_back(operands)
+            write_back(operands, ahead)
     return result
 
 

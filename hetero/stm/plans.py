@@ -44,11 +44,12 @@ class CyclePlan:
     way included; non-model bytes are those in use when the operator begins. ``undisturbed[i]``: its operands if the
     schedule asks for nothing there, else None. ``margin``: kept free of everything.
     ``first_uses``: rank of each tensor by when it is used first. ``device_homes``: tensors that live on the device and
-    take ``home_bytes[i]`` there; the trace, which is about the others, does not know them. ``activations``: per
-    segment, the trace's numbers of what it saves, in order (`hetero.stm.lives`). ``guarded``: segments in which
-    something has to leave in the middle of a period, as it did when it was measured. ``left``: of each forward, what
-    `hetero.msc.Segment.left_bytes` was at most. ``renewed``: tensors whose place on the device is theirs all along, in
-    no moment's capacity, and is filled again when they have been updated.
+    take ``home_bytes[i]`` there; the trace, which is about the others, does not know them. ``whole_gradients[i]``: what
+    gradients would take, did everything live there. ``activations``: per segment, the trace's numbers of what it saves,
+    in order (`hetero.stm.lives`). ``guarded``: segments in which something has to leave in the middle of a period, as
+    it did when it was measured. ``left``: of each forward, what `hetero.msc.Segment.left_bytes` was at most.
+    ``renewed``: tensors whose place on the device is theirs all along, in no moment's capacity, and is filled again
+    when they have been updated.
     """
 
     keys: tuple[SegmentKey, ...]
@@ -66,6 +67,7 @@ class CyclePlan:
     first_uses: dict[int, int]
     device_homes: tuple[int, ...]
     home_bytes: tuple[int, ...]
+    whole_gradients: tuple[int, ...]
     activations: tuple[tuple[int, ...], ...]
     guarded: tuple[bool, ...]
     left: tuple[int | None, ...]
@@ -85,6 +87,11 @@ class CyclePlan:
     def fetched_bytes(self) -> int:
         """To the device, in an iteration."""
         return self.schedule.fetched_bytes + sum(self.trace.sizes[x] for x in self.renewed)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """That go home in an iteration: those of what does not live on the device."""
+        return sum(send.nbytes for moment in self.trace.moments for send in moment.sends)
 
     @functools.cached_property
     def expected(self) -> tuple[int, ...]:
@@ -227,6 +234,7 @@ class PlanMaker:
             first_uses=_first_uses(rows.operands),
             device_homes=homes,
             home_bytes=tuple(home_bytes),
+            whole_gradients=tuple(self._whole_gradients(keys, samples)),
             activations=lives.indices,
             guarded=tuple(rows.guarded),
             left=tuple(_left(samples[key]) for key in keys),
@@ -314,6 +322,14 @@ class PlanMaker:
         )
         most = max((cost.step_nbytes for cost in known.values()), default=0)
         return [always + nbytes for nbytes in gradients], most
+
+    def _whole_gradients(self, keys: tuple[SegmentKey, ...], samples: Samples) -> list[int]:
+        trained = {t.index: t.device_nbytes for t in self._tensors if t.parameter.requires_grad}
+        return home_gradients(
+            [samples[key] for key in keys],
+            trained,
+            are_there=[samples.begins_with_gradients(key) for key in keys],
+        )
 
     def _gradient_reserves(
         self,

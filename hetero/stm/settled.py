@@ -103,7 +103,6 @@ class Settled:
         self._without_state: set[int] = set()  # parameters that have been stepped, and need none
         self._running: list[None] = []  # forwards that run now, of all threads
         self._growth = Growth(peak=0, by_kind={})
-        self._gradient_bytes = 0
         self._limit = budget  # less what was given to others when it settled: `Manager.trim` ends it
         self._seen_failures = self._seen_peak = 0
         self._probe: nn.Parameter | None = None
@@ -128,11 +127,10 @@ class Settled:
             if peak != self._seen_peak:
                 self._note_peak(peak)
             growth = self._growth.by_kind.get(kind)
-            if growth is not None and trains and self._probe is not None and self._probe.grad is None:
-                growth += self._gradient_bytes
+            makes_gradients = trains and self._probe is not None and self._probe.grad is None
             admits = (
                 growth is not None
-                and used + growth <= self._limit
+                and used + (growth.without if makes_gradients else growth.with_gradients) <= self._limit
                 and not self._must_leave
                 and not any(map(_requires_grad, self._frozen))
             )
@@ -182,14 +180,14 @@ class Settled:
         sizes = {id(t.parameter): t.device_nbytes for t in self._stm.tensors}
         parameters = sum(sizes.values())
         trained = [t for t in self._stm.tensors if t.parameter.requires_grad]
-        self._gradient_bytes = sum(t.device_nbytes for t in trained)
-        model = parameters + self._gradient_bytes + self._stm.registry.buffer_bytes()
+        gradient_bytes = sum(t.device_nbytes for t in trained)
+        model = parameters + self._stm.registry.buffer_bytes()
         temporary = 0
         if self._step is not None:
             model += self._step.device_homes.whole_bytes()
             trained_sizes = {id(t.parameter): t.device_nbytes for t in trained}
             temporary = step_bytes(self._step.optimizer, trained_sizes)
-        growth = read_growth(plans, budget=self._budget, step_bytes=temporary)
+        growth = read_growth(plans, budget=self._budget, gradient_bytes=gradient_bytes, step_bytes=temporary)
         # A gradient that autograd cannot take over as it is, is there twice for a moment.
         model += max(sizes.values(), default=0)
         if any(t.cast is not None for t in self._stm.tensors) or any(_autocasts(k) for k in growth.by_kind):
@@ -253,7 +251,7 @@ class Settled:
         if any(t.used_at_home or t.low is not None or t.pending is not None or t.users for t in stm.tensors):
             return False
         missing = sum(t.device_nbytes for t in stm.tensors if not t.is_resident)
-        most = max(growth.by_kind.values()) + self._gradient_bytes + missing
+        most = max(each.without for each in growth.by_kind.values()) + missing
         self._limit = self._budget - stm.cycles.margin
         if self._accelerator.used_bytes() + most > self._limit:
             return False

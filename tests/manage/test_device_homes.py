@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from loops import ACTIONS, backward, batch, losses, mixed_loop, mlp, train, two_optimizers
 from test_optimizer_db import both, configurations
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from twins import adamw, assert_same, assert_twins, device
 
 import hetero
@@ -71,6 +72,70 @@ def test_where_everything_fits_nothing_moves():
         after = manager.stats
     assert after.total_fetched_bytes == before.total_fetched_bytes
     assert after.total_written_bytes == before.total_written_bytes
+
+
+class Recomputed(nn.Module):
+    """``layers``, each of which runs again in backward, where operators are outside of the model's forward."""
+
+    def __init__(self, layers, *, use_reentrant):
+        super().__init__()
+        self.layers = layers
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.use_reentrant)
+        return x
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient * weight, (gradient * x).sum(0)
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64))
+
+    def forward(self, x):
+        return Scaled.apply(x, self.weight)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_what_lives_there_does_not_move_when_layers_are_recomputed(use_reentrant):
+    target = device()
+    gc.collect()
+    torch.manual_seed(0)
+    layers = nn.Sequential(*mlp(), Scale())
+    model = Recomputed(layers, use_reentrant=use_reentrant)
+    optimizer = adamw(model)
+    with hetero.manage(model, optimizer, device=target, device_budget="1000KiB") as manager:
+        for _ in range(10):
+            x = batch(target).requires_grad_()
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        here = living(manager)
+        assert 0 < len(here) < len(list(model.parameters()))
+        before = manager.stats.total_written_bytes
+        for _ in range(2):
+            x = batch(target).requires_grad_()
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert living(manager) == here
+        stats = manager.stats
+    others = sum(p.nbytes for name, p in model.named_parameters() if name not in here)
+    assert stats.total_written_bytes - before == 2 * others  # their gradients
+    assert stats.bytes_moved <= 1.05 * stats.lower_bound_bytes
 
 
 def test_fewer_live_there_under_a_smaller_budget_and_the_peak_keeps_to_it():
