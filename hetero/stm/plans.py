@@ -96,8 +96,8 @@ class CyclePlan:
     @functools.cached_property
     def expected(self) -> tuple[int, ...]:
         """Tensors with a copy on the device, or on its way, when an iteration begins, in the order of first use."""
-        there = {*(x for x in self.schedule.start if x in self.first_uses), *self.renewed}
-        return tuple(sorted(there, key=self.first_uses.__getitem__))
+        copies = (x for x in (*self.schedule.start, *self.device_homes) if x in self.first_uses)
+        return tuple(sorted({*copies, *self.renewed}, key=self.first_uses.__getitem__))
 
     @functools.cached_property
     def renewable(self) -> frozenset[int]:

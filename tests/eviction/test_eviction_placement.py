@@ -179,7 +179,7 @@ def uniform(layers, **keywords):
 
 
 def test_a_pair_between_those_tried_first_is_found():
-    model = uniform(16, saved=1, home=3, room=315, link=4.0, host=2.0)
+    model = uniform(16, saved=2, home=3, room=285, link=4.0, host=2.5)
     best = model.chosen()
     assert best.home.seconds == min(model.grid().values())
     assert best.home.seconds < 0.95 * model.coarse()
