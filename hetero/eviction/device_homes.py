@@ -15,6 +15,7 @@ from hetero.eviction.model import CapacityError, Links, Schedule, Trace
 __all__ = ["HomeCost", "HomeStep", "bytes_of_first", "choose_device_homes", "count_within", "step_seconds"]
 
 _PARTS = 8
+_HALVINGS = 4
 _AFFORDABLE_MOMENTS = 20_000
 _WORTH = 0.005  # share of the step that more bytes must save to be worth it
 
@@ -58,58 +59,79 @@ def choose_device_homes(
     gradient. ``most_bytes``: of the device, for all of them together. ``plan(homes)``: trace and schedule with these
     on the device; may raise `CapacityError`, except for none.
     """
-    movable = [index for index in order if index in costs]
-    taken = bytes_of_first(movable, costs)
-    found: list[tuple[int, HomeStep]] = []
-    tried: set[int] = set()
-    moments = 0
+    tries = _Tries(order, costs, sizes, links, plan)
+    most = min(tries.taken[-1], most_bytes)
+    fits, too_many = 0, None
+    for part in range(_PARTS + 1):
+        if not tries.are_affordable and part not in (0, _PARTS // 2, _PARTS):
+            continue
+        count = count_within(tries.taken, most * part // _PARTS)
+        if not tries.fits(count):
+            too_many = count
+            break
+        fits = count
+    if too_many is not None:
+        _try_as_many_as_fit(tries, fits, too_many)
+    return tries.best()
 
-    def fits(count: int) -> bool:
-        nonlocal moments
-        if count in tried:
+
+class _Tries:
+    """Plans for the first so many parameters, and what came of them. ``taken``: by `bytes_of_first`."""
+
+    def __init__(
+        self,
+        order: Sequence[int],
+        costs: Mapping[int, HomeCost],
+        sizes: Sequence[int],
+        links: Links,
+        plan: Callable[[tuple[int, ...]], tuple[Trace, Schedule]],
+    ) -> None:
+        self._order, self._costs, self._sizes, self._links, self._plan = order, costs, sizes, links, plan
+        self._movable = [index for index in order if index in costs]
+        self.taken = bytes_of_first(self._movable, costs)
+        self._found: dict[int, tuple[int, HomeStep]] = {}  # with the bytes that move
+        self.are_affordable = True
+
+    def fits(self, count: int) -> bool:
+        """Whether there is a plan for the first ``count``; none of them first."""
+        if count in self._found:
             return True
-        tried.add(count)
-        homes = tuple(movable[:count])
+        homes = tuple(self._movable[:count])
         try:
-            trace, schedule = plan(homes)
+            trace, schedule = self._plan(homes)
         except CapacityError:
             return False
-        moments = len(trace.moments)
-        seconds = step_seconds(trace, schedule, links, order, frozenset(homes), costs, sizes)
-        moved = schedule.moved_bytes + sum(sizes[index] for index in movable[count:])
-        found.append(
-            (
-                moved,
-                HomeStep(
-                    homes=homes,
-                    nbytes=taken[count],
-                    seconds=seconds,
-                    moves_more=bool(found) and moved > found[0][0],
-                ),
-            )
+        self.are_affordable = len(trace.moments) <= _AFFORDABLE_MOMENTS
+        stay = frozenset(homes)
+        seconds = step_seconds(trace, schedule, self._links, self._order, stay, self._costs, self._sizes)
+        moved = schedule.moved_bytes + sum(self._sizes[index] for index in self._movable[count:])
+        step = HomeStep(
+            homes=homes,
+            nbytes=self.taken[count],
+            seconds=seconds,
+            moves_more=count > 0 and moved > self._found[0][0],
         )
+        self._found[count] = moved, step
         return True
 
-    most = min(taken[-1], most_bytes)
-    some, too_many = 0, None
-    for part in range(_PARTS + 1):
-        if moments <= _AFFORDABLE_MOMENTS or part in (0, _PARTS // 2, _PARTS):
-            count = count_within(taken, most * part // _PARTS)
-            if not fits(count):
-                too_many = count
-                break
-            some = count
-    # As many as fit: in between there may be an eighth of the device.
-    while too_many is not None and too_many - some > 1 and moments <= _AFFORDABLE_MOMENTS:
-        middle = count_within(taken, (taken[some] + taken[too_many]) // 2)
-        middle = min(max(middle, some + 1), too_many - 1)
-        if fits(middle):
-            some = middle
+    def best(self) -> HomeStep:
+        """The shortest; of about equally short ones, that with which the fewest bytes move."""
+        soon = min(step.seconds for _, step in self._found.values()) * (1.0 + _WORTH)
+        near = [(moved, step) for moved, step in self._found.values() if step.seconds <= soon]
+        return min(near, key=lambda entry: (entry[0], entry[1].nbytes))[1]
+
+
+def _try_as_many_as_fit(tries: _Tries, fits: int, too_many: int) -> None:
+    """Between two numbers, where up to one part of the device would stay unused."""
+    for _ in range(_HALVINGS):
+        if too_many - fits <= 1 or not tries.are_affordable:
+            return
+        middle = count_within(tries.taken, (tries.taken[fits] + tries.taken[too_many]) // 2)
+        middle = min(max(middle, fits + 1), too_many - 1)
+        if tries.fits(middle):
+            fits = middle
         else:
             too_many = middle
-    soon = min(step.seconds for _, step in found) * (1.0 + _WORTH)
-    near = [(moved, step) for moved, step in found if step.seconds <= soon]
-    return min(near, key=lambda entry: (entry[0], entry[1].nbytes))[1]
 
 
 def bytes_of_first(movable: Sequence[int], costs: Mapping[int, HomeCost]) -> list[int]:

@@ -14,12 +14,14 @@ from hetero.eviction import (
     choose_device_homes,
 )
 
-SIZES = (10, 10, 10, 10)
-COSTS = {index: HomeCost(nbytes=40, step_nbytes=0, step_seconds=0.0) for index in range(4)}
+COST = HomeCost(nbytes=40, step_nbytes=0, step_seconds=0.0)
 
 
-def chosen(outcomes, *, most_bytes=160):
+def chosen(outcomes, *, most_bytes=None):
     """``outcomes``: by number of homes, seconds of the step and bytes of copies; None: they do not fit."""
+    count = len(outcomes) - 1
+    sizes, costs = (10,) * count, dict.fromkeys(range(count), COST)
+    most_bytes = 40 * count if most_bytes is None else most_bytes
 
     def plan(homes):
         outcome = outcomes[len(homes)]
@@ -27,7 +29,7 @@ def chosen(outcomes, *, most_bytes=160):
             raise CapacityError(moment=0, needed=2, capacity=1)
         seconds, nbytes = outcome
         trace = Trace(
-            sizes=SIZES,
+            sizes=sizes,
             moments=(Moment(capacity=100, operands=()),),
             updates=Updates(tensors=(), seconds=(), queued=0, finished=0),
         )
@@ -40,7 +42,7 @@ def chosen(outcomes, *, most_bytes=160):
         )
 
     links = Links(h2d_bandwidth=1.0, d2h_bandwidth=1.0)
-    return choose_device_homes(range(4), COSTS, SIZES, most_bytes=most_bytes, links=links, plan=plan)
+    return choose_device_homes(range(count), costs, sizes, most_bytes=most_bytes, links=links, plan=plan)
 
 
 @pytest.mark.parametrize(
@@ -63,3 +65,9 @@ def test_the_fastest_number_or_the_fewest_bytes(outcomes, count, moves_more):
 
 def test_no_more_of_the_device_than_is_given():
     assert chosen([(1.0, 90), (0.5, 80), (0.4, 70), (0.3, 0), (0.2, 0)], most_bytes=100).homes == (0, 1)
+
+
+@pytest.mark.parametrize("fit", range(1, 64))
+def test_as_many_as_fit_where_more_of_them_move_less(fit):
+    outcomes = [(1.0, 1000 - 10 * count) if count <= fit else None for count in range(65)]
+    assert chosen(outcomes).homes == tuple(range(fit))
