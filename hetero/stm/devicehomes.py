@@ -304,7 +304,7 @@ class DeviceHomes:
             entry = dict.get(self._optimizer.state, tensor.parameter)
             is_like_home = gradient is None or same_layout(gradient, tensor.home)
             if is_like_home and will_take_fused(self._optimizer, group, value, entry):
-                return 0
+                return self._accelerator.allocated_size(1)  # the number of steps
         return temporaries(self._optimizer, group) * tensor.device_nbytes
 
     def _stay(self, tensor: ManagedTensor) -> bool:

@@ -110,12 +110,13 @@ def home_gradients(
         there = set(sizes) if all_there else set()
         if samples[-1].key.phase is Phase.BACKWARD:
             there |= sizes.keys() - seen
+        nbytes = sum(sizes[index] for index in there)
         for place, period in enumerate(samples[-1].periods):
             made = {x: sizes[x] for x, _, _ in period.sends if x in sizes and x not in there}
             most = max(p.non_model_with(made) for p in _same(samples, place)) if made else 0
-            more = most - non_model_peak(samples, place) if made else 0
-            rows.append(sum(sizes[index] for index in there) + more)
+            rows.append(nbytes + (most - non_model_peak(samples, place) if made else 0))
             there |= made.keys()
+            nbytes += sum(made.values())
     return rows
 
 
