@@ -65,16 +65,22 @@ def _row_label(row: Record) -> str:
 
 
 def sweep(record: Record, axes: Axes) -> None:
-    """Peaks under budgets, beside the unmanaged one."""
+    """Peaks under budgets, beside the unmanaged one, and what moves."""
     rows = [row for row in record["results"] if "device_budget" in row]
     x = range(len(rows))
-    axes.bar(x, [row["peak_device_bytes"] / 2**20 for row in rows], 0.6, color=_BLUES[3], label="device peak")
+    for place, (key, label) in enumerate(
+        {"peak_device_bytes": "device peak", "bytes_moved": "moved in a step"}.items()
+    ):
+        nbytes = [row[key] / 2**20 for row in rows]
+        axes.bar(
+            [at + 0.32 * (place - 0.5) for at in x], nbytes, 0.3, color=_BLUES[3 - 2 * place], label=label
+        )
     for at, row in zip(x, rows, strict=True):
         budget = row["device_budget"] / 2**20
         axes.hlines(
-            budget, at - 0.4, at + 0.4, color=_ORANGE, linewidth=2, label="" if at else "device budget"
+            budget, at - 0.36, at + 0.04, color=_ORANGE, linewidth=2, label="" if at else "device budget"
         )
-        axes.text(at, budget, f"{row['seconds']:.2f} s", ha="center", va="bottom", fontsize=7)
+        axes.text(at - 0.16, budget, f"{row['seconds']:.2f} s", ha="center", va="bottom", fontsize=7)
     unmanaged = record["results"][0]
     axes.axhline(
         unmanaged["peak_device_bytes"] / 2**20,
