@@ -6,7 +6,8 @@ as all managers rest (`hetero.stm.settled`).
 
 * ``autograd.Function.apply`` does not dispatch through ``__torch_function__``: a custom Function would receive the
   parameter itself, at home, and its backward would return a gradient on the wrong device.
-* ``Module._apply`` (``model.to``, ``.half``, ``.cuda`` ...) would replace homes behind the manager's back.
+* ``Module._apply`` (``model.to``, ``.half``, ``.cuda`` ...) would replace homes behind the manager's back
+  (`hetero.stm.conversions`).
 * ``autograd._engine_run_backward``, through which ``backward`` and ``grad`` go: nothing else tells when a backward
   begins, ends, or fails.
 * ``torch.clear_autocast_cache``, which ``torch.autocast`` calls where its outermost region ends.
@@ -34,8 +35,8 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from hetero.errors import DeviceError, ManageError
-from hetero.stm import clipping, hostcopies, interrupts, scaling
+from hetero.errors import DeviceError
+from hetero.stm import clipping, conversions, hostcopies, interrupts, scaling
 from hetero.stm.casts import begin_region
 from hetero.stm.checkpoints import check_loads_in_place
 from hetero.stm.compiled import compile_module, note_registered
@@ -55,7 +56,7 @@ from hetero.stm.intercept import (
 )
 from hetero.stm.onethread import run_on_device_thread
 from hetero.stm.outside import full_copies, keeps_its_type
-from hetero.stm.settled import before_change, note_optimizer, record_of
+from hetero.stm.settled import before_change, note_optimizer
 from hetero.stm.tensors import ManagedTensor
 
 __all__ = ["install", "remove", "rest", "wake"]
@@ -74,7 +75,6 @@ _compiler: Any = torch.compiler
 _compile_session: Any = getattr(_compiler, "_compile_session_context", None)  # not in every version
 _Parameter: Any = nn.Parameter
 _new_parameter = _Parameter.__new__
-_module_apply = _Module._apply
 _module_compile = _Module.compile
 _module_zero_grad = _Module.zero_grad
 _module_load_state_dict = _Module.load_state_dict
@@ -328,18 +328,6 @@ def _has_device_operand(device: torch.device, args: tuple[Any, ...]) -> bool:
     )
 
 
-def _refuse_conversion(self: nn.Module, fn: Any, recurse: bool = True) -> Any:
-    for name, parameter in self.named_parameters(recurse=recurse):
-        tensor = record_of(parameter)
-        if tensor is not None:
-            raise ManageError(
-                f"{type(self).__name__}.to(...) or the like while managed: {name} ({tensor.name}) is moved by hetero, "
-                f"and computes on {tensor.owner.device} already: leave .to(device) out; to convert the model, call "
-                "manager.close() first, convert, and manage again"
-            )
-    return _module_apply(self, fn, recurse)
-
-
 _REPLACEMENTS: list[tuple[Any, str, Any]] = [
     (_Function, "apply", classmethod(_apply)),
     (_Module, "zero_grad", _zero_module_grad),
@@ -353,7 +341,7 @@ if _compile_session is not None:
     _REPLACEMENTS.append((_compiler, "_compile_session_context", _settled_session))
 _REPLACED_ALWAYS: list[tuple[Any, str, Any]] = [
     (_Parameter, "__new__", staticmethod(_new)),
-    (_Module, "_apply", _refuse_conversion),
+    *conversions.REPLACEMENTS,
     (_Module, "compile", _compile),
     (_Module, "load_state_dict", _load_in_place),
     (_Optimizer, "load_state_dict", _settled(_load_state_dict)),

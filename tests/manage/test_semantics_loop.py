@@ -410,13 +410,47 @@ def test_a_budget_too_small_for_one_operator_names_it_and_the_least_that_would_d
         model(x)
 
 
+def test_to_the_device_moves_nothing_but_what_is_new():
+    def loop(model, optimizer, target):
+        seen = []
+        for _ in range(3):  # before the first forward, and with a plan
+            parameters = list(model.parameters())
+            assert model.to(target) is model
+            assert model.float() is model
+            assert model[0].to(device=target) is model[0]
+            assert all(p is q for p, q in zip(parameters, model.parameters(), strict=True))
+            seen.append(train(model, optimizer, target, 2))
+        return seen
+
+    assert_twins(mlp, loop)
+
+    target = device()
+    model = mlp(depth=1)
+    with hetero.manage(model, None, device=target, device_budget="1MiB"):
+        model.head = nn.Linear(64, 2)
+        model.register_buffer("scale", torch.ones(3))
+        model.to(target)
+        assert model.head.weight.device == model.scale.device == target
+        assert next(model.parameters()).device.type == "cpu"
+        model[0].extra = nn.Parameter(torch.ones(2))
+        with pytest.raises(hetero.ManageError, match="others of its own"):
+            model.to(target)
+
+
 def test_refusals_name_the_cure():
     target = device()
     model = mlp(depth=1)
     with hetero.manage(model, None, device=target, device_budget="1MiB"):
         with pytest.raises(hetero.ManageError, match="managed already"):
             hetero.manage(model, None, device=target, device_budget="1MiB")
-        for convert in (lambda: model.to(target), lambda: model.half(), lambda: model[0].cpu()):
+        for convert in (
+            lambda: model.to("cpu"),
+            lambda: model.half(),
+            lambda: model.to(target, torch.float64),
+            lambda: model[0].cpu(),
+            lambda: model._apply(lambda tensor: tensor.mul_(2)),
+            lambda: model._apply(lambda tensor: tensor + 1),
+        ):
             with pytest.raises(hetero.ManageError, match=r"manager\.close"):
                 convert()
     model.half().float()

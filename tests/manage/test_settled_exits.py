@@ -350,11 +350,13 @@ def test_conversions_and_replacements_are_refused_as_before():
     model, optimizer, manager, target = managed_mlp()
     with manager:
         settle(model, optimizer, manager, target)
-        for convert in (model.half, model.cpu, lambda: model.to(target)):
+        for convert in (model.half, model.cpu, lambda: model.to(target, torch.float64)):
             with pytest.raises(hetero.ManageError, match="while managed"):
                 convert()
         with pytest.raises(hetero.ManageError, match="assign=True"):
             model.load_state_dict(model.state_dict(), assign=True)
+        assert model.to(target) is model
+        assert not is_intercepted(model)
         step(model, optimizer, target)
 
 
