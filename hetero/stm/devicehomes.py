@@ -295,7 +295,7 @@ class DeviceHomes:
         return True
 
     def _update_bytes(self, tensor: ManagedTensor, groups: dict[int, _Group]) -> int:
-        """What its update on the device allocates for a while; without a gradient, that with one like home."""
+        """What its update on the device allocates for a while; without a gradient yet, with one laid out like home."""
         group = groups[id(tensor.parameter)]
         value = tensor.data if tensor.index in self._here else None
         value = tensor.home if value is None else value

@@ -6,7 +6,7 @@ who acts on it is `hetero.stm.settled`.
 
 import operator
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hetero.msc import Phase, SegmentKey
 from hetero.stm.plans import CyclePlan
@@ -47,12 +47,14 @@ def read_growth(plans: Iterable[CyclePlan], *, budget: int, gradient_bytes: int,
     peak, by_kind = 0, dict[Kind, KindGrowth]()
     for plan in plans:
         needs = _needs(plan, budget, step_bytes)
-        with_gradients = list(map(operator.add, needs, plan.whole_gradients))
-        peak = max(peak, *with_gradients)
+        totals = list(map(operator.add, needs, _gradients(plan, gradient_bytes)))
+        peak = max(peak, *totals)
         for place, key in enumerate(plan.keys):
             if key.phase is Phase.FORWARD:
                 begin = plan.bounds[place]
-                growth = _growth(needs, with_gradients, plan, begin, gradient_bytes)
+                growth = _growth(needs[begin:], totals[begin:], plan.non_model[begin])
+                if plan.whole_gradients[begin]:  # what it is without them has not been measured
+                    growth = replace(growth, without=growth.with_gradients + gradient_bytes)
                 before = by_kind.get(kind_of(key), growth)
                 by_kind[kind_of(key)] = KindGrowth(
                     with_gradients=max(before.with_gradients, growth.with_gradients),
@@ -61,13 +63,16 @@ def read_growth(plans: Iterable[CyclePlan], *, budget: int, gradient_bytes: int,
     return Growth(peak=peak, by_kind=by_kind)
 
 
-def _growth(
-    needs: list[int], with_gradients: list[int], plan: CyclePlan, begin: int, gradient_bytes: int
-) -> KindGrowth:
-    there = max(needs[begin:]) - plan.non_model[begin]
-    if plan.whole_gradients[begin]:  # what it is without them has not been measured
-        return KindGrowth(with_gradients=there, without=there + gradient_bytes)
-    return KindGrowth(with_gradients=there, without=max(with_gradients[begin:]) - plan.non_model[begin])
+def _growth(needs: list[int], totals: list[int], before: int) -> KindGrowth:
+    return KindGrowth(with_gradients=max(needs) - before, without=max(totals) - before)
+
+
+def _gradients(plan: CyclePlan, gradient_bytes: int) -> list[int]:
+    """Of each moment; those that it has not seen made, of a parameter that was frozen then, count all along."""
+    if not any(key.phase is Phase.BACKWARD for key in plan.keys):
+        return list(plan.whole_gradients)
+    unseen = max(0, gradient_bytes - max(plan.whole_gradients))
+    return [nbytes + unseen for nbytes in plan.whole_gradients]
 
 
 def _needs(plan: CyclePlan, budget: int, step_bytes: int) -> list[int]:

@@ -1,8 +1,8 @@
 """What an update on the device allocates for a while.
 
 Owns the number, in units of what one call of the kernel steps: of one parameter, or with ``foreach`` of a group.
-Invariant: no update of an optimizer that may be stepped there takes more. Measured on torch 2.11 to 2.15 for what is in
-the table; for everything else the most that any of torch's kernels takes.
+Invariant: no update of an optimizer that may be stepped there takes more. Measured on torch 2.11 and 2.13 for what is
+in the table; for everything else the most that any of torch's kernels takes.
 """
 
 from typing import Any
