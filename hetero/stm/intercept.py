@@ -290,21 +290,46 @@ def _at_home(
         for tensor in operands:
             tensor.owner.after_home_write(tensor)
     results = list(_tensors((result,)))
-    if any(value.requires_grad for value in results):  # ``detach()``, in ``state_dict()``, does not
-        note_use_at_home(operands)
-    if any(value.dim() for value in results):  # numbers may be combined with tensors on any device
-        settled = operands[0].owner.settled
-        if settled is not None:
-            settled.has_looked = True
+    note_use_at_home(operands, results)
+    settled = operands[0].owner.settled
+    if settled is not None and any(
+        value.dim() for value in results
+    ):  # numbers may be combined with any device's
+        settled.has_looked = True
+        if any(value.dim() and value.requires_grad for value in results):
+            settled.forbid()  # a loss of them is made at home, and may be again
     return result
 
 
-def note_use_at_home(operands: list[ManagedTensor]) -> None:
-    """Autograd may now reach these parameters by a path of its own (gradients: [Note: unread gradients]). For good:
-    nothing tells when such a graph is gone."""
-    if torch.is_grad_enabled():
+class _Mark:
+    """Lives as long as the nodes of a graph whose metadata hold it."""
+
+    __slots__ = ("__weakref__",)
+
+
+def note_use_at_home(operands: list[ManagedTensor], results: list[torch.Tensor]) -> None:
+    """Autograd may now reach these parameters from ``results`` (gradients: [Note: unread gradients])."""
+    made = [
+        value for value in results if value.requires_grad
+    ]  # that of ``detach()``, in ``state_dict()``, does not
+    if made and torch.is_grad_enabled():
+        mark = _mark(operands, made)
         for tensor in operands:
-            tensor.used_at_home = True
+            tensor.note_home_graph(mark)
+
+
+def _mark(operands: list[ManagedTensor], results: list[torch.Tensor]) -> _Mark | None:
+    """Held by the nodes that made ``results``; None where these may be gone before the graph is: behind a view that
+    was written to, it is its base that keeps it."""
+    mark = _Mark()
+    parameters = [tensor.parameter for tensor in operands]
+    for value in results:
+        node = value.grad_fn
+        if node is None or (value._is_view() and not any(value._base is p for p in parameters)):
+            return None
+        metadata: dict[Any, Any] = node.metadata  # type: ignore[assignment]
+        metadata[_Mark] = mark
+    return mark
 
 
 def _belongs_on_device(device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

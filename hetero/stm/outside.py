@@ -29,7 +29,7 @@ def full_copies(operands: Sequence[ManagedTensor]) -> Iterator[dict[int, torch.T
     for tensor in operands:
         tensor.owner.settle_home(tensor)
         if torch.is_grad_enabled():
-            tensor.used_at_home = True
+            tensor.note_home_graph(None)
         copies[id(tensor.parameter)] = tensor.parameter.to(tensor.owner.device)
     versions = [copy._version for copy in copies.values()]
     yield copies

@@ -49,7 +49,6 @@ from hetero.stm.intercept import (
     in_scope,
     is_managed,
     managed_of,
-    note_use_at_home,
     replace_one,
     substituted,
     write_back,
@@ -305,8 +304,9 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     collect(args, operands)
     # Outside a scope a Function of the user's may well be about home (a regulariser, say): device tensors decide.
     if not operands or not (in_scope() or _has_device_operand(operands[0].owner.device, args)):
-        note_use_at_home(operands)
         for tensor in operands:
+            if torch.is_grad_enabled():
+                tensor.note_home_graph(None)
             tensor.owner.settle_home(tensor)
         return original(*args, **kwargs)
     if not in_scope() and keeps_its_type(operands):

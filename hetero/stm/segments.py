@@ -127,6 +127,7 @@ class Segments:
         # Only at home does autograd read parameters, and add to gradients, without telling us.
         with self._lock:
             for tensor in self._tensors:
+                tensor.note_backward()
                 if tensor.used_at_home:
                     self._residency.settle(tensor)
                     self._gradients.wait(tensor)

@@ -67,6 +67,8 @@ class ManagedTensor(StatefulTensor):
         "__weakref__",
         "_alias",
         "_fetch_nodes",
+        "_home_graphs",
+        "_is_trained_at_home",
         "_loaded_version",
         "_source",
         "_unseen_writes",
@@ -90,7 +92,6 @@ class ManagedTensor(StatefulTensor):
         "ready",
         "stays",
         "storage_key",
-        "used_at_home",
     )
 
     def __init__(
@@ -128,7 +129,8 @@ class ManagedTensor(StatefulTensor):
         self.loaded_clock = 0
         self.last_use = 0
         self.fetched_at = 0
-        self.used_at_home = False
+        self._home_graphs: list[weakref.ref[object]] = []
+        self._is_trained_at_home = False
         # Home's address was given away: it may be read without our knowing.
         self.is_exposed = False
         self.gradient_slot: torch.UntypedStorage | None = None
@@ -338,6 +340,26 @@ class ManagedTensor(StatefulTensor):
         """A graph now reaches the parameter through ``node``."""
         self._fetch_nodes = [ref for ref in self._fetch_nodes if ref() is not None]
         self._fetch_nodes.append(weakref.ref(node))
+
+    @property
+    def used_at_home(self) -> bool:
+        """Autograd may reach the parameter by a path of its own, at home: by a graph that is there, or by another,
+        since a backward has begun while one was. What was only looked at (a norm for a log) leaves nothing behind."""
+        return self._is_trained_at_home or any(ref() is not None for ref in self._home_graphs)
+
+    def note_home_graph(self, mark: object | None) -> None:
+        """Such a graph has been made; it is gone when ``mark`` is. None: nothing tells when."""
+        if mark is None:
+            self._is_trained_at_home = True
+        elif not self._is_trained_at_home:
+            self._home_graphs = [ref for ref in self._home_graphs if ref() is not None]
+            self._home_graphs.append(weakref.ref(mark))
+
+    def note_backward(self) -> None:
+        """One begins: if there is such a graph, there will be another in the next iteration."""
+        if self._home_graphs:
+            self._is_trained_at_home = self.used_at_home
+            self._home_graphs = []
 
     def has_single_path(self) -> bool:
         """Autograd reaches the parameter through one fetch node only, so nothing is added to its gradient."""

@@ -151,6 +151,35 @@ def test_adamw_with_a_closure_between_deferred_steps():
     assert_twins(mlp, loop)
 
 
+def test_what_a_closure_runs_is_planned_and_where_everything_fits_nothing_moves():
+    def loop(model, optimizer, target):
+        seen = []
+
+        def closure():
+            optimizer.zero_grad()
+            loss = model(batch(target)).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(14):
+            with torch.no_grad():
+                seen.append(optimizer.step(closure).detach())
+        return seen
+
+    manager = assert_twins(mlp, loop)
+    assert manager.stats.lower_bound_bytes > 0
+    assert manager.stats.unplanned_fetches == 0
+    assert_twins(mlp, loop, budget=64 << 20)
+    model, optimizer, manager, target = managed_mlp(device_homes=True)
+    with manager:
+        loop(model, optimizer, target)
+        before = manager.stats
+        loop(model, optimizer, target)
+        after = manager.stats
+    assert after.total_fetched_bytes == before.total_fetched_bytes
+    assert after.total_written_bytes == before.total_written_bytes
+
+
 def test_torch_never_sees_groups_of_which_all_are_capturable_because_there_are_none(monkeypatch):
     # On a GPU it warns of them, once for each optimizer.
     seen = []

@@ -10,7 +10,7 @@ from accelerators import GAPS, clear_races, races
 from backward_ends import wait_for_backward_ends
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from loops import ACTIONS, backward, batch, losses, mixed_loop, mlp, train, two_optimizers
+from loops import ACTIONS, backward, batch, losses, mixed_loop, mlp, square_loss, train, two_optimizers
 from test_optimizer_db import both, configurations
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -72,6 +72,48 @@ def test_where_everything_fits_nothing_moves():
         after = manager.stats
     assert after.total_fetched_bytes == before.total_fetched_bytes
     assert after.total_written_bytes == before.total_written_bytes
+
+
+def look_at_norms(model):
+    return [p.norm().item() for p in model.parameters()]  # with a graph, for a moment
+
+
+def test_parameters_whose_norms_were_logged_live_there_all_the_same():
+    target = device()
+    gc.collect()
+    torch.manual_seed(0)
+    model = mlp()
+    optimizer = adamw(model)
+    with hetero.manage(model, optimizer, device=target, device_budget="1300KiB") as manager:
+        look_at_norms(model)
+        losses(model, optimizer, target, 16)
+        here = living(manager)
+        assert here
+        look_at_norms(model)
+        losses(model, optimizer, target, 2)
+        assert living(manager) == here
+        before = manager.stats
+        losses(model, optimizer, target, 2)
+        after = manager.stats
+    others = sum(p.nbytes for name, p in model.named_parameters() if name not in here)
+    assert after.total_written_bytes - before.total_written_bytes == 2 * others  # their gradients
+
+
+def test_parameters_of_a_penalty_at_home_live_there():
+    def loop(model, optimizer, target):
+        seen = []
+        for _ in range(12):
+            penalty = torch.stack([p.square().sum() for p in model.parameters()]).sum()
+            (square_loss(model, target) + penalty.to(target)).backward()
+            seen.append(look_at_norms(model))
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(look_at_norms(model))
+        return seen
+
+    manager = assert_twins(mlp, loop, budget=64 << 20)
+    assert manager.stats.settled_forwards == 0
+    assert manager.stats.bytes_moved > 0
 
 
 class Recomputed(nn.Module):

@@ -7,7 +7,9 @@ import pytest
 import torch
 from backward_ends import wait_for_backward_ends
 from loops import batch, mlp
-from twins import assert_twins
+from twins import assert_twins, device
+
+import hetero
 
 
 def _nap(gradient):
@@ -84,3 +86,21 @@ def test_what_backward_raises_on_the_other_thread_is_raised_here():
         return seen
 
     assert_twins(lambda: mlp(depth=2), loop, share=1.2)
+
+
+def test_a_graph_at_home_is_known_until_it_is_gone_and_for_good_once_a_backward_has_met_it():
+    model = mlp()
+    with hetero.manage(model, device=device(), device_budget="4MiB") as manager:
+        looked, written, trained = manager._stm.tensors[:3]
+        total = looked.parameter.sum() + 1.0
+        assert looked.used_at_home
+        del total
+        assert not looked.used_at_home
+        buffer = torch.zeros(written.parameter.shape)
+        buffer[:].add_(written.parameter)  # the view is gone; its base has the graph
+        assert written.used_at_home
+        del buffer
+        assert written.used_at_home  # nothing told
+        trained.parameter.sum().backward()
+        assert trained.used_at_home
+        assert not looked.used_at_home

@@ -377,6 +377,15 @@ def test_inference_settles(frozen):
             assert all(p.grad.device.type == "cpu" for p in model.parameters())
 
 
+def test_it_settles_although_norms_of_parameters_at_home_were_logged():
+    model, optimizer, manager, target = managed_mlp()
+    with manager:
+        for _ in range(3):  # each of them makes a graph, for a moment
+            assert all(p.norm().item() >= 0.0 for p in model.parameters())
+            step(model, optimizer, target)
+        settle(model, optimizer, manager, target)
+
+
 def test_frozen_parameters_settle_beside_trained_ones_and_alone():
     def loop(model, optimizer, target):
         seen = losses(model, optimizer, target, 7)
