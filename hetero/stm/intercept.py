@@ -292,11 +292,12 @@ def _at_home(
     results = list(_tensors((result,)))
     note_use_at_home(operands, results)
     settled = operands[0].owner.settled
-    if settled is not None and any(
-        value.dim() for value in results
-    ):  # numbers may be combined with any device's
+    tensors = [
+        value for value in results if value.dim()
+    ]  # numbers may be combined with tensors on any device
+    if settled is not None and tensors:
         settled.has_looked = True
-        if any(value.dim() and value.requires_grad for value in results):
+        if any(value.requires_grad for value in tensors):
             settled.forbid()  # a loss of them is made at home, and may be again
     return result
 
@@ -311,7 +312,7 @@ def note_use_at_home(operands: list[ManagedTensor], results: list[torch.Tensor])
     """Autograd may now reach these parameters from ``results`` (gradients: [Note: unread gradients])."""
     made = [
         value for value in results if value.requires_grad
-    ]  # that of ``detach()``, in ``state_dict()``, does not
+    ]  # ``detach()``, in ``state_dict()``, makes none
     if made and torch.is_grad_enabled():
         mark = _mark(operands, made)
         for tensor in operands:

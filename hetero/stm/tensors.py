@@ -345,7 +345,9 @@ class ManagedTensor(StatefulTensor):
     def used_at_home(self) -> bool:
         """Autograd may reach the parameter by a path of its own, at home: by a graph that is there, or by another,
         since a backward has begun while one was. What was only looked at (a norm for a log) leaves nothing behind."""
-        return self._is_trained_at_home or any(ref() is not None for ref in self._home_graphs)
+        if self._is_trained_at_home or not self._home_graphs:  # written out: each gradient asks
+            return self._is_trained_at_home
+        return any(ref() is not None for ref in self._home_graphs)
 
     def note_home_graph(self, mark: object | None) -> None:
         """Such a graph has been made; it is gone when ``mark`` is. None: nothing tells when."""
