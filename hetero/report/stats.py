@@ -32,7 +32,7 @@ class MemoryStats:
         model_data_bytes: parameters, gradients, optimizer states and buffers, wherever they are. Each counted
             once: a device copy of a parameter is not model data twice, nor is its low-precision twin at home.
         device_model_bytes, host_model_bytes: model data by where it is now, copies included.
-        bytes_moved: over both directions in the last complete iteration.
+        bytes_moved: over both directions in the last complete iteration; 0 while everything fits.
         lower_bound_bytes: what any schedule would have had to move in such an iteration under this budget (interval
             linear program, Berger et al. 2018), gradients included, with the same parameters living on the device; 0
             before there is a plan.
@@ -142,7 +142,8 @@ def collect_stats(
     stm.settle()
     ledger, total = stm.ledger, stm.collector.total
     segments = stm.cycles.last_sampled
-    moved = [period for segment in stm.cycles.last for period in segment.periods]
+    is_settled = stm.settled is not None and stm.settled.is_on
+    moved = [] if is_settled else [period for segment in stm.cycles.last for period in segment.periods]
     plan = stm.cycles.last_plan
     bound = 0 if plan is None else lower_bound(plan.whole_trace) + plan.gradient_bytes
     copies = ledger.nbytes(Tier.DEVICE, Kind.PARAMETER) + ledger.nbytes(Tier.DEVICE, Kind.GRADIENT)

@@ -30,6 +30,7 @@ class Fetch(torch.autograd.Function):
         # Where autograd has no gradient at all, ``p.grad`` must stay None and not become zeros.
         ctx.set_materialize_grads(False)
         assert tensor.data is not None
+        ctx.version = tensor.data._version
         return tensor.data.detach()
 
     @staticmethod

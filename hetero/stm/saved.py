@@ -158,7 +158,12 @@ def _cast_of(saved: torch.Tensor) -> ManagedTensor | None:
         return None
     tensor: ManagedTensor = source.tensor  # type: ignore[attr-defined]
     data = tensor.data
-    if data is None or tensor.is_dirty or saved.untyped_storage().nbytes() != data.numel() * saved.itemsize:
+    if data is None or data._version != source.version:  # type: ignore[attr-defined]  # written since
+        return None
+    # What lives on the device may be ahead of home all the time.
+    if (
+        tensor.is_dirty and not tensor.stays
+    ) or saved.untyped_storage().nbytes() != data.numel() * saved.itemsize:
         return None
     base = saved if saved._base is None else saved._base
     if base.stride() != data.stride() or saved.device != data.device:

@@ -181,6 +181,33 @@ def test_what_lives_there_does_not_move_when_layers_are_recomputed(use_reentrant
     assert stats.bytes_moved <= 1.05 * stats.lower_bound_bytes
 
 
+def test_casts_of_what_lives_there_are_not_kept_until_backward():
+    kept = {}
+    for allowed in (False, True):
+        target = device()
+        gc.collect()
+        torch.manual_seed(0)
+        model = mlp()
+        optimizer = adamw(model)
+        with hetero.manage(
+            model, optimizer, device=target, device_budget="1000KiB", device_homes=allowed
+        ) as manager:
+
+            def forward(model=model, target=target):
+                with torch.autocast(target.type, torch.bfloat16):
+                    return model(batch(target))
+
+            for _ in range(10):
+                forward().float().square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert bool(living(manager)) is allowed
+            output = forward()
+            kept[allowed] = manager.stats.by_kind["device"]["activation"]
+            del output
+    assert kept[True] == kept[False] > 0
+
+
 def test_fewer_live_there_under_a_smaller_budget_and_the_peak_keeps_to_it():
     counts = []
     for budget in (900 << 10, 1300 << 10):
