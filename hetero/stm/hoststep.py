@@ -22,7 +22,6 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils._device import DeviceContext
 from torch.utils.hooks import RemovableHandle
 
@@ -34,7 +33,7 @@ from hetero.stm.intercept import in_scope, managed_of
 from hetero.stm.jobs import Surroundings, scale, wait
 from hetero.stm.kernels import GroupKernels, count_kernels, is_open
 from hetero.stm.manager import StatefulTensorMgr
-from hetero.stm.optimizers import is_known, steps_alone
+from hetero.stm.optimizers import calls_closure_first, steps_alone
 from hetero.stm.scaling import bring_home
 from hetero.stm.speculation import Speculation
 from hetero.stm.tensors import ManagedTensor
@@ -184,7 +183,7 @@ class HostStep:
         self._stm.check_process()
         closure = args[0] if args else kwargs.get("closure")
         if closure is not None:
-            if not self._calls_first(args, kwargs):
+            if not calls_closure_first(self._optimizer, args, kwargs):
                 # It runs the model: interception has to stay on. Steps of this kind are rare (LBFGS).
                 return self._step_with_closure(inner, closure, args, kwargs)
             self._in_closure = True
@@ -219,18 +218,6 @@ class HostStep:
             if complete:
                 self._stepped |= self._stepped_now
         return result
-
-    def _calls_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """A closure, the only argument, is called once, before anything that anybody could see: so it may be called
-        before the step, and its forward and backward are an iteration like any other."""
-        optimizer = self._optimizer
-        # Hooks are given the arguments. One for all optimizers is ours (`hetero.stm.patches`).
-        is_hooked = (
-            optimizer._optimizer_step_pre_hooks
-            or optimizer._optimizer_step_post_hooks
-            or len(_global_optimizer_pre_hooks) > 1
-        )
-        return is_known(optimizer) and not is_hooked and len(args) + len(kwargs) == 1
 
     def _step_with_closure(
         self,

@@ -16,8 +16,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-__all__ = ["ELEMENTWISE", "hyper_parameters", "is_known", "make_shell", "raw_step", "steps_alone"]
+__all__ = [
+    "ELEMENTWISE",
+    "calls_closure_first",
+    "hyper_parameters",
+    "is_known",
+    "make_shell",
+    "raw_step",
+    "steps_alone",
+]
 
 Group = dict[str, Any]
 
@@ -45,6 +54,20 @@ def raw_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any] | None:
     """``kind.step`` without torch's wrapper that calls the hooks; None if it has another wrapper."""
     step: Any = kind.step
     return step.__wrapped__ if getattr(step, "hooked", False) and hasattr(step, "__wrapped__") else None
+
+
+def calls_closure_first(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Whether ``optimizer.step(*args, **kwargs)``, which is given a closure, calls it once, before anything that
+    anybody could see: then it may be called before the step, and its forward and backward are like any other's."""
+    # Hooks are given the arguments. One for all optimizers is ours (`hetero.stm.patches`).
+    is_hooked = (
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or len(_global_optimizer_pre_hooks) > 1
+    )
+    return is_known(optimizer) and not is_hooked and len(args) + len(kwargs) == 1
 
 
 _DECLARATION = "steps_parameters_independently"

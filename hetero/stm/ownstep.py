@@ -16,6 +16,7 @@ from hetero.stm.exposure import memory_is_private
 from hetero.stm.fetch import plain
 from hetero.stm.homes import set_memory
 from hetero.stm.kernels import is_open, split, takes_fused
+from hetero.stm.optimizers import calls_closure_first
 from hetero.stm.temporaries import temporaries
 from hetero.stm.tensors import ManagedTensor
 
@@ -121,9 +122,15 @@ class OwnStep:
         self._method = method = optimizer.__dict__["step"] = types.MethodType(step, optimizer)
 
     def _step(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if args or kwargs:  # a closure: it makes the gradients
-            return inner(*args, **kwargs)
         optimizer = self._optimizer
+        if args or kwargs:
+            if not calls_closure_first(optimizer, args, kwargs):
+                return inner(*args, **kwargs)  # whose gradients are not there before it is called
+            with torch.enable_grad():
+                loss = (args or tuple(kwargs.values()))[0]()
+            # Its forward may have ended all this.
+            optimizer.step()
+            return loss
         # What surrounds a step is to see the groups as they are: we come last, and go first.
         before = optimizer.register_step_pre_hook(self._choose)
         after = optimizer.register_step_post_hook(self._restore)

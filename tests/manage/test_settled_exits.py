@@ -13,7 +13,7 @@ from accelerators import GAPS, ON_CUDA, clear_races, races, set_memory_limit
 from backward_ends import wait_for_backward_ends
 from loops import batch, losses, mlp, square_loss
 from torch import nn
-from twins import adamw, assert_same, assert_twins, device, plain
+from twins import adamw, assert_same, assert_twins, device, managed, plain, unmanaged
 
 import hetero
 from hetero.stm.intercept import ManagedParameter
@@ -142,6 +142,41 @@ def test_a_graph_of_the_settled_state_is_gone_through_after_it_has_ended():
         return [*seen, *losses(model, optimizer, target, 4), *hooked, *after]
 
     assert_leaves_and_comes_back(loop)
+
+
+@pytest.mark.parametrize(
+    "fused", [None, False]
+)  # None: hetero chooses the kernels, by a step of its own around torch's
+def test_a_closure_with_a_batch_of_another_size(fused):
+    """It is called by torch's own step, which goes on with parameters and states where they were."""
+
+    def loop(model, optimizer, target):
+        seen = []
+
+        def closure(rows):
+            optimizer.zero_grad()
+            loss = model(batch(target, rows)).square().mean()
+            loss.backward()
+            return loss
+
+        for rows in (8, 8, 8, 8, 8, 8):
+            seen.append(step(model, optimizer, target, rows))
+        for rows in (8, 5, 8, 5, 5, 8):
+            seen.append(optimizer.step(functools.partial(closure, rows)))
+        return [*seen, *(step(model, optimizer, target, rows) for rows in (8, 5, 8))]
+
+    def make_optimizer(model):
+        return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=fused, fused=fused)
+
+    def make_plain(model):
+        return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+    make_twin = make_plain if fused is None else make_optimizer
+    expected, parameters, _ = unmanaged(mlp, loop, make_twin)
+    got, state, manager = managed(mlp, loop, PLENTY, make_optimizer)
+    assert_same(got, expected, "losses")
+    assert_same(state, parameters, "parameters")
+    assert manager.stats.settled_forwards > 3
 
 
 def test_micro_batches_of_which_one_is_new():
