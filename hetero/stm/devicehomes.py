@@ -22,8 +22,7 @@ from hetero.stm.fetch import plain
 from hetero.stm.homes import set_memory
 from hetero.stm.kernels import same_layout, will_take_fused
 from hetero.stm.manager import StatefulTensorMgr
-from hetero.stm.optimizers import ELEMENTWISE
-from hetero.stm.temporaries import temporaries
+from hetero.stm.temporaries import is_measured, temporaries
 from hetero.stm.tensors import ManagedTensor
 from hetero.stm.updates import ParameterUpdate
 
@@ -33,8 +32,8 @@ _Group = dict[str, Any]
 
 
 def can_step_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Its updates need no more than `temporaries` beside what they update."""
-    return type(optimizer) in ELEMENTWISE
+    """One of torch's own that steps each parameter by itself, beside which it is known what its updates need."""
+    return is_measured(optimizer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +304,7 @@ class DeviceHomes:
             is_like_home = gradient is None or same_layout(gradient, tensor.home)
             if is_like_home and will_take_fused(self._optimizer, group, value, entry):
                 return self._accelerator.allocated_size(1)  # the number of steps
-        return temporaries(self._optimizer, group) * tensor.device_nbytes
+        return temporaries(self._optimizer, group, tensor.home, tensor.device_nbytes)
 
     def _stay(self, tensor: ManagedTensor) -> bool:
         try:

@@ -30,11 +30,22 @@ def step_bytes(optimizer: torch.optim.Optimizer, sizes: dict[int, int]) -> int:
     most = 0
     for group in optimizer.param_groups:
         nbytes = [sizes.get(id(p), 0) for p in group["params"]]
-        # Where the choice is ours, a gradient of another layout than its parameter's is stepped by a for-loop.
-        one_by_one = is_open(optimizer, group) or group.get("foreach") is False
-        at_once = max(nbytes, default=0) if one_by_one else sum(nbytes)
-        most = max(most, temporaries(optimizer, group) * at_once)
+        each = [temporaries(optimizer, group, p, n) for p, n in zip(group["params"], nbytes, strict=True)]
+        if _is_for_loop(optimizer, group):
+            at_once = max(each, default=0)
+            # A loop's variables hold a copy of one parameter until the next one's takes its place.
+            at_once += min(at_once, sum(sorted(nbytes)[-2:-1]))
+        else:
+            at_once = sum(each)
+        most = max(most, at_once)
     return most
+
+
+def _is_for_loop(optimizer: torch.optim.Optimizer, group: _Group) -> bool:
+    if type(optimizer) in (torch.optim.Adafactor, torch.optim.Muon):  # unless ``foreach`` is asked for
+        return not group.get("foreach")
+    # Where the choice is ours, a gradient of another layout than its parameter's is stepped by a for-loop.
+    return is_open(optimizer, group) or group.get("foreach") is False
 
 
 class OwnStep:

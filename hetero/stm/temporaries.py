@@ -1,15 +1,20 @@
 """What an update on the device allocates for a while.
 
-Owns the number, in units of what one call of the kernel steps: of one parameter, or with ``foreach`` of a group.
-Invariant: no update of an optimizer that may be stepped there takes more. Measured on torch 2.11 and 2.13 for what is
-in the table; for everything else the most that any of torch's kernels takes.
+Owns the number of bytes, for each parameter that one call of the kernel steps: one, or with ``foreach`` a group's.
+Invariant: no update of an optimizer that may be stepped there, which `is_measured`, takes more, but for a few blocks of
+scalars. Of kernels that treat each number by itself it is so many copies of the parameter: measured on torch 2.11 and
+2.13 for what is in the table, for other settings the most that any of them takes. Of Adafactor and Muon it depends on
+the shape.
 """
 
+from math import ceil
 from typing import Any
 
 import torch
 
-__all__ = ["temporaries"]
+__all__ = ["is_measured", "temporaries"]
+
+_Group = dict[str, Any]
 
 _MOST = 7
 
@@ -29,8 +34,49 @@ _OWN: dict[type[torch.optim.Optimizer], int] = {
 }
 
 
-def temporaries(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> int:
-    """Of an update by ``optimizer`` as ``group`` is set now."""
+# What libraries of matrix products take for themselves, whatever the size.
+_WORKSPACE = 256 << 10
+
+
+def is_measured(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is known what an update by ``optimizer`` takes."""
+    return type(optimizer) in _OWN or type(optimizer) in (torch.optim.Adafactor, torch.optim.Muon)
+
+
+def temporaries(
+    optimizer: torch.optim.Optimizer, group: _Group, parameter: torch.Tensor, nbytes: int
+) -> int:
+    """Of an update of ``parameter``, a copy of which takes ``nbytes``, by ``optimizer`` as ``group`` is set now."""
+    if type(optimizer) is torch.optim.Adafactor:
+        return ceil(_of_adafactor(group, parameter) * nbytes)
+    if type(optimizer) is torch.optim.Muon:
+        return ceil(_of_muon(group, parameter) * nbytes) + _WORKSPACE
+    return _copies(optimizer, group) * nbytes
+
+
+def _of_adafactor(group: _Group, parameter: torch.Tensor) -> float:
+    """In copies. It decays the parameter, not the gradient."""
+    own = 2.0  # of a vector: the square, and the update
+    if parameter.dim() > 1:
+        rows, columns = max(parameter.size(-2), 1), max(parameter.size(-1), 1)
+        means = 1 / rows + 1 / columns + 1 / (rows * columns)
+        # Norms along a dimension of a half-precision gradient are taken of a float32 copy, into float32.
+        own = 1 + means if parameter.element_size() > 2 else 2 + 3 * means
+    return own + bool(group.get("maximize"))
+
+
+def _of_muon(group: _Group, parameter: torch.Tensor) -> float:
+    """In copies. The iteration is in bfloat16, whatever the parameter is in: with the matrix, old and new, there are
+    two of its products with itself, which are squares of the shorter side."""
+    short, long = sorted(parameter.shape[-2:])
+    one = 2 / parameter.element_size()
+    iteration = one * (2 + 2 * short / max(long, 1))
+    # Kernels of a CPU cast whole operands: the update, for the sum with the parameter; all of lerp's in float16.
+    least = 1 + one if parameter.element_size() > 2 else _MOST
+    return max(bool(group.get("nesterov")) + iteration, least)
+
+
+def _copies(optimizer: torch.optim.Optimizer, group: _Group) -> int:
     if group.get("fused"):
         return 0
     values = [value for key, value in group.items() if key not in ("params", "betas")]
@@ -42,7 +88,7 @@ def temporaries(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> int:
     return _OWN.get(type(optimizer), _MOST) + _changed(group)
 
 
-def _changed(group: dict[str, Any]) -> int:
+def _changed(group: _Group) -> int:
     """Copies of the gradient: a product or a sum each, at most."""
     decays = bool(group.get("weight_decay")) and not group.get("decoupled_weight_decay")
     return decays + bool(group.get("nesterov")) + bool(group.get("maximize"))
