@@ -325,6 +325,27 @@ def test_every_optimizer_and_configuration(info, keywords):
     both(info, keywords, steps=8)
 
 
+def adafactor(model):
+    return torch.optim.Adafactor(model.parameters(), lr=1e-2)
+
+
+def muon(model):
+    return torch.optim.Muon(model.parameters(), lr=1e-2)
+
+
+def matrices():
+    layers = (nn.Linear(width, 160 - width, bias=False) for width in (64, 96) * 4)
+    return nn.Sequential(*(layer for linear in layers for layer in (linear, nn.GELU())))
+
+
+@pytest.mark.parametrize("share", [0.8, 1.5])
+@pytest.mark.parametrize(("build", "make_optimizer"), [(mlp, adafactor), (matrices, muon)])
+def test_optimizers_of_whole_matrices(build, make_optimizer, share):
+    """What their updates allocate depends on the shape; their norms and products on which numbers are together."""
+    manager = assert_twins(build, lambda m, o, t: losses(m, o, t, 12), share=share, make_optimizer=make_optimizer)
+    assert manager._stm.cycles.device_homes
+
+
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     actions=st.lists(st.sampled_from(ACTIONS), min_size=6, max_size=24),

@@ -280,6 +280,7 @@ SAMPLE = [
     *("Adam-0-fused", "Adam-4-foreach", "AdamW-0-open", "AdamW-4-forloop", "Adamax-0-forloop"),
     *("ASGD-0-forloop", "NAdam-0-foreach", "RAdam-0-forloop", "RMSprop-3-forloop", "Rprop-0-forloop"),
     *("SGD-0-open", "SGD-1-open", "SGD-3-forloop", "SGD-4-foreach", "SGD-2-fused"),
+    *("Adafactor-0-forloop", "Adafactor-1-foreach", "Muon-0-forloop"),
 ]
 BY_NAME = {parameter.id: parameter.values for parameter in configurations()}
 
@@ -287,7 +288,7 @@ BY_NAME = {parameter.id: parameter.values for parameter in configurations()}
 @pytest.mark.parametrize("name", SAMPLE)
 def test_optimizers(name):
     info, keywords = BY_NAME[name]
-    if name.endswith("forloop"):  # which a device does not take by itself
+    if name.endswith("forloop") and info.optim_cls is not torch.optim.Muon:  # which a device does not take by itself
         keywords = {**keywords, "foreach": False}
 
     def loop(model, optimizer, target):
@@ -424,9 +425,20 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.01)
 
 
-# With 512 rows activations are most of the peak: they are gone when gradients are there.
-@pytest.mark.parametrize(("make_optimizer", "rows"), [(adamw, 8), (sgd, 8), (adamw, 512), (sgd, 512)])
-def test_it_settles_close_to_the_unmanaged_peak_and_never_passes_the_budget(make_optimizer, rows):
+def adafactor(model):
+    return torch.optim.Adafactor(model.parameters())
+
+
+# With 512 rows activations are most of the peak: they are gone when gradients are there. Adafactor has no states as big
+# as the parameters, so that room for the update of one of the eight layers' weights is more of its peak.
+@pytest.mark.parametrize(
+    ("make_optimizer", "rows", "enough"),
+    [
+        *((adamw, 8, 1.1), (sgd, 8, 1.1), (adafactor, 8, 1.3)),
+        *((adamw, 512, 1.1), (sgd, 512, 1.1), (adafactor, 512, 1.1)),
+    ],
+)
+def test_it_settles_close_to_the_unmanaged_peak_and_never_passes_the_budget(make_optimizer, rows, enough):
     peak = unmanaged_peak(make_optimizer, rows)
     settled = {}
     for share in (0.8, 0.95, 1.1, 1.3, 2.0):
@@ -443,7 +455,7 @@ def test_it_settles_close_to_the_unmanaged_peak_and_never_passes_the_budget(make
             assert torch.accelerator.max_memory_allocated() <= budget + GAPS
         del model, optimizer, manager
     assert not settled[0.8]
-    assert settled[1.1]
+    assert settled[enough]
     # Once it does, it does with more.
     assert [value for value, _ in itertools.groupby(settled.values())] == [False, True]
 
@@ -458,6 +470,12 @@ def test_bytes_by_kind_are_those_on_the_device():
         assert ledger.nbytes(Tier.DEVICE, Kind.OPTIMIZER_STATE) == 2 * parameters
 
 
+class OfTheUsersOwn(torch.optim.AdamW):
+    """Of which it is not known what it allocates."""
+
+    steps_parameters_independently = True
+
+
 def test_what_keeps_parameters_at_home_keeps_them_from_settling():
     def loop(model, optimizer, target):
         return losses(model, optimizer, target, 7)
@@ -470,7 +488,7 @@ def test_what_keeps_parameters_at_home_keeps_them_from_settling():
             loop(model, optimizer, target)
             assert manager.stats.settled_forwards == 0
     model = mlp()
-    optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-3, foreach=False)
+    optimizer = OfTheUsersOwn(model.parameters(), lr=1e-3, foreach=False)
     with hetero.manage(model, optimizer, device=device(), device_budget="64MiB") as manager:
         loop(model, optimizer, manager.device)
         assert manager.stats.settled_forwards == 0
