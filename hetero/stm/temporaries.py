@@ -43,9 +43,7 @@ def is_measured(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer) in _OWN or type(optimizer) in (torch.optim.Adafactor, torch.optim.Muon)
 
 
-def temporaries(
-    optimizer: torch.optim.Optimizer, group: _Group, parameter: torch.Tensor, nbytes: int
-) -> int:
+def temporaries(optimizer: torch.optim.Optimizer, group: _Group, parameter: torch.Tensor, nbytes: int) -> int:
     """Of an update of ``parameter``, a copy of which takes ``nbytes``, by ``optimizer`` as ``group`` is set now."""
     if type(optimizer) is torch.optim.Adafactor:
         return ceil(_of_adafactor(group, parameter) * nbytes)

@@ -342,7 +342,9 @@ def matrices():
 @pytest.mark.parametrize(("build", "make_optimizer"), [(mlp, adafactor), (matrices, muon)])
 def test_optimizers_of_whole_matrices(build, make_optimizer, share):
     """What their updates allocate depends on the shape; their norms and products on which numbers are together."""
-    manager = assert_twins(build, lambda m, o, t: losses(m, o, t, 12), share=share, make_optimizer=make_optimizer)
+    manager = assert_twins(
+        build, lambda m, o, t: losses(m, o, t, 12), share=share, make_optimizer=make_optimizer
+    )
     assert manager._stm.cycles.device_homes
 
 

@@ -288,7 +288,7 @@ BY_NAME = {parameter.id: parameter.values for parameter in configurations()}
 @pytest.mark.parametrize("name", SAMPLE)
 def test_optimizers(name):
     info, keywords = BY_NAME[name]
-    if name.endswith("forloop") and info.optim_cls is not torch.optim.Muon:  # which a device does not take by itself
+    if name.endswith("forloop") and "foreach" in info.supported_impls:  # which a device takes by itself
         keywords = {**keywords, "foreach": False}
 
     def loop(model, optimizer, target):

@@ -116,7 +116,7 @@ def test_a_step_of_several_parameters_takes_no_more_than_counted(kind, shape):
     if kind is torch.optim.Muon and len(shape) != 2:
         pytest.skip("matrices only")
     target = device()
-    for settings in BY_SHAPE[kind] if kind in BY_SHAPE else ({"foreach": False}, {"foreach": True}):
+    for settings in BY_SHAPE.get(kind, ({"foreach": False}, {"foreach": True})):
         parameters = [torch.nn.Parameter(torch.randn(shape).to(target)) for _ in range(3)]
         optimizer = kind(parameters, **settings)
         kept = step_bytes(optimizer, {id(p): p.nbytes for p in parameters})
