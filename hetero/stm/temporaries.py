@@ -4,7 +4,7 @@ Owns the number of bytes, for each parameter that one call of the kernel steps: 
 Invariant: no update of an optimizer that may be stepped there, which `is_measured`, takes more, but for a few blocks of
 scalars. Of kernels that treat each number by itself it is so many copies of the parameter: measured on torch 2.11 and
 2.13 for what is in the table, for other settings the most that any of them takes. Of Adafactor and Muon it depends on
-the shape.
+the shape (2.13).
 """
 
 from math import ceil

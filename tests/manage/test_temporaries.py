@@ -83,6 +83,7 @@ def test_an_update_on_the_device_takes_no_more_than_is_kept_free(kind):
 SHAPES = (
     *((NUMBERS,), (256, 256), (NUMBERS // 4, 4), (4, NUMBERS // 4), (NUMBERS, 1), (1, NUMBERS), (1024, 64)),
     *((16, 64, 64), (NUMBERS // 9, 3, 3), (64, 113, 3, 3), (NUMBERS, 1, 1), (1, 1, NUMBERS), (256, 1, 256)),
+    (512, 512),
 )
 BY_SHAPE = {
     torch.optim.Adafactor: (
