@@ -8,23 +8,12 @@ import torch
 from twins import device
 
 from hetero.stm.ownstep import step_bytes
+from hetero.stm.optimizers import ELEMENTWISE
 from hetero.stm.temporaries import temporaries
 
 NUMBERS = 1 << 16
 STEPS = 8  # RAdam's kernel changes at the sixth
-KINDS = (
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adamax,
-    torch.optim.ASGD,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.SGD,
-)
+KINDS = sorted(ELEMENTWISE, key=lambda kind: kind.__name__)
 CHOICES = {
     "lr": (0.1, torch.tensor(0.1)),
     "weight_decay": (0.0, 0.1),
