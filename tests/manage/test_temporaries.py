@@ -7,8 +7,8 @@ import pytest
 import torch
 from twins import device
 
-from hetero.stm.ownstep import step_bytes
 from hetero.stm.optimizers import ELEMENTWISE
+from hetero.stm.ownstep import step_bytes
 from hetero.stm.temporaries import temporaries
 
 NUMBERS = 1 << 16
