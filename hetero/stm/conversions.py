@@ -48,26 +48,37 @@ def _apply_to_others(self: nn.Module, fn: _Convert, recurse: bool = True) -> nn.
 
 def _check_leaves_alone(module: nn.Module, fn: _Convert, managed: list[tuple[str, ManagedTensor]]) -> None:
     """Raises `ManageError` unless ``fn`` would do nothing to copies on the device."""
-    seen = set()
     for name, tensor in managed:
-        kind = tensor.owner.device, tensor.home.dtype
-        if kind not in seen and not _leaves_alone(fn, *kind):
+        if not _leaves_alone(fn, tensor):
             raise ManageError(
                 f"{type(module).__name__}.to(...) or the like while managed: {name} ({tensor.name}) is moved by "
-                f"hetero, computes on {tensor.owner.device} and stays {tensor.home.dtype}: to convert the model, "
-                "call manager.close() first, convert, and manage again"
+                f"hetero, computes on {tensor.owner.device} and stays {tensor.home.dtype} in the memory format that it "
+                "has: to convert the model, call manager.close() first, convert, and manage again"
             )
-        seen.add(kind)
 
 
-def _leaves_alone(fn: _Convert, device: torch.device, dtype: torch.dtype) -> bool:
-    """It returns a tensor of that kind itself, with the values that it had."""
+def _leaves_alone(fn: _Convert, tensor: ManagedTensor) -> bool:
+    """It returns a tensor of that kind on the device itself, and does not write to it."""
     with plain(), torch.no_grad():
-        probe = torch.ones(2, dtype=dtype, device=device)
+        home = tensor.home
+        probe = torch.empty_strided(
+            (2,) * home.dim(), _order(home), dtype=home.dtype, device=tensor.owner.device
+        )
+        version, strides = probe._version, probe.stride()
         try:
-            return fn(probe) is probe and bool((probe == 1).all())
+            same = fn(probe) is probe
         except RuntimeError:  # no such conversion from there
             return False
+        return same and (probe._version, probe.stride(), probe.requires_grad) == (version, strides, False)
+
+
+def _order(home: torch.Tensor) -> tuple[int, ...]:
+    """Strides of two numbers a dimension, in the order in which ``home`` has its own."""
+    strides = [0] * home.dim()
+    ranked = sorted(range(home.dim()), key=lambda dim: (home.stride(dim), -dim))
+    for place, dim in enumerate(ranked):
+        strides[dim] = 1 << place
+    return tuple(strides)
 
 
 REPLACEMENTS: list[tuple[Any, str, Any]] = [(_Module, "_apply", _apply_to_others)]

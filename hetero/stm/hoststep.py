@@ -179,11 +179,15 @@ class HostStep:
 
     # -- one step -------------------------------------------------------------------------------------
 
+    def step(self, inner: Callable[..., Any]) -> Any:
+        """In the place of ``inner``, whatever else has been put around it."""
+        return self._step(inner, (), {})
+
     def _step(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._stm.check_process()
         closure = args[0] if args else kwargs.get("closure")
         if closure is not None:
-            if not calls_closure_first(self._optimizer, args, kwargs):
+            if not calls_closure_first(self._optimizer):
                 # It runs the model: interception has to stay on. Steps of this kind are rare (LBFGS).
                 return self._step_with_closure(inner, closure, args, kwargs)
             self._in_closure = True

@@ -289,12 +289,13 @@ def _at_home(
     if writes:
         for tensor in operands:
             tensor.owner.after_home_write(tensor)
-    results = list(_tensors((result,)))
+    # ``buffer[:] = p`` returns nothing.
+    written = (*args[:1], kwargs.get("out")) if writes else ()
+    results = [value for value in _tensors((result, *written)) if not is_managed(value)]
     note_use_at_home(operands, results)
     settled = operands[0].owner.settled
-    tensors = [
-        value for value in results if value.dim()
-    ]  # numbers may be combined with tensors on any device
+    # Numbers may be combined with tensors on any device.
+    tensors = [value for value in results if value.dim()]
     if settled is not None and tensors:
         settled.has_looked = True
         if any(value.requires_grad for value in tensors):
@@ -310,23 +311,21 @@ class _Mark:
 
 def note_use_at_home(operands: list[ManagedTensor], results: list[torch.Tensor]) -> None:
     """Autograd may now reach these parameters from ``results`` (gradients: [Note: unread gradients])."""
-    made = [
-        value for value in results if value.requires_grad
-    ]  # ``detach()``, in ``state_dict()``, makes none
+    # What ``detach()`` gives, in ``state_dict()``, does not.
+    made = [value for value in results if value.requires_grad]
     if made and torch.is_grad_enabled():
-        mark = _mark(operands, made)
+        mark = _mark(made)
         for tensor in operands:
             tensor.note_home_graph(mark)
 
 
-def _mark(operands: list[ManagedTensor], results: list[torch.Tensor]) -> _Mark | None:
-    """Held by the nodes that made ``results``; None where these may be gone before the graph is: behind a view that
-    was written to, it is its base that keeps it."""
+def _mark(results: list[torch.Tensor]) -> _Mark | None:
+    """Held by the nodes that made ``results``. None unless they are numbers, such as norms: views lead to a parameter's
+    accumulator, for hooks; and behind a view that was written to, it is its base that keeps the graph."""
     mark = _Mark()
-    parameters = [tensor.parameter for tensor in operands]
     for value in results:
         node = value.grad_fn
-        if node is None or (value._is_view() and not any(value._base is p for p in parameters)):
+        if node is None or value.dim() or value._is_view():
             return None
         metadata: dict[Any, Any] = node.metadata  # type: ignore[assignment]
         metadata[_Mark] = mark

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 __all__ = [
     "ELEMENTWISE",
@@ -56,18 +56,17 @@ def raw_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any] | None:
     return step.__wrapped__ if getattr(step, "hooked", False) and hasattr(step, "__wrapped__") else None
 
 
-def calls_closure_first(
-    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> bool:
-    """Whether ``optimizer.step(*args, **kwargs)``, which is given a closure, calls it once, before anything that
-    anybody could see: then it may be called before the step, and its forward and backward are like any other's."""
-    # Hooks are given the arguments. One for all optimizers is ours (`hetero.stm.patches`).
+def calls_closure_first(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``optimizer.step(closure)`` calls it once, before anything that anybody could see: then it may be called
+    before the step, and its forward and backward are like any other's."""
+    # Hooks are given the arguments. One of each for all optimizers is ours (`hetero.stm.patches`).
     is_hooked = (
         optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
         or len(_global_optimizer_pre_hooks) > 1
+        or len(_global_optimizer_post_hooks) > 1
     )
-    return is_known(optimizer) and not is_hooked and len(args) + len(kwargs) == 1
+    return is_known(optimizer) and not is_hooked
 
 
 _DECLARATION = "steps_parameters_independently"

@@ -49,10 +49,14 @@ def _is_for_loop(optimizer: torch.optim.Optimizer, group: _Group) -> bool:
 
 
 class OwnStep:
-    """Of one optimizer, while its parameters live on the device. `begin` once, `end` once."""
+    """Of one optimizer, while its parameters live on the device. `begin` once, `end` once. ``step_after(inner)``: makes
+    the step where a closure has ended all this."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, step_after: Callable[[Callable[..., Any]], Any]
+    ) -> None:
         self._optimizer = optimizer
+        self._step_after = step_after
         self._moved: list[ManagedTensor] = []  # whose count of steps has gone to the device
         self._method: Any = None
         self._before: Any = None
@@ -134,13 +138,16 @@ class OwnStep:
 
     def _step(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         optimizer = self._optimizer
-        if args or kwargs:
-            if not calls_closure_first(optimizer, args, kwargs):
+        closure = args[0] if args else kwargs.get("closure")
+        if closure is not None:
+            if not calls_closure_first(optimizer):
                 return inner(*args, **kwargs)  # whose gradients are not there before it is called
             with torch.enable_grad():
-                loss = (args or tuple(kwargs.values()))[0]()
-            # Its forward may have ended all this.
-            optimizer.step()
+                loss = closure()
+            if self._method is None:
+                self._step_after(inner)
+            else:
+                self._step(inner, (), {})
             return loss
         # What surrounds a step is to see the groups as they are: we come last, and go first.
         before = optimizer.register_step_pre_hook(self._choose)

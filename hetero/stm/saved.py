@@ -160,6 +160,10 @@ def _cast_of(saved: torch.Tensor) -> ManagedTensor | None:
     data = tensor.data
     if data is None or data._version != source.version:  # type: ignore[attr-defined]  # written since
         return None
+    if (
+        tensor.identity is None or tensor.identity.grad_fn is not source
+    ):  # of before a step, and kept by the model
+        return None
     # What lives on the device may be ahead of home all the time.
     if (
         tensor.is_dirty and not tensor.stays

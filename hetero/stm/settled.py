@@ -88,7 +88,7 @@ class Settled:
         self._rest = rest
         self._wake = wake
         self.optimizer = None if step is None else step.optimizer
-        self._own_step = None if self.optimizer is None else OwnStep(self.optimizer)
+        self._own_step = None if step is None else OwnStep(step.optimizer, step.step)
         # False for good: by the user, or because memory ran short.
         self._allowed = allowed
         self._has_searched = False

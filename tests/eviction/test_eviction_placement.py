@@ -179,6 +179,7 @@ def uniform(layers, **keywords):
 
 
 def test_a_pair_between_those_tried_first_is_found():
+    # One of few such models: the first part finds five homes and no places; six and four are better.
     model = uniform(16, saved=2, home=3, room=285, link=4.0, host=2.5)
     best = model.chosen()
     assert best.home.seconds == min(model.grid().values())

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerators import GAPS, device
+from loops import batch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from twins import assert_twins
@@ -106,3 +107,36 @@ def test_casts_take_no_memory_between_operators():
                 for _ in range(2):
                     model(torch.randn(4, 128, device=target)).float().square().mean().backward()
         assert torch.accelerator.max_memory_allocated() <= budget + GAPS
+
+
+class KeepsCast(nn.Module):
+    """Casts its weight every second time, and uses the cast twice: before and after a step."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64) * 0.15)
+        self.calls = 0
+
+    def forward(self, x):
+        if self.calls % 2 == 0:
+            self.cast = self.weight.to(torch.bfloat16)
+        self.calls += 1
+        return nn.functional.linear(x.to(torch.bfloat16), self.cast).float()
+
+
+@pytest.mark.parametrize("device_homes", [False, True])
+def test_a_cast_from_before_a_step_is_not_made_again_from_what_it_wrote(device_homes):
+    def build():
+        return nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(64, 64), KeepsCast())))
+
+    def loop(model, optimizer, target):
+        seen = []
+        for _ in range(12):
+            loss = model(batch(target)).square().mean()
+            loss.backward()
+            seen.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    assert_twins(build, loop, share=0.8, device_homes=device_homes)

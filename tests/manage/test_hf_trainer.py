@@ -89,6 +89,23 @@ def test_training_gives_the_same_numbers(tmp_path, checkpointing):
     assert manager.stats.total_fetched_bytes > 0
 
 
+def test_where_everything_fits_it_trains_an_ordinary_model(tmp_path):
+    def loop(model, optimizer, target):
+        return train(model, optimizer, tmp_path)
+
+    def make_fused(model):
+        return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+    def make_open(model):  # the kernels of ``fused=True`` are chosen, by a step around torch's
+        return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    expected, parameters, peak = unmanaged(gpt2, loop, make_fused)
+    got, state, manager = managed(gpt2, loop, 4 * peak, make_open)
+    assert_same(got, expected, "logged")
+    assert_same(state, parameters, "parameters")
+    assert manager.stats.settled_forwards > 0
+
+
 def test_resuming_gives_the_same_numbers_as_not_stopping(tmp_path):
     def whole(model, optimizer, target):
         return train(model, optimizer, tmp_path)

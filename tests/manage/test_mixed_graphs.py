@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 from backward_ends import wait_for_backward_ends
-from loops import batch, mlp
+from loops import batch, losses, mlp, square_loss
 from twins import assert_twins, device
 
 import hetero
@@ -104,3 +104,41 @@ def test_a_graph_at_home_is_known_until_it_is_gone_and_for_good_once_a_backward_
         trained.parameter.sum().backward()
         assert trained.used_at_home
         assert not looked.used_at_home
+
+
+@pytest.mark.parametrize("budget", [500 << 10, 900 << 10, 64 << 20])
+def test_hooks_on_accumulators_see_gradients_that_have_arrived(budget):
+    """The accumulator is had from a view whose graph is gone at once, as DistributedDataParallel does it."""
+
+    def loop(model, optimizer, target):
+        norms, seen, held = {}, [], []
+        for number, p in enumerate(model.parameters()):
+
+            def note(gradients, number=number):
+                norms[number] = gradients[0].norm().cpu()
+
+            held.append(p.expand_as(p).grad_fn.next_functions[0][0])
+            held[-1].register_prehook(note)
+        for _ in range(8):
+            seen += [*losses(model, optimizer, target, 1), *(norms[number] for number in sorted(norms))]
+        return seen
+
+    assert_twins(mlp, loop, budget=budget)
+
+
+@pytest.mark.parametrize("budget", [500 << 10, 900 << 10, 64 << 20])
+def test_a_penalty_of_what_was_written_into_a_buffer(budget):
+    def loop(model, optimizer, target):
+        seen = []
+        for _ in range(8):
+            weight = next(model.parameters())
+            buffer = torch.zeros(weight.shape, device=weight.device)
+            buffer[:] = weight
+            loss = square_loss(model, target) + buffer.square().sum().to(target)
+            loss.backward()
+            seen.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    assert_twins(mlp, loop, budget=budget)

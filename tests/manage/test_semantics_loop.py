@@ -437,6 +437,22 @@ def test_to_the_device_moves_nothing_but_what_is_new():
             model.to(target)
 
 
+def test_another_memory_format_is_refused():
+    def build():
+        return nn.Sequential(nn.Unflatten(1, (4, 4, 4)), nn.Conv2d(4, 3, 3), nn.Flatten(), nn.Linear(12, 2))
+
+    target = device()
+    for model in (build(), build().to(memory_format=torch.channels_last)):
+        is_last = model[1].weight.is_contiguous(memory_format=torch.channels_last)
+        with hetero.manage(model, None, device=target, device_budget="1MiB"):
+            if is_last:
+                assert model.to(memory_format=torch.channels_last) is model
+            else:
+                with pytest.raises(hetero.ManageError, match="memory format"):
+                    model.to(memory_format=torch.channels_last)
+            assert model.to(target) is model
+
+
 def test_refusals_name_the_cure():
     target = device()
     model = mlp(depth=1)
@@ -448,7 +464,7 @@ def test_refusals_name_the_cure():
             lambda: model.half(),
             lambda: model.to(target, torch.float64),
             lambda: model[0].cpu(),
-            lambda: model._apply(lambda tensor: tensor.mul_(2)),
+            lambda: model._apply(lambda tensor: tensor.clamp_(-0.1, 5.0)),
             lambda: model._apply(lambda tensor: tensor + 1),
         ):
             with pytest.raises(hetero.ManageError, match=r"manager\.close"):
