@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import torch
 
-from hetero.devices import Accelerator, CopyEngine, HostArena
+from hetero.devices import Accelerator, CopyEngine
 from hetero.msc import MemStatsCollector
 from hetero.stm.exposure import listed_alone
 from hetero.stm.records import Account, Activation, Flight, Key, Saved
@@ -50,14 +50,12 @@ class Activations:
         self,
         accelerator: Accelerator,
         engine: CopyEngine,
-        arena: HostArena,
+        slots: HostSlots,
         ledger: Ledger,
         collector: MemStatsCollector,
         *,
         lock: contextlib.AbstractContextManager[bool],
         device_budget: int,
-        host_budget: int,
-        home_bytes: int,
     ) -> None:
         self._accelerator = accelerator
         self._device = accelerator.device
@@ -65,7 +63,7 @@ class Activations:
         self._ledger = ledger
         self._collector = collector
         self._lock = lock
-        self._slots = HostSlots(arena, ledger, host_budget, home_bytes)
+        self._slots = slots
         self.least = device_budget // _WORTH_MOVING  # bytes of a storage that is worth a record
         self._large = max(1, device_budget // _WORTH_A_MOMENT)
         self._by_storage: dict[int, weakref.ref[Activation]] = {}

@@ -1,12 +1,12 @@
-"""Clipping by the global norm without reading gradients again.
+"""Clipping without reading gradients again.
 
-Owns what ``torch.nn.utils.clip_grad_norm_`` and ``clip_grads_with_norm_`` run while any model is managed. Invariant:
-the total norm and the scaled gradients have the bits of the unmanaged run: each gradient's norm is taken on the
-device, as it leaves, by the kernel torch would use there; the total is the norm of those norms; scaling is one
-multiplication, done when somebody looks at the gradient or its update is run.
+Owns what ``torch.nn.utils.clip_grad_norm_``, ``clip_grads_with_norm_`` and ``clip_grad_value_`` run while any model is
+managed. Invariant: the total norm and the clipped gradients have the bits of the unmanaged run: each gradient's norm is
+taken on the device, as it leaves, by the kernel torch would use there; the total is the norm of those norms; scaling is
+one multiplication, done when somebody looks at the gradient or its update is run. Gradients that were looked at,
+accumulated at home or replaced since they left are read there.
 
-Whatever does not fit (parameters that are not managed, mixed types, gradients that were looked at, accumulated or
-replaced since they left, a ``foreach`` of the caller's) goes to torch's own function, which reads gradients at home.
+Whatever does not fit (`hetero.stm.foldable`, a ``foreach`` of the caller's) goes to torch's own function.
 
 [Note: cells]
 Users import these functions by name before anything is managed. The function objects are wrappers around the real
@@ -20,9 +20,7 @@ from typing import Any
 import torch
 from torch.nn.utils import clip_grad
 
-from hetero.stm.fetch import plain
-from hetero.stm.intercept import is_managed, managed_of
-from hetero.stm.tensors import ManagedTensor
+from hetero.stm.foldable import foldable
 
 __all__ = ["install", "remove"]
 
@@ -37,24 +35,27 @@ def _cell(function: Any) -> CellType | None:
 
 def install() -> None:
     """Take their places."""
-    for cell, ours in ((_clip_cell, _clip_grad_norm), (_scale_cell, _clip_grads_with_norm)):
+    for cell, _, ours in _TAKEN_OVER:
         if cell is not None:
             cell.cell_contents = ours
 
 
 def remove() -> None:
     """Give them back."""
-    for cell, original in ((_clip_cell, _clip_original), (_scale_cell, _scale_original)):
+    for cell, original, _ in _TAKEN_OVER:
         if cell is not None:
             cell.cell_contents = original
 
 
-_clip_cell = _cell(_module.clip_grad_norm_)
-_scale_cell = _cell(_module._clip_grads_with_norm_)
-_clip_original: Callable[..., Any] = _clip_cell.cell_contents if _clip_cell else _module.clip_grad_norm_
-_scale_original: Callable[..., Any] = (
-    _scale_cell.cell_contents if _scale_cell else _module._clip_grads_with_norm_
-)
+def _inner(function: Any) -> tuple[CellType | None, Callable[..., Any]]:
+    """[Note: cells]: where it is, and what is there now."""
+    cell = _cell(function)
+    return (None, function) if cell is None else (cell, cell.cell_contents)
+
+
+_norm_cell, _norm_original = _inner(_module.clip_grad_norm_)
+_scale_cell, _scale_original = _inner(_module._clip_grads_with_norm_)
+_value_cell, _value_original = _inner(_module.clip_grad_value_)
 
 
 def _clip_grad_norm(
@@ -68,21 +69,21 @@ def _clip_grad_norm(
         parameters = list(parameters) or parameters  # torch warns of an empty generator
     if foreach is None and not isinstance(parameters, GeneratorType):
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        tensors = _foldable(parameters)
+        tensors = foldable(parameters)
         if tensors:
-            owner = tensors[0].owner
-            norms = owner.grads.take_norms(tensors, float(norm_type))
-            if norms is not None:
-                total: torch.Tensor = torch.linalg.vector_norm(norms, float(norm_type))
-                if error_if_nonfinite and torch.logical_or(total.isnan(), total.isinf()):
-                    raise RuntimeError(
-                        f"The total norm of order {float(norm_type)} for gradients from `parameters` is non-finite, "
-                        "so it cannot be clipped. To disable this error and scale the gradients by the non-finite "
-                        "norm anyway, set `error_if_nonfinite=False`"
-                    )
-                owner.grads.scale(tensors, _coefficient(float(max_norm), total))
-                return total
-    clipped: torch.Tensor = _clip_original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+            grads = tensors[0].owner.grads
+            total: torch.Tensor = torch.linalg.vector_norm(
+                grads.norms(tensors, float(norm_type)), float(norm_type)
+            )
+            if error_if_nonfinite and torch.logical_or(total.isnan(), total.isinf()):
+                raise RuntimeError(
+                    f"The total norm of order {float(norm_type)} for gradients from `parameters` is non-finite, "
+                    "so it cannot be clipped. To disable this error and scale the gradients by the non-finite "
+                    "norm anyway, set `error_if_nonfinite=False`"
+                )
+            grads.scale(tensors, _coefficient(float(max_norm), total))
+            return total
+    clipped: torch.Tensor = _norm_original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     return clipped
 
 
@@ -93,29 +94,30 @@ def _clip_grads_with_norm(
     foreach: bool | None = None,
 ) -> None:
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    tensors = _foldable(parameters) if foreach is None else []
+    tensors = foldable(parameters) if foreach is None else []
     if tensors and isinstance(total_norm, torch.Tensor):
         tensors[0].owner.grads.scale(tensors, _coefficient(float(max_norm), total_norm))
     else:
         _scale_original(parameters, max_norm, total_norm, foreach)
 
 
+def _clip_grad_value(
+    parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float, foreach: bool | None = None
+) -> None:
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    tensors = foldable(parameters) if foreach is None else []
+    if tensors:
+        tensors[0].owner.grads.clamp(tensors, float(clip_value))
+    else:
+        _value_original(parameters, clip_value, foreach)
+
+
 def _coefficient(max_norm: float, total_norm: torch.Tensor) -> torch.Tensor:
     return torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
 
 
-def _foldable(parameters: list[torch.Tensor]) -> list[ManagedTensor]:
-    """Those with a gradient, if all of them are managed by one manager and of one type; else none."""
-    tensors: list[ManagedTensor] = []
-    with plain():
-        for parameter in parameters:
-            if parameter.grad is None:
-                continue
-            if not is_managed(parameter) or parameter.grad.layout is not torch.strided:
-                return []
-            tensors.append(managed_of(parameter))
-            if parameter.dtype not in (torch.float32, torch.float64) or parameter.grad.requires_grad:
-                return []
-            if tensors[-1].owner is not tensors[0].owner or parameter.dtype != tensors[0].parameter.dtype:
-                return []
-    return tensors if len(set(map(id, tensors))) == len(tensors) else []
+_TAKEN_OVER = (
+    (_norm_cell, _norm_original, _clip_grad_norm),
+    (_scale_cell, _scale_original, _clip_grads_with_norm),
+    (_value_cell, _value_original, _clip_grad_value),
+)

@@ -1,14 +1,16 @@
 """What the user does with ``p.grad``, and clipping with all of them.
 
-Owns how a look at a gradient, a write and a norm meet what is still being done with it: its way down, factors, an
+Owns how a look at a gradient, a write and a norm meet what is still being done with it: its way down, changes, an
 update that is queued or being tried. Invariant: nobody can tell that it was under way, except by the clock.
 """
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 
+from hetero.stm.changes import Clamp, Wish
 from hetero.stm.exposure import gradient_has_one_name, gradient_is_private
 from hetero.stm.fetch import plain
 from hetero.stm.gradients import Gradients
@@ -44,7 +46,7 @@ class GradientAccess:
             self._gradients.norms.forget(tensor.index)  # whoever reads it may write to it
 
     def on_device(self, tensor: ManagedTensor) -> torch.Tensor:
-        """For a parameter that lives there: its gradient, complete and scaled. The caller does not write to it."""
+        """For a parameter that lives there: its gradient, complete. The caller does not write to it."""
         with self._lock:
             return self._gradients.on_device(tensor)
 
@@ -53,29 +55,49 @@ class GradientAccess:
         with self._lock:
             return self._gradients.on_device_nbytes(tensor)
 
-    def take_norms(self, tensors: list[ManagedTensor], norm_type: float) -> torch.Tensor | None:
-        """Norms of their gradients, on the device, in a vector; None if they have to be read, this time."""
-        with self._lock:
+    def norms(self, tensors: list[ManagedTensor], norm_type: float) -> torch.Tensor:
+        """Norms of their gradients, on the device, in a vector. Of gradients at home, those that were not taken as
+        they left, or not of this order, are taken there: waiting for them."""
+        with self._lock, plain():
             norms = self._gradients.norms
-            taken = norms.get([tensor.index for tensor in tensors], norm_type)
-            if taken is None or any(t.pending is not None and not t.is_tried for t in tensors):
-                norms.want(norm_type, tensors[0].home.dtype, self._parameters())
-                return None
-            return taken
+            norms.want(norm_type, tensors[0].home.dtype, self._parameters())
+            at_home = {}
+            for tensor in tensors:
+                if tensor.pending is not None and not (
+                    tensor.is_tried and norms.knows(tensor.index, norm_type)
+                ):
+                    self._residency.finish_update(tensor)
+                    norms.forget(tensor.index)  # the optimizer may write to gradients
+                if norms.knows(tensor.index, norm_type):
+                    continue
+                if self._gradients.is_kept(tensor):
+                    self._residency.room.make(self._gradients.on_device_nbytes(tensor))
+                    norms.take(tensor.index, self._gradients.on_device(tensor))
+                else:
+                    self._gradients.wait(tensor)
+                    at_home[tensor.index] = cast(torch.Tensor, tensor.parameter.grad)
+            return norms.get([tensor.index for tensor in tensors], norm_type, at_home)
 
     def scale(self, tensors: list[ManagedTensor], factor: torch.Tensor) -> None:
         """Multiply their gradients: before anybody sees them, or now if somebody may be looking."""
         with self._lock, plain():
-            one = self._gradients.factors.make(factor)
-            for tensor in tensors:
-                # What is being tried stays right if the factor turns out to be 1.
-                tried = tensor.is_tried and gradient_has_one_name(tensor.parameter)
-                if not tried:
-                    self._residency.finish_update(tensor)
-                self._gradients.norms.forget(tensor.index)
-                self._gradients.factors.ask(tensor.index, one)
-                if not tried and not gradient_is_private(tensor.parameter):
-                    self._gradients.wait(tensor)
+            self._change(tensors, self._gradients.changes.factor(factor))
+
+    def clamp(self, tensors: list[ManagedTensor], most: float) -> None:
+        """Bring all numbers of their gradients between ``-most`` and ``most``, likewise."""
+        with self._lock, plain():
+            self._change(tensors, Clamp(most))
+
+    def _change(self, tensors: list[ManagedTensor], wish: Wish) -> None:
+        for tensor in tensors:
+            # What is being tried stays right if it turns out to change nothing.
+            tried = tensor.is_tried and gradient_has_one_name(tensor.parameter)
+            if not tried:
+                self._residency.finish_update(tensor)
+            self._gradients.norms.forget(tensor.index)
+            self._gradients.changes.ask(tensor.index, wish)
+            if not tried and not gradient_is_private(tensor.parameter):
+                self._gradients.wait(tensor)
 
     def drop(self, tensor: ManagedTensor) -> None:
         """``p.grad = None``: the queue keeps what it needs of it."""

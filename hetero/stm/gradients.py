@@ -2,7 +2,8 @@
 
 Owns what happens between the moment autograd has a parameter's gradient on the device and the moment somebody
 looks at ``p.grad`` on the host. Invariant: whoever reads a gradient on the host has waited for its copy, and
-device memory of a gradient is reused only after its copy. Those that stay are `hetero.stm.kept`'s.
+device memory of a gradient is reused only after its copy. Those that stay are `hetero.stm.kept`'s, what is added to
+those that are there `hetero.stm.additions`'.
 
 [Note: unread gradients]
 The fetch node hands autograd a host tensor whose content is still being copied. ``AccumulateGrad`` takes such
@@ -19,7 +20,9 @@ from dataclasses import dataclass
 import torch
 
 from hetero.devices import CopyEngine, HostArena
-from hetero.stm.factors import Factor, Factors
+from hetero.stm.additions import Additions, can_be_added
+from hetero.stm.changes import Change, Changes
+from hetero.stm.exposure import gradient_is_plain, gradient_is_private
 from hetero.stm.gradmemory import GradientMemory, as_home
 from hetero.stm.kept import KeptGradients, has_gradient
 from hetero.stm.norms import GradientNorms
@@ -41,7 +44,14 @@ class _Download:
 class Gradients:
     """The gradients of one manager's parameters."""
 
-    def __init__(self, engine: CopyEngine, arena: HostArena, ledger: Ledger, meter: TransferMeter) -> None:
+    def __init__(
+        self,
+        engine: CopyEngine,
+        arena: HostArena,
+        ledger: Ledger,
+        meter: TransferMeter,
+        additions: Additions,
+    ) -> None:
         self._engine = engine
         self._meter = meter
         self._memory = GradientMemory(arena, ledger)
@@ -49,9 +59,10 @@ class Gradients:
         self._in_flight_bytes = 0
         self._ready: dict[int, torch.Event] = {}
         self._upcasts: dict[int, Upcast] = {}  # of gradients that come down in low precision
-        self.factors = Factors(engine, arena)
+        self.additions = additions
+        self.changes = Changes(engine, arena)
         self.norms = GradientNorms(engine.accelerator.device)
-        self.kept = KeptGradients(engine, self._memory, self.factors, self.norms, meter)
+        self.kept = KeptGradients(engine, self._memory, self.changes, self.norms, meter)
         # Gradients with a graph have come home: a backward may go through them.
         self.have_graphs = False
         # How many bytes may be on their way at once; 0 hands each gradient over before the next operator runs.
@@ -88,17 +99,15 @@ class Gradients:
         gradient = own
         if self.kept.takes(tensor) and not self._is_seen(tensor):
             return self.kept.keep(tensor, gradient, is_shared=is_shared)
+        if self._adds_later(tensor, gradient) and self._add_later(tensor, gradient, is_shared=is_shared):
+            return None
         if gradient.dtype is not home.dtype and not expands(gradient, home.dtype):
             self.wait(tensor)
             return gradient.to(home.device).to(home.dtype)
         host = self._memory.host_tensor(tensor, gradient)
         place = host if gradient.dtype is home.dtype else landing_place(host, gradient.dtype)
         event = self._engine.download(gradient, place)
-        if is_shared:  # they write on the compute stream
-            self._engine.free_after_download(event)
-        self._meter.count_eviction(0, gradient.nbytes)
-        self._downloads.append(_Download(gradient, event, self._memory.on_its_way(tensor)))
-        self._in_flight_bytes += tensor.device_nbytes
+        self._note_download(tensor, gradient, event, is_shared=is_shared)
         if place is not host:
             self._upcast_later(tensor, gradient, host, event)
         elif self._is_read_at_once(tensor):
@@ -120,29 +129,35 @@ class Gradients:
             self._engine.host_after_download(event, tensor.parameter.grad)
         if self._upcasts and (upcast := self._upcasts.pop(tensor.index, None)) is not None:
             upcast.apply(self._engine)
-        for factor in self.factors.take(tensor.index):
+        for change in self.changes.take(tensor.index):
             assert tensor.parameter.grad is not None
-            factor.apply(self._engine, tensor.parameter.grad)
+            change.apply(self._engine, tensor.parameter.grad)
 
     def unread_arrival(self, tensor: ManagedTensor) -> torch.Event | None:
-        """When the gradient handed over last arrives, if nobody has read it and nothing but a factor may be left to be
-        done to it."""
-        return None if tensor.index in self._upcasts else self._ready.get(tensor.index)
+        """When the gradient handed over last arrives, if nobody has read it and nothing is left to be done to it."""
+        if tensor.index in self._upcasts or self.changes.has_any(tensor.index):
+            return None
+        return self._ready.get(tensor.index)
 
-    def take_arrival(self, tensor: ManagedTensor) -> tuple[torch.Event | None, tuple[Factor | Upcast, ...]]:
-        """What `wait` would wait for, cast and multiply by. The caller does, before the gradient is read."""
-        factors = self.factors.take(tensor.index)
+    def take_arrival(self, tensor: ManagedTensor) -> tuple[torch.Event | None, tuple[Change, ...]]:
+        """What `wait` would wait for, and what it would do. The caller does, before the gradient is read."""
+        changes = self.changes.take(tensor.index)
         upcast = self._upcasts.pop(tensor.index, None)
-        return self._ready.pop(tensor.index, None), factors if upcast is None else (upcast, *factors)
+        return self._ready.pop(tensor.index, None), changes if upcast is None else (upcast, *changes)
+
+    def is_kept(self, tensor: ManagedTensor) -> bool:
+        """It is on the device (`hetero.stm.kept`)."""
+        return tensor in self.kept and has_gradient(tensor)
 
     def on_device(self, tensor: ManagedTensor) -> torch.Tensor:
-        """Its gradient on the device, scaled: the kept one, or a copy. The caller does not write to it."""
+        """Its gradient on the device, complete: the kept one, or a copy. The caller does not write to it."""
         kept = self.kept.look(tensor)
         if kept is not None:
             return kept
         self.wait(tensor)
         gradient = tensor.parameter.grad
         assert gradient is not None
+        self._meter.count_fetch(gradient.nbytes)
         return gradient.to(self._engine.accelerator.device)
 
     def on_device_nbytes(self, tensor: ManagedTensor) -> int:
@@ -160,7 +175,7 @@ class Gradients:
 
     def wait_all(self, tensors: Sequence[ManagedTensor]) -> None:
         """As `wait`, for every gradient that is on its way."""
-        for index in {*self._ready, *self._upcasts} | self.factors.indices() | self.kept.indices():
+        for index in {*self._ready, *self._upcasts} | self.changes.indices() | self.kept.indices():
             self.wait(tensors[index])
 
     def reclaim(self, nbytes: int) -> None:
@@ -168,7 +183,7 @@ class Gradients:
 
         Copies that have finished are given back in any case.
         """
-        self.factors.reclaim(waits=nbytes > 0)
+        self.changes.reclaim(waits=nbytes > 0)
         while self._downloads and (nbytes > 0 or self._downloads[0].event.query()):
             download = self._downloads.popleft()
             self._engine.free_after_download(download.event)
@@ -180,7 +195,7 @@ class Gradients:
     def forget(self, tensor: ManagedTensor) -> None:
         """``p.grad`` was set: what the ledger counted for the old gradient is void."""
         self.norms.forget(tensor.index)
-        self.factors.take(tensor.index)
+        self.changes.drop(tensor.index)
         self.kept.forget(tensor)
         self._memory.forget(tensor)
 
@@ -195,6 +210,43 @@ class Gradients:
         else:
             self.norms.take(tensor.index, gradient, host.dtype)
             self._upcasts[tensor.index] = upcast
+
+    def _note_download(
+        self, tensor: ManagedTensor, gradient: torch.Tensor, event: torch.Event, *, is_shared: bool
+    ) -> None:
+        """``gradient`` is on its way down, until ``event``."""
+        if is_shared:  # they write on the compute stream
+            self._engine.free_after_download(event)
+        self._meter.count_eviction(0, gradient.nbytes)
+        self._downloads.append(_Download(gradient, event, self._memory.on_its_way(tensor)))
+        self._in_flight_bytes += tensor.device_nbytes
+
+    def _adds_later(self, tensor: ManagedTensor, gradient: torch.Tensor) -> bool:
+        """``gradient`` can be added to ``p.grad`` at home once it has come down ([Note: not by autograd])."""
+        parameter = tensor.parameter
+        target = parameter.grad
+        if target is None or not self.kept.keeps or parameter._post_accumulate_grad_hooks:
+            return False
+        fits = (
+            gradient_is_plain(target)
+            and can_be_added(gradient, target)
+            and not self.changes.has_wishes(tensor.index)
+        )
+        del target  # or it would be counted
+        return fits and gradient_is_private(parameter) and not self._is_seen(tensor)
+
+    def _add_later(self, tensor: ManagedTensor, gradient: torch.Tensor, *, is_shared: bool) -> bool:
+        target = tensor.parameter.grad
+        assert target is not None
+        begun = self.additions.begin(target, gradient, self._upcasts.get(tensor.index))
+        if begun is None:
+            return False
+        addition, event = begun
+        self._upcasts.pop(tensor.index, None)
+        self.changes.ask(tensor.index, addition)
+        self._note_download(tensor, gradient, event, is_shared=is_shared)
+        self.reclaim(self._in_flight_bytes - self.in_flight_limit)
+        return True
 
     def _is_read_at_once(self, tensor: ManagedTensor) -> bool:
         return tensor.parameter.grad is not None or self._is_seen(tensor)

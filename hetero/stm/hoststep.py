@@ -30,7 +30,7 @@ from hetero.stm.capture import Capture
 from hetero.stm.devicehomes import DeviceHomes
 from hetero.stm.fetch import plain
 from hetero.stm.intercept import in_scope, managed_of
-from hetero.stm.jobs import Surroundings, scale, wait
+from hetero.stm.jobs import Surroundings, change, wait
 from hetero.stm.kernels import GroupKernels, count_kernels, is_open
 from hetero.stm.manager import StatefulTensorMgr
 from hetero.stm.optimizers import calls_closure_first, steps_alone
@@ -312,7 +312,7 @@ class HostStep:
         self._stm.roll_back()
         for item in captured:
             wait(self._stm.engine, item)
-            scale(self._stm.engine, item)
+            change(self._stm.engine, item)
 
     # -- what is queued -------------------------------------------------------------------------------
 

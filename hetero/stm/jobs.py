@@ -1,6 +1,6 @@
 """What the queue's thread does for one parameter, and for several small ones together.
 
-Owns the order: gradient down, factors, copies of home up, then the update. Invariant: kernels run as they would
+Owns the order: gradient down, changes, copies of home up, then the update. Invariant: kernels run as they would
 have on the thread that called ``optimizer.step()``.
 
 [Note: threads]
@@ -20,7 +20,7 @@ from hetero.stm.manager import Arrivals
 from hetero.stm.tensors import ManagedTensor
 from hetero.stm.updates import ParameterUpdate, run_together
 
-__all__ = ["Captured", "Surroundings", "make_job", "make_update", "scale", "wait"]
+__all__ = ["Captured", "Surroundings", "change", "make_job", "make_update", "wait"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +41,10 @@ def wait(engine: CopyEngine, item: Captured) -> None:
         engine.host_after_upload(event, item.tensor.home)
 
 
-def scale(engine: CopyEngine, item: Captured) -> None:
-    """Multiply the gradient, which is down, by what it was clipped with."""
-    for factor in item.arrivals.factors:
-        factor.apply(engine, item.gradient)
+def change(engine: CopyEngine, item: Captured) -> None:
+    """Make of the gradient, which is down, what was asked for."""
+    for asked in item.arrivals.changes:
+        asked.apply(engine, item.gradient)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ def _run_jobs(jobs: Sequence["_Job"]) -> None:
         wait(job.engine, job.item)
     begin = time.perf_counter()
     for job in jobs:
-        scale(job.engine, job.item)
+        change(job.engine, job.item)
         job.engine.before_host_write(job.item.tensor.home)
     run_together([job.item.update for job in jobs])
     for job in jobs:

@@ -2,8 +2,8 @@
 
 Owns them until the step has taken them, or somebody looks at ``p.grad``. Autograd, which insists on a gradient at home,
 is given memory of which nothing is written until then; what later micro-batches contribute is added on the device, and
-autograd is told that there is none. Invariant: a kept gradient is ``p.grad``, less the factors that are still to be
-applied, and what is at home is not.
+autograd is told that there is none. Invariant: a kept gradient is ``p.grad``, less the changes that are still to be
+made, and what is at home is not.
 """
 
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from hetero.devices import CopyEngine
+from hetero.stm.changes import Changes
 from hetero.stm.exposure import gradient_is_private, holds_alone
-from hetero.stm.factors import Factors
 from hetero.stm.fetch import plain
 from hetero.stm.gradmemory import GradientMemory, as_home, owns_memory
 from hetero.stm.norms import GradientNorms
@@ -44,13 +44,13 @@ class KeptGradients:
         self,
         engine: CopyEngine,
         memory: GradientMemory,
-        factors: Factors,
+        changes: Changes,
         norms: GradientNorms,
         meter: TransferMeter,
     ) -> None:
         self._engine = engine
         self._memory = memory
-        self._factors = factors
+        self._changes = changes
         self._norms = norms
         self._meter = meter
         self._kept: dict[int, _Kept] = {}
@@ -80,7 +80,7 @@ class KeptGradients:
         """``gradient`` stays; what autograd is given for it, None if it has been added to the one that was kept."""
         kept = self._kept.get(tensor.index)
         if kept is not None:
-            self._scale(tensor, kept)
+            self._change(tensor, kept)
             with torch.no_grad():
                 if kept.owns():
                     kept.gradient.add_(gradient)
@@ -98,17 +98,17 @@ class KeptGradients:
         return self._memory.host_tensor(tensor, gradient)
 
     def look(self, tensor: ManagedTensor) -> torch.Tensor | None:
-        """Its gradient on the device, scaled, if it is kept. The caller does not write to it."""
+        """Its gradient on the device, complete, if it is kept. The caller does not write to it."""
         kept = self._kept.get(tensor.index)
         if kept is None:
             return None
-        self._scale(tensor, kept)
+        self._change(tensor, kept)
         return kept.gradient
 
     def look_nbytes(self, tensor: ManagedTensor) -> int:
         """What `look` allocates."""
         kept = self._kept[tensor.index]
-        copies = self._factors.first(tensor.index) is not None and not kept.owns()
+        copies = self._changes.has_any(tensor.index) and not kept.owns()
         return tensor.device_nbytes if copies else 0
 
     def is_shared(self, tensor: ManagedTensor) -> bool:
@@ -116,10 +116,10 @@ class KeptGradients:
         return tensor in self and not self._kept[tensor.index].owns()
 
     def bring_home(self, tensor: ManagedTensor) -> None:
-        """Somebody looks at ``p.grad``: it is kept no longer. The caller applies the factors that are left."""
+        """Somebody looks at ``p.grad``: it is kept no longer. The caller makes the changes that are left."""
         kept = self._kept[tensor.index]
-        if kept.owns():  # else scaling it takes memory, and there may be none
-            self._scale(tensor, kept)
+        if kept.owns():  # else changing it takes memory, and there may be none
+            self._change(tensor, kept)
         host = tensor.parameter.grad
         assert host is not None
         event = self._engine.download(kept.gradient, host)
@@ -142,7 +142,7 @@ class KeptGradients:
     def forget(self, tensor: ManagedTensor) -> None:
         """Nobody will look at it."""
         if self._kept.pop(tensor.index, None) is not None:
-            self._factors.take(tensor.index)
+            self._changes.drop(tensor.index)
             self._memory.entry(tensor).place(Tier.DEVICE, 0)
 
     def forget_lost(self, tensors: Sequence[ManagedTensor]) -> None:
@@ -155,15 +155,11 @@ class KeptGradients:
         self._kept[tensor.index] = kept
         self._memory.entry(tensor).place(Tier.DEVICE, tensor.device_nbytes)
 
-    def _scale(self, tensor: ManagedTensor, kept: _Kept) -> None:
-        with torch.no_grad():
-            while (factor := self._factors.first(tensor.index)) is not None:
-                if kept.owns():
-                    kept.gradient.mul_(factor.source)
-                else:
-                    kept.gradient = kept.gradient * factor.source
-                    kept.is_ours = True
-                self._factors.drop_first(tensor.index)
+    def _change(self, tensor: ManagedTensor, kept: _Kept) -> None:
+        while (wish := self._changes.first_wish(tensor.index)) is not None:
+            kept.gradient = wish.applied(kept.gradient, in_place=kept.owns())
+            kept.is_ours = True
+            self._changes.drop_first(tensor.index)
 
 
 def has_gradient(tensor: ManagedTensor) -> bool:

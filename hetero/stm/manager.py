@@ -18,11 +18,12 @@ from hetero.errors import BudgetError
 from hetero.eviction import Links, Policy
 from hetero.msc import MemStatsCollector, Phase
 from hetero.stm.activations import Activations
+from hetero.stm.additions import Additions
+from hetero.stm.changes import Change
 from hetero.stm.cycles import Cycles
 from hetero.stm.deferred import Update, UpdateQueue
 from hetero.stm.executor import Executor
 from hetero.stm.exposure import measure_incoming
-from hetero.stm.factors import Factor
 from hetero.stm.fetch import make_identity, plain
 from hetero.stm.forecast import TrialCounts
 from hetero.stm.forks import in_child, watch
@@ -30,11 +31,11 @@ from hetero.stm.gradaccess import GradientAccess
 from hetero.stm.gradients import Gradients
 from hetero.stm.gradmemory import owns_memory
 from hetero.stm.owner import SettledState
-from hetero.stm.precision import Upcast
 from hetero.stm.registry import Registry
 from hetero.stm.residency import Residency
 from hetero.stm.saved import modified_in_place
 from hetero.stm.segments import Segments
+from hetero.stm.slots import HostSlots
 from hetero.stm.state import Ledger, begin_compute, end_compute
 from hetero.stm.tensors import ManagedTensor
 from hetero.units import format_bytes
@@ -50,7 +51,7 @@ class Arrivals:
     """What has to happen before a parameter's update may run: its gradient down and scaled, copies of its home up."""
 
     gradient: torch.Event | None
-    factors: tuple[Factor | Upcast, ...]
+    changes: tuple[Change, ...]
     uploads: tuple[torch.Event, ...]
 
 
@@ -93,7 +94,15 @@ class StatefulTensorMgr:
         self.residency = Residency(
             accelerator, engine, self.ledger, self.collector, policy, config.device_budget, self.updates
         )
-        self.gradients = Gradients(engine, arena, self.ledger, self.collector)
+        slots = HostSlots(arena, self.ledger, config.host_budget, home_bytes)
+        additions = Additions(
+            engine,
+            self.ledger,
+            reserve=slots.reserve,
+            sizes=lambda: [t.home.nbytes for t in self.tensors if t.parameter.requires_grad],
+            run_later=lambda run: self.updates.submit([Update(run)]),
+        )
+        self.gradients = Gradients(engine, arena, self.ledger, self.collector, additions)
         self.grads = GradientAccess(
             self.gradients,
             self.residency,
@@ -104,13 +113,11 @@ class StatefulTensorMgr:
         self.activations = Activations(
             accelerator,
             engine,
-            arena,
+            slots,
             self.ledger,
             self.collector,
             lock=self._lock,
             device_budget=config.device_budget,
-            host_budget=config.host_budget,
-            home_bytes=home_bytes,
         )
         self.residency.room.reclaim = self._reclaim
         self.residency.room.shed = self.activations.shed
@@ -171,9 +178,9 @@ class StatefulTensorMgr:
             uploads = self.residency.uploads.take(tensors)
             arrivals = {}
             for tensor in tensors:
-                gradient, factors = self.gradients.take_arrival(tensor)
+                gradient, changes = self.gradients.take_arrival(tensor)
                 arrivals[tensor.index] = Arrivals(
-                    gradient=gradient, factors=factors, uploads=tuple(uploads.get(tensor.index, ()))
+                    gradient=gradient, changes=changes, uploads=tuple(uploads.get(tensor.index, ()))
                 )
             return arrivals
 

@@ -1,11 +1,12 @@
 """Norms of gradients, taken on the device as they leave.
 
-Owns one number per parameter, and when it is true. Invariant: a norm that `get` returns is that of ``p.grad`` as it
-would be read now; whatever may change or replace the gradient forgets it first. Norms are taken from the
-first time on that somebody asked for them.
+Owns one number per parameter and order, and when it is true. Invariant: a norm that `get` returns is that of ``p.grad``
+as it would be read now; whatever may change or replace the gradient forgets it first. Norms are taken from the
+first time on that somebody asked for them: clipping, or `GradScaler`, which looks for what is not finite.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch.utils._foreach_utils import _has_foreach_support
@@ -13,53 +14,70 @@ from torch.utils._foreach_utils import _has_foreach_support
 __all__ = ["GradientNorms"]
 
 
+@dataclass(slots=True)
+class _Norms:
+    values: torch.Tensor
+    known: set[int] = field(default_factory=set)
+
+
 class GradientNorms:
-    """The norms of one manager's gradients, of the kind that was asked for last."""
+    """The norms of one manager's gradients, of the orders that were asked for."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._wanted: float | None = None
-        self._values: torch.Tensor | None = None
-        self._known: set[int] = set()
+        self._taken: dict[float, _Norms] = {}
 
     def want(self, norm_type: float, dtype: torch.dtype, count: int) -> None:
         """From now on take norms of this order, of gradients of this type, for up to ``count`` parameters."""
-        values = self._values
-        if self._wanted != norm_type or values is None or values.dtype != dtype:
-            self._known.clear()
-            self._wanted = norm_type
+        taken = self._taken.get(norm_type)
+        if taken is None or taken.values.dtype != dtype:
             with torch.inference_mode(False), torch.no_grad():
-                self._values = torch.empty(count, dtype=dtype, device=self._device)
+                values = torch.empty(count, dtype=dtype, device=self._device)
+            self._taken[norm_type] = _Norms(values)
 
     def take(self, index: int, gradient: torch.Tensor, cast: torch.dtype | None = None) -> None:
         """``gradient``, on the device, becomes ``p.grad``: as it is, or cast to another type."""
-        values, order = self._values, self._wanted
-        if values is None or order is None or (cast or gradient.dtype) != values.dtype:
-            return
-        with torch.no_grad():
-            # The kernel that torch would use for a list of such gradients.
-            if _has_foreach_support([gradient], gradient.device):
-                (norm,) = torch._foreach_norm([gradient], order, dtype=cast)
-            else:
-                norm = torch.linalg.vector_norm(gradient, order, dtype=cast)
-            values[index].copy_(norm)
-        self._known.add(index)
+        for order, taken in self._taken.items():
+            if (cast or gradient.dtype) == taken.values.dtype:
+                with torch.no_grad():
+                    (norm,) = _norms([gradient], order, cast)
+                    taken.values[index].copy_(norm)
+                taken.known.add(index)
 
-    def get(self, indices: Sequence[int], norm_type: float) -> torch.Tensor | None:
-        """Their norms on the device, in this order, in a vector; None if any is not known."""
-        if self._values is None or norm_type != self._wanted or not self._known.issuperset(indices):
-            return None
-        return torch.stack([self._values[index] for index in indices])
+    def knows(self, index: int, norm_type: float) -> bool:
+        """That of this gradient has been taken."""
+        taken = self._taken.get(norm_type)
+        return taken is not None and index in taken.known
+
+    def get(
+        self, indices: Sequence[int], norm_type: float, at_home: Mapping[int, torch.Tensor]
+    ) -> torch.Tensor:
+        """On the device, in this order, in a vector. Those of ``at_home``, gradients by index, are taken there; all
+        others must be known."""
+        taken = self._taken[norm_type]
+        if at_home:
+            with torch.no_grad():
+                norms = torch.stack(_norms(list(at_home.values()), norm_type, None)).to(self._device)
+                taken.values[torch.tensor(list(at_home), device=self._device)] = norms
+        return torch.stack([taken.values[index] for index in indices])
 
     def forget(self, index: int) -> None:
         """``p.grad`` may not be any more what left the device."""
-        self._known.discard(index)
+        for taken in self._taken.values():
+            taken.known.discard(index)
 
     def forget_all(self) -> None:
         """As `forget`, for every parameter."""
-        self._known.clear()
+        for taken in self._taken.values():
+            taken.known.clear()
 
     def stop(self) -> None:
         """Take none until somebody wants them again; nothing is left on the device."""
-        self._known.clear()
-        self._wanted = self._values = None
+        self._taken.clear()
+
+
+def _norms(gradients: list[torch.Tensor], order: float, cast: torch.dtype | None) -> list[torch.Tensor]:
+    """By the kernel that torch would use for a list of such gradients."""
+    if _has_foreach_support(gradients, gradients[0].device):
+        return list(torch._foreach_norm(gradients, order, dtype=cast))
+    return [torch.linalg.vector_norm(gradient, order, dtype=cast) for gradient in gradients]

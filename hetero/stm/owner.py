@@ -48,11 +48,14 @@ class GradientOwner(Protocol):
     def drop(self, tensor: "ManagedTensor") -> None:
         """``p.grad = None``, without waiting for who still needs it."""
 
-    def take_norms(self, tensors: "list[ManagedTensor]", norm_type: float) -> torch.Tensor | None:
-        """Norms of their gradients, on the device, in a vector; None if they have to be read."""
+    def norms(self, tensors: "list[ManagedTensor]", norm_type: float) -> torch.Tensor:
+        """Norms of their gradients, on the device, in a vector."""
 
     def scale(self, tensors: "list[ManagedTensor]", factor: torch.Tensor) -> None:
         """Multiply their gradients, now or before anybody sees them."""
+
+    def clamp(self, tensors: "list[ManagedTensor]", most: float) -> None:
+        """Bring all numbers of their gradients between ``-most`` and ``most``, likewise."""
 
 
 class Owner(Protocol):

@@ -12,7 +12,7 @@ as all managers rest (`hetero.stm.settled`).
   begins, ends, or fails.
 * ``torch.clear_autocast_cache``, which ``torch.autocast`` calls where its outermost region ends.
 * ``zero_grad`` of optimizers and modules looks whether there is a gradient, which would wait for it.
-* Clipping by the global norm (`hetero.stm.clipping`).
+* Clipping (`hetero.stm.clipping`).
 * ``Tensor.cpu`` and ``Tensor.to``, which copy what is on a device (`hetero.stm.hostcopies`).
 * ``torch.compiler``'s session: while one thread compiles, ``torch.compiler.is_compiling()`` answers True to all, and
   optimizers compute otherwise then. What is queued is done before.

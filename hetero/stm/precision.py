@@ -33,7 +33,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from hetero.devices import CopyEngine
 
-__all__ = ["LowTwin", "Upcast", "cast_inputs", "computes_in", "expands", "landing_place"]
+__all__ = ["LowTwin", "Upcast", "cast_inputs", "computes_in", "expands", "has_no_gaps", "landing_place"]
 
 
 def computes_in(dtype: torch.dtype, precision: torch.dtype | None) -> torch.dtype:
@@ -92,10 +92,11 @@ class Upcast:
 
 def expands(gradient: torch.Tensor, home: torch.dtype) -> bool:
     """`landing_place` has one for ``gradient``: memory without gaps, which ``home`` does not make smaller."""
-    return gradient.element_size() <= home.itemsize and _has_no_gaps(gradient)
+    return gradient.element_size() <= home.itemsize and has_no_gaps(gradient)
 
 
-def _has_no_gaps(tensor: torch.Tensor) -> bool:
+def has_no_gaps(tensor: torch.Tensor) -> bool:
+    """Its numbers lie one beside the other in memory, in whatever order of dimensions."""
     if tensor.is_contiguous():
         return True
     extent = 1 + sum((n - 1) * step for n, step in zip(tensor.size(), tensor.stride(), strict=True))

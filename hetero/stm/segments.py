@@ -145,6 +145,7 @@ class Segments:
             with self._lock:
                 self._backwards.remove(captures)
                 self._gradients.kept.keeps = bool(self._backwards) and not any(self._backwards)
+                self._gradients.additions.flush()
                 segment = self._executor.segment
                 in_backward = segment is not None and segment.key.phase is Phase.BACKWARD
                 if segment is not None and in_backward:

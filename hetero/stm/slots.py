@@ -44,6 +44,14 @@ class HostSlots:
         self.nbytes += size
         return _narrowed(self._arena.empty_strided((size,), (1,), torch.uint8), nbytes)
 
+    def reserve(self, nbytes: int) -> torch.Tensor | None:
+        """A block for model data beyond those that were promised, for good; None likewise."""
+        size = self._arena.slab_bytes(nbytes)
+        if self.nbytes + size + self._arena.lost_bytes(size) > self.most_bytes:
+            return None
+        self._home_bytes += size
+        return self._arena.empty_strided((size,), (1,), torch.uint8)
+
     def give_back(self, block: torch.Tensor) -> None:
         """Nobody uses ``block`` any more: every copy from or to it has been waited for by compute."""
         self._free[self._arena.slab_bytes(block.numel())].append(block)

@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 
+from hetero.stm.changes import Wish
 from hetero.stm.deferred import Attempt, Update
 from hetero.stm.devicehomes import DeviceHomes
 from hetero.stm.exposure import gradient_has_one_name, state_is_private
-from hetero.stm.factors import Factor
 from hetero.stm.fetch import plain
 from hetero.stm.forecast import Forecast
 from hetero.stm.intercept import is_managed, managed_of
@@ -75,7 +75,7 @@ class Speculation:
         self._setting: _Setting | None = None
         self._task = -1
         self._surroundings: Surroundings | None = None
-        self._factors: list[Factor] = []
+        self._wishes: list[Wish] = []  # what the last step was clipped with
         self.forecast = Forecast()
         self.snapshots = Snapshots(stm.ledger, stm.host_budget)
         self._allowed = allowed
@@ -206,11 +206,9 @@ class Speculation:
         """What the last step left to be done is done. All gradients are there. ``defers``: this one may be done later,
         and trials stand that do what it would do."""
         self.snapshots.note_gradients()
-        factors, self._factors = self._factors, []
-        for factor in factors:
-            if factor.arrival is not None:
-                self._stm.engine.host_after_download(factor.arrival, factor.value)
-        self.forecast.note_clipping(changes=any(factor.value.item() != 1.0 for factor in factors))
+        wishes, self._wishes = self._wishes, []
+        changes = any([not wish.changes_nothing(self._stm.engine) for wish in wishes])
+        self.forecast.note_clipping(changes=changes)
         if not self.forecast.is_open and all(tensor.pending is None for tensor in self._stm.tensors):
             self.snapshots.release()
             self._stm.trials.snapshot_bytes = 0
@@ -252,7 +250,7 @@ class Speculation:
         if not isinstance(attempt, Attempt) or not attempt.tentative:
             return make_update(self._stm.engine, item, surroundings, self._device_homes.note_seconds)
         trial: Any = attempt.trial
-        trial.factors = item.arrivals.factors
+        trial.changes = item.arrivals.changes
         attempt.confirm(
             complete(
                 attempt,
@@ -273,14 +271,14 @@ class Speculation:
         self._stm.roll_back()  # what the step did not know
         self._surroundings = surroundings
         self._setting, self._task = None, -1
-        factors = {id(f): f for item in captured for f in item.arrivals.factors if isinstance(f, Factor)}
-        self._factors = list(factors.values())
+        wishes = {id(w): w for item in captured for w in item.arrivals.changes if isinstance(w, Wish)}
+        self._wishes = list(wishes.values())
         host = sum(item.tensor.home.nbytes for item in captured)
         self.forecast.note_step(deferred=bool(captured), pays=self._pays(host))
 
     def close(self) -> None:
         """No step follows: hold nothing of the last one's, which lies on the device."""
-        self._factors = []
+        self._wishes = []
         self._setting = None
 
     def _tell(self, right: bool) -> None:

@@ -12,13 +12,12 @@ multiplying by 1 changes none; settings, states and threads are compared as well
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from hetero.devices import CopyEngine
+from hetero.stm.changes import Change, Wish
 from hetero.stm.deferred import Attempt, UpdateQueue
-from hetero.stm.factors import Factor
 from hetero.stm.jobs import Captured, Surroundings, make_job, wait
 from hetero.stm.optimizers import is_known
 from hetero.stm.slices import Entry, Group
@@ -88,7 +87,7 @@ class Trial:
     snapshot: Snapshot
     surroundings: Surroundings
     note: Callable[[int, float], None]
-    factors: Sequence[Any] = ()
+    changes: Sequence[Change] = ()
     has_written: bool = False
     has_failed: bool = False
     _gradient_before: torch.Tensor | None = None
@@ -98,12 +97,8 @@ class Trial:
         return self.arrival.query()
 
     def can_end(self) -> bool:
-        """The factors have arrived that the step has captured."""
-        return all(
-            factor.arrival is None or factor.arrival.query()
-            for factor in self.factors
-            if isinstance(factor, Factor)
-        )
+        """It is known what the changes come to that the step has captured."""
+        return all(change.is_known() for change in self.changes if isinstance(change, Wish))
 
     def perform(self) -> None:
         """Keep what is there, then update. Raises nothing: the update is tried again when it is wanted."""
@@ -135,17 +130,12 @@ class Trial:
             self.gradient.copy_(self._gradient_before)
 
     def was_right(self) -> bool:
-        """Written, and by nothing but 1 is the gradient to be multiplied. Waits for the factors."""
+        """Written, and nothing changes the gradient. Waits until that is known."""
         if not self.has_written or self.has_failed:
             return False
-        for factor in self.factors:
-            if not isinstance(factor, Factor):
-                return False
-            if factor.arrival is not None:
-                self.engine.host_after_download(factor.arrival, factor.value)
-            if factor.value.item() != 1.0:
-                return False
-        return True
+        return all(
+            isinstance(change, Wish) and change.changes_nothing(self.engine) for change in self.changes
+        )
 
 
 def complete(

@@ -56,7 +56,18 @@ def two_steps(model, optimizer, target):
 
 
 ACTIONS = (
-    *("micro-batch", "micro-batch", "step", "step", "clip", "zero", "zero in place", "read", "read gradient"),
+    *(
+        "micro-batch",
+        "micro-batch",
+        "step",
+        "step",
+        "clip",
+        "clip value",
+        "zero",
+        "zero in place",
+        "read",
+        "read gradient",
+    ),
     *(
         "write",
         "write data",
@@ -101,6 +112,9 @@ def mixed_loop(actions):
                     optimizer.step()
                 elif action == "clip":
                     seen.append(torch.nn.utils.clip_grad_norm_(parameters, 1e-2))
+                elif action == "clip value":
+                    if any(p.grad is not None for p in parameters):  # torch's raises for none
+                        torch.nn.utils.clip_grad_value_(parameters, 1e-3)
                 elif action == "zero":
                     optimizer.zero_grad()
                 elif action == "zero in place":

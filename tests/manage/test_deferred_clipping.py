@@ -7,7 +7,7 @@ from loops import backward, batch, mlp
 from twins import assert_same, assert_twins, at_home, device, plain
 
 import hetero
-from hetero.stm.gradaccess import GradientAccess
+from hetero.stm.norms import GradientNorms
 
 pytestmark = pytest.mark.usefixtures("late_queue")
 
@@ -31,15 +31,14 @@ def test_clipping_accumulation_and_a_scheduler():
 @pytest.fixture
 def norms_taken(monkeypatch):
     """For each clipping, whether it got by without reading gradients."""
-    original = GradientAccess.take_norms
+    original = GradientNorms.get
     answers = []
 
-    def take_norms(self, tensors, norm_type):
-        norms = original(self, tensors, norm_type)
-        answers.append(norms is not None)
-        return norms
+    def get(self, indices, norm_type, at_home):
+        answers.append(not at_home)
+        return original(self, indices, norm_type, at_home)
 
-    monkeypatch.setattr(GradientAccess, "take_norms", take_norms)
+    monkeypatch.setattr(GradientNorms, "get", get)
     return answers
 
 
@@ -159,6 +158,88 @@ def test_clipping_is_torchs_own_again_after_close():
     assert torch.nn.utils.clip_grad_norm_.__closure__[0].cell_contents is not before
     manager.close()
     assert torch.nn.utils.clip_grad_norm_.__closure__[0].cell_contents is before
+
+
+def test_a_scaler_and_clipping_by_value_wait_for_nothing_on_the_host(norms_taken):
+    model, optimizer, manager, target = managed_mlp()
+    scaler = torch.amp.GradScaler(target.type, init_scale=2.0**10)
+
+    def scaled_step():
+        scaler.scale(model(batch(target)).square().mean()).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+        scaler.step(optimizer)
+        scaler.update()
+
+    with manager:
+        for _ in range(2):
+            scaled_step()
+            optimizer.zero_grad()
+        with stopped(manager), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                manager._stm.gradients, "wait", lambda tensor: pytest.fail("a gradient was waited for")
+            )
+            scaled_step()
+            assert pending(manager)
+    assert norms_taken == [False, True, True]
+
+
+@pytest.mark.parametrize("odd", [float("inf"), -float("inf"), float("nan")])
+@pytest.mark.parametrize("seen_by", ["the device", "the host", "both"])
+def test_one_number_that_is_not_finite_skips_the_step(odd, seen_by):
+    class Spoils(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, spoils):
+            ctx.spoils = spoils
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            gradient = gradient.clone()
+            if ctx.spoils:
+                gradient[0, 0] = odd
+            return gradient, None
+
+    def loop(model, optimizer, target):
+        scaler = torch.amp.GradScaler(target.type, init_scale=2.0**10, growth_interval=2)
+        seen = []
+        for step in range(6):
+            for micro in range(1 if seen_by == "the device" else 2):
+                spoils = step == 3 and micro == 0
+                scaler.scale(Spoils.apply(model(batch(target)), spoils).square().mean()).backward()
+            if seen_by == "both" and step == 4:
+                model[0].weight.grad[1, 1] = odd
+            scaler.unscale_(optimizer)
+            seen.append([p.grad.clone() for p in model.parameters()] if step == 5 else [])
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            seen.append(scaler.get_scale())
+        return seen
+
+    assert_twins(mlp, loop)
+
+
+@pytest.mark.parametrize("homes", [False, True])
+def test_clipping_by_value_has_the_same_bits(homes):
+    def loop(model, optimizer, target):
+        seen = []
+        for step in range(10):
+            backward(model, target)
+            if step % 3 == 1:
+                seen.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-2))
+            torch.nn.utils.clip_grad_value_(model.parameters(), 1e-4)
+            if step % 3 == 2:
+                seen.append(torch.nn.utils.clip_grad_norm_(list(model.parameters())[:3], 1e-3))
+            if step % 4 == 3:
+                seen.append([p.grad.clone() for p in model.parameters()])
+            torch.nn.utils.clip_grad_value_(model[0].weight, 1e-5)
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    assert_twins(mlp, loop, device_homes=homes)
 
 
 @pytest.mark.parametrize("clipped", ["every step", "every other step"])

@@ -16,6 +16,7 @@ from hetero.eviction import Links
 from hetero.msc import Period, PeriodTimes, Phase, Segment, SegmentKey
 from hetero.msc.periods import HandedOver
 from hetero.stm import Kind, Tier
+from hetero.stm.intercept import is_managed, managed_of
 from hetero.stm.rows import home_gradients, on_their_way, sends_to_come
 
 pytestmark = pytest.mark.usefixtures("homes_on_device")
@@ -68,6 +69,51 @@ def test_wherever_the_loop_drops_gradients_the_budget_holds(loop, share):
     assert_same(got, seen, "observed")
     assert_same(got_state, state, "state")
     assert manager._stm.cycles.device_homes
+
+
+def scaled(scaler, model, optimizer):
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+
+
+LOOKS = {
+    "the scaler": lambda scaler, model, optimizer: None,
+    "unscaled and clipped": scaled,
+    "clipped by value": lambda s, model, o: torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3),
+    "clipped twice": lambda s, model, o: [
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type=order) for order in (2.0, 1.0)
+    ],
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_what_clips_and_scales_them_sends_none_home(look):
+    steps = []  # bytes of parameters at home, and bytes written so far
+
+    def loop(model, optimizer, target):
+        scaler = torch.amp.GradScaler(target.type, init_scale=256.0, growth_interval=4)
+        seen = []
+        for _ in range(2 * STEPS):
+            loss = model(batch(target)).square().mean()
+            scaler.scale(loss).backward()
+            LOOKS[look](scaler, model, optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            seen.append(loss.detach())
+            tensors = [managed_of(p) for p in model.parameters() if is_managed(p)]
+            if tensors:
+                at_home = sum(tensor.home.nbytes for tensor in tensors if not tensor.stays)
+                steps.append((at_home, tensors[0].owner.collector.total.written_bytes))
+        return seen
+
+    seen, state, peak = unmanaged(mlp, loop)
+    got, got_state, _ = managed(mlp, loop, int(0.65 * peak))
+    assert_same(got, seen, "observed")
+    assert_same(got_state, state, "state")
+    (before, written), (at_home, then) = steps[-2:]
+    assert 0 < before == at_home < sum(p.nbytes for p in mlp().parameters())
+    assert then - written == at_home
 
 
 def test_a_forward_leaves_their_room_to_copies():
