@@ -14,6 +14,7 @@ NAMES = (
     "activations",
     "activations_models",
     "prefetch",
+    "accumulation",
     "host_step",
     "host_bandwidth",
     "bytes",

@@ -37,6 +37,13 @@ def _prefetch_lines(record: Record) -> list[Line]:
     return [("training step", rest, ratios, f"none is below {row['ratio_least']:.2f}")]
 
 
+def _accumulation_lines(record: Record) -> list[Line]:
+    row = next(row for row in record["results"] if row["micro_batches"] == 4)
+    ratios = f"{row['ratios']['autograd']:.2f}, {row['ratios']['behind']:.2f}"
+    rest = " with four micro-batches, likewise: gradients added by autograd, by the queue's thread"
+    return [("training step", rest, ratios, "1")]
+
+
 def _host_step_lines(record: Record) -> list[Line]:
     rows = [row for row in record["results"] if row["share"] == 1.0]
     lines = []
@@ -94,6 +101,7 @@ HEADLINES: dict[str, Callable[[Record], list[Line]]] = {
     "overhead": _overhead_lines,
     "bytes": _bytes_lines,
     "prefetch": _prefetch_lines,
+    "accumulation": _accumulation_lines,
     "host_step": _host_step_lines,
     "host_bandwidth": _bandwidth_lines,
     "activations": _activations_lines,

@@ -294,9 +294,28 @@ def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def accumulation(record: Record) -> str:
+    return (
+        "## Step time with several micro-batches over max(compute, transfer)\n\nOn a virtual link on which transfers "
+        f"take as long as compute, {record['parameters']['share']:.0%} of the weights resident. What a micro-batch "
+        "adds to gradients at home, autograd adds in backward, or the queue's thread does.\n\n"
+        + markdown(
+            ("micro-batches", "autograd adds", "the queue's thread adds", "the same, with clipping"),
+            [
+                (
+                    str(row["micro_batches"]),
+                    *(f"{row['ratios'][way]:.3f}" for way in ("autograd", "behind", "clipped")),
+                )
+                for row in record["results"]
+            ],
+        )
+    )
+
+
 TABLES: dict[str, Callable[[Record], str]] = {
     "overhead": overhead,
     "prefetch": prefetch,
+    "accumulation": accumulation,
     "host_step": host_step,
     "host_bandwidth": host_bandwidth,
     "bytes": bytes_moved,

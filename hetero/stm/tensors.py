@@ -112,7 +112,7 @@ class ManagedTensor(StatefulTensor):
         self._source: torch.Tensor | None = None
         self._unseen_writes = 0
         self._loaded_version = 0
-        self._fetch_nodes: list[weakref.ref[object]] = []
+        self._fetch_nodes: list[weakref.ref[torch.autograd.graph.Node]] = []
         # Of ``data``, as it was last saved for backward: most are saved the same way in each iteration.
         self._view: tuple[torch.Tensor, Layout | None, torch.Tensor, int] | None = None
         self.data: torch.Tensor | None = None
@@ -336,7 +336,7 @@ class ManagedTensor(StatefulTensor):
 
     # -- fetch nodes ----------------------------------------------------------------------------------
 
-    def add_fetch_node(self, node: object) -> None:
+    def add_fetch_node(self, node: torch.autograd.graph.Node) -> None:
         """A graph now reaches the parameter through ``node``."""
         self._fetch_nodes = [ref for ref in self._fetch_nodes if ref() is not None]
         self._fetch_nodes.append(weakref.ref(node))
@@ -364,10 +364,12 @@ class ManagedTensor(StatefulTensor):
             self._home_graphs = []
 
     def has_single_path(self) -> bool:
-        """Autograd reaches the parameter through one fetch node only, so nothing is added to its gradient."""
+        """The backward that runs reaches the parameter through one fetch node only, so nothing is added to what that
+        hands over. Others that are alive belong to graphs that somebody keeps (a loss that is summed up)."""
         if self.used_at_home:
             return False
-        return sum(ref() is not None for ref in self._fetch_nodes) <= 1
+        alive = [node for ref in self._fetch_nodes if (node := ref()) is not None]
+        return len(alive) <= 1 or sum(map(torch._C._will_engine_execute_node, alive)) <= 1
 
 
 def refused_write(tensor: ManagedTensor) -> ManageError:

@@ -183,6 +183,35 @@ def test_what_is_dropped_is_not_added_to_what_takes_its_place():
     assert_twins(mlp, loop, device_homes=False, **SLOW)
 
 
+@pytest.mark.parametrize("homes", [False, True])
+def test_graphs_that_are_kept_and_used_again(homes):
+    def loop(model, optimizer, target):
+        seen, kept = [], []
+        for number in range(14):
+            loss = model(batch(target)).square().mean()
+            if number % 4 == 3:  # through this graph and an older one, in one backward
+                torch.autograd.backward([loss, kept[-1]], retain_graph=True)
+            else:
+                loss.backward(retain_graph=number % 4 == 2)
+            if number == 6:
+                loss.backward(retain_graph=True)
+            kept.append(loss)
+            if number % 4 != 2:
+                optimizer.step()
+                optimizer.zero_grad()
+            seen.append(loss)
+        return seen
+
+    def loop_without_steps_between(model, optimizer, target):
+        kept = [model(batch(target)).square().mean() for _ in range(3)]
+        for losses in (kept[:1], kept[1:], [kept[0] * 2, kept[2]]):
+            torch.autograd.backward(losses, retain_graph=True)
+        return [*gradients(model), *kept]
+
+    for each in (loop, loop_without_steps_between):
+        assert_twins(mlp, each, device_homes=homes, **SLOW)
+
+
 @pytest.mark.parametrize("kind", ["accumulated", "tensor", "removed"])
 def test_hooks_see_each_gradient(kind):
     def loop(model, optimizer, target):

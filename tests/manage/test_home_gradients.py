@@ -80,6 +80,7 @@ LOOKS = {
     "the scaler": lambda scaler, model, optimizer: None,
     "unscaled and clipped": scaled,
     "clipped by value": lambda s, model, o: torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3),
+    "a loss that is kept with its graph": lambda scaler, model, optimizer: None,
     "clipped twice": lambda s, model, o: [
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type=order) for order in (2.0, 1.0)
     ],
@@ -87,15 +88,17 @@ LOOKS = {
 
 
 @pytest.mark.parametrize("look", LOOKS)
-def test_what_clips_and_scales_them_sends_none_home(look):
+def test_what_usual_loops_do_beside_sends_none_home(look):
     steps = []  # bytes of parameters at home, and bytes written so far
 
     def loop(model, optimizer, target):
         scaler = torch.amp.GradScaler(target.type, init_scale=256.0, growth_interval=4)
-        seen = []
+        seen, total = [], 0.0
         for _ in range(2 * STEPS):
             loss = model(batch(target)).square().mean()
             scaler.scale(loss).backward()
+            if "kept" in look:
+                total = total + loss
             LOOKS[look](scaler, model, optimizer)
             scaler.step(optimizer)
             scaler.update()
