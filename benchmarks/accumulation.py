@@ -23,7 +23,7 @@ from hetero.devices import virtual
 from hetero.stm.additions import Additions
 
 _WARM_UP = 4
-_MICRO_BATCHES = (1, 2, 4, 8)
+_MICRO_BATCHES = (1, 2, 4)
 
 
 class Job:
@@ -78,7 +78,7 @@ _WAYS = ("autograd", "behind", "clipped")
 
 
 def main() -> None:
-    arguments = parse(__doc__, rounds=3, steps=2)
+    arguments = parse(__doc__, rounds=2, steps=2)
     device = settable_device()
     if device is None:
         return
