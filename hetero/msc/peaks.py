@@ -6,6 +6,7 @@ reached again, by allocating up to it for a moment.
 """
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hetero.devices import Accelerator
 
@@ -57,14 +58,18 @@ class PeakKeeper:
         peak = self._accelerator.peak_bytes()
         self._highest = max(self._highest, peak)
         self._user_peak = max(self._user_peak, peak)  # since `begin`: what was before it, they may have reset
+        with _disable_current_modes():  # whatever frees memory for the user's operators has nothing to free for this
+            self._reach(self._user_peak)
+        self._looked = self._accelerator.peak_bytes()
+
+    def _reach(self, peak: int) -> None:
         fill: list[torch.Tensor] = []
         try:
-            while (short := self._user_peak - self._accelerator.used_bytes()) > 0:
-                if self._accelerator.peak_bytes() >= self._user_peak:
+            while (short := peak - self._accelerator.used_bytes()) > 0:
+                if self._accelerator.peak_bytes() >= peak:
                     break
                 nbytes = min(short, _FILL_BYTES)
                 fill.append(torch.empty(nbytes, dtype=torch.uint8, device=self._accelerator.device))
         except torch.OutOfMemoryError:
-            # Another process took the memory meanwhile: the counter then shows a little less.
+            # Another process took the memory meanwhile, or there is a cap: the counter then shows a little less.
             self._accelerator.note_answered()
-        self._looked = self._accelerator.peak_bytes()

@@ -8,6 +8,7 @@ import torch
 from accelerators import clear_races, races
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loops import mlp, train
 from torch import nn
 from twins import adamw, assert_same, assert_twins, device, plain
 
@@ -15,6 +16,7 @@ import hetero
 from hetero.devices import Accelerator
 from hetero.msc.peaks import PeakKeeper
 from hetero.stm.executor import Executor
+from hetero.stm.manager import StatefulTensorMgr
 from hetero.stm.outgrown import Outgrown
 
 WIDTH, ROWS, LAYERS = 128, 32, 6
@@ -228,3 +230,16 @@ def test_a_peak_is_told_once_and_again_after_somebody_has_reset_the_counter():
     assert peaks.passed(limit) == 0
     memory.append(torch.empty(2048, dtype=torch.uint8, device=target))
     assert peaks.passed(limit) == 1024
+
+
+def test_a_peak_from_before_takes_nothing_from_the_device(monkeypatch):
+    target = device()
+    torch.manual_seed(0)
+    model = mlp(depth=2)
+    optimizer = adamw(model)
+    budget = torch.accelerator.memory_allocated() + (4 << 20)
+    torch.empty(3 * budget, dtype=torch.uint8, device=target)  # what the counter shows, and the budget does not allow
+    assert torch.accelerator.max_memory_allocated() >= 3 * budget
+    monkeypatch.setattr(StatefulTensorMgr, "relieve", lambda self: pytest.fail("for the sake of a counter"))
+    with hetero.manage(model, optimizer, device=target, device_budget=budget):
+        train(model, optimizer, target, 6)
