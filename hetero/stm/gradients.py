@@ -82,7 +82,7 @@ class Gradients:
         self, tensor: ManagedTensor, gradient: torch.Tensor, *, is_shared: bool = False
     ) -> torch.Tensor | None:
         """``gradient`` on the host, perhaps still being copied ([Note: unread gradients]), perhaps never
-        (`hetero.stm.kept`); None if it has been added to ``p.grad`` already.
+        (`hetero.stm.kept`); None if it has been added to ``p.grad`` already, or will be before anybody reads that.
 
         ``is_shared``: somebody else holds it as well, and may write to it afterwards."""
         home = tensor.home
