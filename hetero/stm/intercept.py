@@ -177,7 +177,7 @@ def _run(
                 raise
             operands[0].owner.note_answered()
     for tensor in operands:
-        if tensor.is_dirty:
+        if tensor.is_written:
             _refuse_write_to_leaf(tensor)
     if not in_forward:
         write_back(operands, ahead)
@@ -200,7 +200,7 @@ def write_back(operands: list[ManagedTensor], ahead: dict[int, int]) -> None:
     """After an operator outside a forward, home is the truth at once: the next reader, or the optimizer, looks there.
     ``ahead``: by `ahead_of_home`, before the operator; for those whoever looks at home waits."""
     for tensor in operands:
-        if tensor.is_dirty and tensor.data is not None and tensor.data._version != ahead.get(id(tensor)):
+        if tensor.is_written and tensor.data is not None and tensor.data._version != ahead.get(id(tensor)):
             tensor.owner.write_back(tensor)
 
 

@@ -398,6 +398,7 @@ class Settled:
         self._stm.residency.take_back(tensor, shadow.detach())
         if written:  # home does not have its bytes
             tensor.clean_version -= 1
+        tensor.may_be_ahead = not written  # through ``p.data``, which is nothing of ours meanwhile
         if gradient is not None:
             self._stm.gradients.kept.adopt(tensor, gradient)
         redirect(shadow, tensor)
