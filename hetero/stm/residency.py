@@ -200,8 +200,8 @@ class Residency:
         return tensor.device_nbytes
 
     def write_back_all(self, *, unseen: bool = False) -> None:
-        """What was written to copies is home afterwards, for every parameter that lives there; ``unseen``: also what may
-        have been written without our seeing it."""
+        """What was written to copies is home afterwards, for every parameter that lives there; ``unseen``: also what
+        may have been written without our seeing it."""
         refused = None
         for tensor in list(self.resident.values()):
             if (tensor.is_dirty if unseen else tensor.is_written) and not tensor.stays:

@@ -14,7 +14,7 @@ another optimizer over its parameters, count for good.
 
 import operator
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from hetero.stm.ownstep import OwnStep, step_bytes
 from hetero.stm.plans import CyclePlan
 from hetero.stm.tensors import ManagedTensor
 
-__all__ = ["Settled", "before_change", "note_optimizer", "record_of"]
+__all__ = ["Settled", "before_change", "bring_home", "note_optimizer", "record_of"]
 
 # Weakly: whoever drops a settled model without closing drops all of it.
 _settled: "weakref.WeakSet[Settled]" = weakref.WeakSet()
@@ -54,6 +54,17 @@ def before_change(optimizer: torch.optim.Optimizer) -> None:
     for settled in list(_settled):
         if settled.optimizer is optimizer:
             settled.leave()
+
+
+def bring_home(tensors: Iterable[ManagedTensor]) -> bool:
+    """Their parameters are at home afterwards; as with torch, whoever has an alias is left behind. False within a
+    forward, where they cannot go."""
+    owners = {id(tensor.owner.settled) for tensor in tensors}
+    for settled in [one for one in _settled if id(one) in owners]:
+        if in_scope() or settled._running:
+            return False
+        settled.leave(force=True)
+    return True
 
 
 def note_optimizer(optimizer: torch.optim.Optimizer) -> None:
