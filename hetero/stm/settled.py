@@ -431,6 +431,8 @@ class Settled:
         """``optimizer`` has parameters of ours. [Note: who looks]"""
         if optimizer is not self.optimizer:
             self._must_leave, self._allowed = True, False
+        elif self._step is not None:
+            self._step.watch()
 
     def forbid(self) -> None:
         """[Note: who looks]: for good."""
