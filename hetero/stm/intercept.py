@@ -22,9 +22,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from hetero.errors import BudgetError
 from hetero.stm.casts import drop_bytes, kept_casts
 from hetero.stm.fetch import Fetch, plain
-from hetero.stm.outside import full_copies, keeps_its_type
+from hetero.stm.outside import full_copies, keeps_its_type, note_outside
 from hetero.stm.owner import Owner
 from hetero.stm.tensors import ManagedTensor
 
@@ -137,7 +138,12 @@ def run_operator(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
             with substituted(operands, func) as copies:
                 return _run(func, operands, copies, args, kwargs, in_forward=in_forward)
     # As `substituted` does it, written out: every operator of a managed model comes here.
-    owner.begin_operator(operands, func)
+    try:
+        owner.begin_operator(operands, func)
+    except BudgetError as error:
+        if not in_forward:
+            note_outside(error)
+        raise
     try:
         copies = {}
         for tensor in operands:
