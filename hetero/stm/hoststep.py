@@ -91,7 +91,8 @@ class HostStep:
         )
         self._plain: Any = None
         self._depth = 0
-        self._in_closure = False
+        # Makes the step after a closure within which everything came to live on the device.
+        self.step_settled: Callable[[Callable[..., Any]], Any] = lambda inner: inner()
         # Somebody may have put other states, or their entries, in the place of those that we know.
         self._has_looked = True
         # For benchmarks and tests: False steps everything at once.
@@ -156,8 +157,7 @@ class HostStep:
         state = self._optimizer.state
         if isinstance(state, WatchedState) and state.watcher is not self:
             return False
-        # A closure has been called by our step, which goes on afterwards.
-        return self._attached and not self._in_closure and sys.getrefcount(state) == _STATE_REFERENCES
+        return self._attached and sys.getrefcount(state) == _STATE_REFERENCES
 
     def resume(self, stepped: Iterable[int]) -> None:
         """After `detach`: parameters are ours again and live where they are. ``stepped``: those with a state."""
@@ -198,13 +198,12 @@ class HostStep:
             if not calls_closure_first(self._optimizer):
                 # It runs the model: interception has to stay on. Steps of this kind are rare (LBFGS).
                 return self._step_with_closure(inner, closure, args, kwargs)
-            self._in_closure = True
-            try:
-                with torch.enable_grad():
-                    loss = closure()
-            finally:
-                self._in_closure = False
-            self._step(inner, (), {})
+            with torch.enable_grad():
+                loss = closure()
+            if self._attached:
+                self._step(inner, (), {})
+            else:
+                self.step_settled(inner)
             return loss
         self._stm.segments.begin_step()
         self._stm.stepping = self._optimizer

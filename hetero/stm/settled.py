@@ -102,6 +102,8 @@ class Settled:
         self._own_step = None if step is None else OwnStep(step.optimizer, step.step)
         # False for good: by the user, or because memory ran short.
         self._allowed = allowed
+        if step is not None and self._own_step is not None:
+            step.step_settled = self._own_step.step
         self._has_searched = False
         self._wait = 0
         self._failures = 0
