@@ -28,7 +28,8 @@ def note_outside(error: BudgetError) -> None:
     if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
         error.add_note(
             "hetero: this ran outside of a call of the managed model. There nothing is planned, and autograd keeps "
-            "device copies until backward. Call the model itself, not its methods or parts; or manage what is called"
+            "device copies until backward. Call the model itself, not its methods or parts; or manage what is "
+            "called"
         )
 
 
