@@ -315,7 +315,7 @@ class Manager:
         for name, buffer in named_buffers(model):
             self._homes.take_tensor(name, buffer, self.device)
             self._stm.registry.add_buffer(name, buffer)
-        self._take_optimizer_states()
+        self._take_optimizer_states(returns=True)
         self._compiled.attach()  # before the model itself: its wrapper stays the outer one
         self._wrap_model()
         self._properties.attach()
@@ -391,8 +391,9 @@ class Manager:
         run_eagerly(call)
         self._call = model.__dict__["_compiled_call_impl"] = call
 
-    def _take_optimizer_states(self) -> None:
-        """Register states; those of our parameters that lie on the device (a resumed run) go home."""
+    def _take_optimizer_states(self, *, returns: bool = False) -> None:
+        """Register states; those of our parameters that lie on the device (a resumed run) go home. ``returns``: and are
+        to be there again when management ends."""
         optimizer = self._optimizer
         if optimizer is None:
             return
@@ -406,7 +407,7 @@ class Manager:
             for key, value in list(entries.items()):
                 if isinstance(value, torch.Tensor):
                     if name not in there:
-                        self._homes.take_state(f"{name}.{key}", value)
+                        self._homes.take_state(f"{name}.{key}", value, returns=returns)
                     states.append((f"{name}.{key}", value))
         self._stm.registry.set_states(states)
         self._homes.forget_states({id(state) for _, state in states})

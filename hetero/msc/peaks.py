@@ -58,7 +58,9 @@ class PeakKeeper:
         peak = self._accelerator.peak_bytes()
         self._highest = max(self._highest, peak)
         self._user_peak = max(self._user_peak, peak)  # since `begin`: what was before it, they may have reset
-        with _disable_current_modes():  # whatever frees memory for the user's operators has nothing to free for this
+        with (
+            _disable_current_modes()
+        ):  # whatever frees memory for the user's operators has nothing to free for this
             self._reach(self._user_peak)
         self._looked = self._accelerator.peak_bytes()
 

@@ -29,7 +29,14 @@ from hetero.stm.misplaced import note_misplaced
 from hetero.stm.outside import full_copies, keeps_its_type
 from hetero.stm.tensors import ManagedTensor
 
-__all__ = ["CompiledCalls", "check_called_eagerly", "compile_module", "note_registered", "run_eagerly"]
+__all__ = [
+    "CompiledCalls",
+    "check_called_eagerly",
+    "compile_module",
+    "managed_modules",
+    "note_registered",
+    "run_eagerly",
+]
 
 # In inference these take one fused kernel for the whole module, unless a parameter is intercepted.
 _FAST_IN_EVAL = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
@@ -58,6 +65,11 @@ def note_registered(parent: nn.Module, name: str, submodule: nn.Module | None) -
     if submodule is not None and _is_compiled(submodule):
         for calls in _ATTACHED:
             calls.is_outdated = calls.is_outdated or calls.covers(parent)
+
+
+def managed_modules() -> frozenset[int]:
+    """Ids of all modules of all managed models."""
+    return frozenset(id(part) for calls in _ATTACHED for part in calls.parts())
 
 
 def run_eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -144,9 +156,13 @@ class CompiledCalls:
                         raise refuse_late_compile(name) from error
             raise
 
+    def parts(self) -> Iterator[nn.Module]:
+        """The model, and what it is made of now."""
+        return self._model.modules()
+
     def covers(self, module: nn.Module) -> bool:
-        """``module`` is a part of the model, or the model."""
-        return any(part is module for part in self._model.modules())
+        """``module`` is one of them."""
+        return any(part is module for part in self.parts())
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:

@@ -2,10 +2,13 @@
 
 Owns ``Module._apply`` while models are managed. A conversion that would leave parameters on the device as they are
 (``model.to(device)``, ``model.cuda()``, ``model.float()`` of float32) has been carried out already, because operators
-run there: it moves what has been added to the model since, and nothing of ours. Every other one is refused: parameters
-would be replaced, or moved behind our back.
+run there: it moves what has been added to the model since, and nothing of ours. So has one that would leave them at
+home as they are (``model.cpu()``), because that is where they live: nothing of a managed model moves, its buffers and
+what was added to it included; what is around it does. Every other one is refused: parameters would be replaced, or
+moved behind our back.
 """
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +16,9 @@ import torch
 from torch import nn
 
 from hetero.errors import ManageError
+from hetero.stm.compiled import managed_modules
 from hetero.stm.fetch import plain
-from hetero.stm.settled import record_of
+from hetero.stm.settled import bring_home, record_of
 from hetero.stm.tensors import ManagedTensor
 
 __all__ = ["REPLACEMENTS"]
@@ -24,46 +28,77 @@ _Module: Any = nn.Module
 _apply = _Module._apply
 
 
+class _UnderWay(threading.local):
+    # What has been checked for all of a module; and ids of the modules that it does not touch.
+    fn: _Convert | None = None
+    untouched: frozenset[int] = frozenset()
+
+
+_under_way = _UnderWay()
+
+
 def _apply_to_others(self: nn.Module, fn: _Convert, recurse: bool = True) -> nn.Module:
     records = [(name, record_of(p)) for name, p in self.named_parameters(recurse=recurse)]
     managed = [(name, record) for name, record in records if record is not None]
     if not managed:
         converted: nn.Module = _apply(self, fn, recurse)
         return converted
-    _check_leaves_alone(self, fn, managed)
-    for module in self.modules() if recurse else [self]:
-        records_here = [record_of(p) for p in module.parameters(recurse=False)]
-        if None not in records_here:
-            for name, buffer in module.named_buffers(recurse=False):
-                module._buffers[name] = fn(buffer)
-        elif not any(records_here):
-            _apply(module, fn, False)
-        else:
-            raise ManageError(
-                f"{type(module).__name__}.to(...) or the like while managed: beside managed parameters the module has "
-                "others of its own: call manager.close() first, convert, and manage again"
-            )
+    if _under_way.fn is fn:
+        _convert_others(self, fn, recurse)
+        return self
+    is_there = all(_leaves_alone(fn, tensor, tensor.owner.device) for _, tensor in managed)
+    if not is_there:
+        _check_at_home(self, fn, managed)
+    _under_way.fn = fn
+    _under_way.untouched = frozenset() if is_there else managed_modules()
+    try:
+        _convert_others(self, fn, recurse)
+    finally:
+        _under_way.fn, _under_way.untouched = None, frozenset()
     return self
 
 
-def _check_leaves_alone(module: nn.Module, fn: _Convert, managed: list[tuple[str, ManagedTensor]]) -> None:
-    """Raises `ManageError` unless ``fn`` would do nothing to copies on the device."""
+def _convert_others(module: nn.Module, fn: _Convert, recurse: bool) -> None:
+    """Each submodule in its own way, as torch does: some have more than parameters and buffers to convert."""
+    if id(module) in _under_way.untouched:
+        return
+    for child in module.children() if recurse else ():
+        if id(child) not in _under_way.untouched:
+            child._apply(fn)
+    records = [record_of(p) for p in module.parameters(recurse=False)]
+    if None not in records:
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = fn(buffer)
+    elif not any(records):
+        _apply(module, fn, False)
+    else:
+        raise ManageError(
+            f"{type(module).__name__}.to(...) or the like while managed: beside managed parameters the module has "
+            "others of its own: call manager.close() first, convert, and manage again"
+        )
+
+
+def _check_at_home(module: nn.Module, fn: _Convert, managed: list[tuple[str, ManagedTensor]]) -> None:
+    """Raises `ManageError` unless ``fn`` would do nothing to parameters at home, and that is where they are."""
     for name, tensor in managed:
-        if not _leaves_alone(fn, tensor):
+        if not _leaves_alone(fn, tensor, _HOST):
             raise ManageError(
                 f"{type(module).__name__}.to(...) or the like while managed: {name} ({tensor.name}) is moved by "
                 f"hetero, computes on {tensor.owner.device} and stays {tensor.home.dtype} in the memory format that it "
                 "has: to convert the model, call manager.close() first, convert, and manage again"
             )
+    if not bring_home([tensor for _, tensor in managed]):
+        raise ManageError(f"{type(module).__name__}.cpu() or the like within a managed forward")
 
 
-def _leaves_alone(fn: _Convert, tensor: ManagedTensor) -> bool:
-    """It returns a tensor of that kind on the device itself, and does not write to it."""
+_HOST = torch.device("cpu")
+
+
+def _leaves_alone(fn: _Convert, tensor: ManagedTensor, device: torch.device) -> bool:
+    """It returns a tensor of that kind on ``device`` itself, and does not write to it."""
     with plain(), torch.no_grad():
         home = tensor.home
-        probe = torch.empty_strided(
-            (2,) * home.dim(), _order(home), dtype=home.dtype, device=tensor.owner.device
-        )
+        probe = torch.empty_strided((2,) * home.dim(), _order(home), dtype=home.dtype, device=device)
         version, strides = probe._version, probe.stride()
         try:
             same = fn(probe) is probe

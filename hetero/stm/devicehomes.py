@@ -234,6 +234,16 @@ class DeviceHomes:
                 if held:
                     self._send_states(tensor, groups)
 
+    def keep_home(self, tensor: ManagedTensor) -> None:
+        """Somebody has had its states and may have put them on the device. That is for us to say."""
+        if tensor.owner is not self._stm or tensor.index in self._here:
+            return
+        with plain():
+            for state in (dict.get(self._optimizer.state, tensor.parameter) or {}).values():
+                if isinstance(state, torch.Tensor) and state.device == self._accelerator.device:
+                    self.have_moved = True
+                    set_memory(state, state.detach().cpu(), f"a state of {tensor.name}")
+
     def leave(self, indices: frozenset[int]) -> None:
         """These are not to live here any more."""
         with plain():

@@ -71,11 +71,14 @@ class Homes:
         if tensor.device != device:
             self._move(name, tensor, tensor.detach().to(device))
 
-    def take_state(self, name: str, tensor: torch.Tensor) -> None:
-        """An optimizer state goes home."""
+    def take_state(self, name: str, tensor: torch.Tensor, *, returns: bool) -> None:
+        """An optimizer state goes home; ``returns``: until `give_back`, else for good."""
         if tensor.device != _HOST:
             self._move(name, tensor, tensor.detach().to(_HOST))
-            self._moved[-1].is_state = True
+            if returns:
+                self._moved[-1].is_state = True
+            else:  # where its parameter is then (`send_states`)
+                self._moved.pop()
 
     def forget_states(self, present: Collection[int]) -> None:
         """Let go of the states whose ids are not ``present``: their optimizer has others now."""

@@ -29,7 +29,7 @@ from hetero.devices import Accelerator
 from hetero.stm.capture import Capture
 from hetero.stm.devicehomes import DeviceHomes
 from hetero.stm.fetch import plain
-from hetero.stm.intercept import in_scope, managed_of
+from hetero.stm.intercept import in_scope, is_managed, managed_of
 from hetero.stm.jobs import Surroundings, change, wait
 from hetero.stm.kernels import GroupKernels, count_kernels, is_open
 from hetero.stm.manager import StatefulTensorMgr
@@ -91,7 +91,10 @@ class HostStep:
         )
         self._plain: Any = None
         self._depth = 0
-        self._in_closure = False
+        # Makes the step after a closure within which everything came to live on the device.
+        self.step_settled: Callable[[Callable[..., Any]], Any] = lambda inner: inner()
+        # Somebody may have put other states, or their entries, in the place of those that we know.
+        self._has_looked = True
         # For benchmarks and tests: False steps everything at once.
         self.defers = True
         # How many updates were queued so far, and how many done at once.
@@ -122,6 +125,13 @@ class HostStep:
         self._step_method = method = optimizer.__dict__["step"] = types.MethodType(step, optimizer)
         self._load_hook = optimizer.register_load_state_dict_post_hook(self._after_load)
         self._attached = True
+        self.watch()
+
+    def watch(self) -> None:
+        """Learn of whoever looks at ``optimizer.state`` from now on, if that can be. Its loading has put another one in
+        its place."""
+        if self._attached:
+            self._watch(self._optimizer)
 
     def detach(self) -> None:
         """Give it back. Nothing may be queued."""
@@ -147,13 +157,11 @@ class HostStep:
         state = self._optimizer.state
         if isinstance(state, WatchedState) and state.watcher is not self:
             return False
-        # A closure has been called by our step, which goes on afterwards.
-        return self._attached and not self._in_closure and sys.getrefcount(state) == _STATE_REFERENCES
+        return self._attached and sys.getrefcount(state) == _STATE_REFERENCES
 
     def resume(self, stepped: Iterable[int]) -> None:
         """After `detach`: parameters are ours again and live where they are. ``stepped``: those with a state."""
         self.attach()
-        self._watch(self._optimizer)
         self._stepped = set(stepped)
         self.device_homes.adopt(self._stepped)
         self.device_homes.bring_states_home(self._kept_ids())
@@ -190,13 +198,12 @@ class HostStep:
             if not calls_closure_first(self._optimizer):
                 # It runs the model: interception has to stay on. Steps of this kind are rare (LBFGS).
                 return self._step_with_closure(inner, closure, args, kwargs)
-            self._in_closure = True
-            try:
-                with torch.enable_grad():
-                    loss = closure()
-            finally:
-                self._in_closure = False
-            self._step(inner, (), {})
+            with torch.enable_grad():
+                loss = closure()
+            if self._attached:
+                self._step(inner, (), {})
+            else:
+                self.step_settled(inner)
             return loss
         self._stm.segments.begin_step()
         self._stm.stepping = self._optimizer
@@ -245,6 +252,7 @@ class HostStep:
 
         self._stm.settle_homes()
         self.capture.commit()
+        self._bring_states_home()
         self.device_homes.take({})
         try:
             result = inner(evaluate, *args[1:], **{k: v for k, v in kwargs.items() if k != "closure"})
@@ -262,6 +270,7 @@ class HostStep:
         self._stm.finish_updates()
         self.capture.commit()
         bring_home(optimizer)
+        self._bring_states_home()
         defers = self._may_defer(optimizer, args, kwargs)
         self.speculation.begin_step(optimizer, defers=defers)
         later = self.capture.choose() if defers else {}
@@ -347,8 +356,9 @@ class HostStep:
             state = state.plain()  # left from a manager that is closed
         if type(state) is not defaultdict:
             return False
-        optimizer.state = WatchedState(state, self._before_state_access)
+        optimizer.state = WatchedState(state, self._before_state_access, self._after_state_access)
         self._stepped.clear()
+        self._has_looked = True
         return True
 
     def _before_state_access(self, writes: bool) -> None:
@@ -359,8 +369,20 @@ class HostStep:
         self.capture.commit()
         self.device_homes.bring_states_home(None)
         self.device_homes.note_moves()
+        self._has_looked = True
         if writes:
             self._stepped.clear()
+
+    def _after_state_access(self, parameter: Any) -> None:
+        """Loops that move all states to the device (after resuming, say) need no more memory there than one's take."""
+        if self._plain is None and self._attached and is_managed(parameter):
+            self.device_homes.keep_home(managed_of(parameter))
+
+    def _bring_states_home(self) -> None:
+        if self._has_looked or not isinstance(self._optimizer.state, WatchedState):
+            self._has_looked = False
+            for tensor in self.capture.managed():
+                self.device_homes.keep_home(tensor)
 
 
 # The attribute, the local name, and the argument of getrefcount.

@@ -22,9 +22,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from hetero.errors import BudgetError
 from hetero.stm.casts import drop_bytes, kept_casts
 from hetero.stm.fetch import Fetch, plain
-from hetero.stm.outside import full_copies, keeps_its_type
+from hetero.stm.outside import full_copies, keeps_its_type, note_outside
 from hetero.stm.owner import Owner
 from hetero.stm.tensors import ManagedTensor
 
@@ -137,7 +138,12 @@ def run_operator(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
             with substituted(operands, func) as copies:
                 return _run(func, operands, copies, args, kwargs, in_forward=in_forward)
     # As `substituted` does it, written out: every operator of a managed model comes here.
-    owner.begin_operator(operands, func)
+    try:
+        owner.begin_operator(operands, func)
+    except BudgetError as error:
+        if not in_forward:
+            note_outside(error)
+        raise
     try:
         copies = {}
         for tensor in operands:
@@ -177,7 +183,7 @@ def _run(
                 raise
             operands[0].owner.note_answered()
     for tensor in operands:
-        if tensor.is_dirty:
+        if tensor.is_written:
             _refuse_write_to_leaf(tensor)
     if not in_forward:
         write_back(operands, ahead)
@@ -200,7 +206,7 @@ def write_back(operands: list[ManagedTensor], ahead: dict[int, int]) -> None:
     """After an operator outside a forward, home is the truth at once: the next reader, or the optimizer, looks there.
     ``ahead``: by `ahead_of_home`, before the operator; for those whoever looks at home waits."""
     for tensor in operands:
-        if tensor.is_dirty and tensor.data is not None and tensor.data._version != ahead.get(id(tensor)):
+        if tensor.is_written and tensor.data is not None and tensor.data._version != ahead.get(id(tensor)):
             tensor.owner.write_back(tensor)
 
 

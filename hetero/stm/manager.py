@@ -410,7 +410,7 @@ class StatefulTensorMgr:
         try:
             if not self._closed and not self.is_in_child:
                 self._end_updates()
-                self.residency.write_back_all()
+                self.residency.write_back_all(unseen=True)
                 for tensor in self.tensors:
                     if tensor.is_ahead:  # it lives on the device, where the child cannot look
                         self.collector.count_eviction(0, self.residency.write_back(tensor))
@@ -432,7 +432,7 @@ class StatefulTensorMgr:
             self._end_updates()
             self.executor.finish_segment()
             self.residency.room.send_home(self._budget)
-            self.residency.write_back_all()
+            self.residency.write_back_all(unseen=True)
             self.gradients.wait_all(self.tensors)
             self.gradients.reclaim(self.ledger.device_bytes)
             self.gradients.norms.stop()

@@ -1,7 +1,8 @@
-"""Operators on parameters outside the model's forward and backward, under ``precision``.
+"""Operators on parameters outside the model's forward and backward.
 
-Owns the rule that there a parameter is what it says it is: computed with in home's type, wherever the other operands
-lie, as an FSDP2 parameter is between steps. Low-precision copies belong to the model's own forward and backward.
+Owns the rule that under ``precision`` a parameter is there what it says it is: computed with in home's type, wherever
+the other operands lie, as an FSDP2 parameter is between steps. Low-precision copies belong to the model's own forward
+and backward. And what is said where there is no room: that a graph of such operators keeps device copies.
 
 The copies made here are ordinary tensors of the caller's: of the whole parameter, neither planned nor evicted.
 """
@@ -11,14 +12,25 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from hetero.errors import BudgetError
 from hetero.stm.tensors import ManagedTensor
 
-__all__ = ["full_copies", "keeps_its_type"]
+__all__ = ["full_copies", "keeps_its_type", "note_outside"]
 
 
 def keeps_its_type(operands: Sequence[ManagedTensor]) -> bool:
     """An operator outside a managed forward has to compute with home's values as they are."""
     return torch._C._current_graph_task_id() == -1 and any(tensor.low is not None for tensor in operands)
+
+
+def note_outside(error: BudgetError) -> None:
+    """Add a note to ``error``, raised for an operator there, if autograd keeps what such operators read."""
+    if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+        error.add_note(
+            "hetero: this ran outside of a call of the managed model. There nothing is planned, and autograd keeps "
+            "device copies until backward. Call the model itself, not its methods or parts; or manage what is "
+            "called"
+        )
 
 
 @contextlib.contextmanager

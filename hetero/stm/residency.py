@@ -199,11 +199,12 @@ class Residency:
         tensor.note_loaded()
         return tensor.device_nbytes
 
-    def write_back_all(self) -> None:
-        """Home is true afterwards for every parameter that lives there."""
+    def write_back_all(self, *, unseen: bool = False) -> None:
+        """What was written to copies is home afterwards, for every parameter that lives there; ``unseen``: also what
+        may have been written without our seeing it."""
         refused = None
         for tensor in list(self.resident.values()):
-            if tensor.is_dirty and not tensor.stays:
+            if (tensor.is_dirty if unseen else tensor.is_written) and not tensor.stays:
                 try:
                     self._meter.count_eviction(0, self.write_back(tensor))
                 except ManageError as error:

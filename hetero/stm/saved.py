@@ -166,7 +166,7 @@ def _cast_of(saved: torch.Tensor) -> ManagedTensor | None:
         return None
     # What lives on the device may be ahead of home all the time.
     if (
-        tensor.is_dirty and not tensor.stays
+        tensor.is_written and not tensor.stays
     ) or saved.untyped_storage().nbytes() != data.numel() * saved.itemsize:
         return None
     base = saved if saved._base is None else saved._base

@@ -14,7 +14,7 @@ another optimizer over its parameters, count for good.
 
 import operator
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from hetero.stm.ownstep import OwnStep, step_bytes
 from hetero.stm.plans import CyclePlan
 from hetero.stm.tensors import ManagedTensor
 
-__all__ = ["Settled", "before_change", "note_optimizer", "record_of"]
+__all__ = ["Settled", "before_change", "bring_home", "note_optimizer", "record_of"]
 
 # Weakly: whoever drops a settled model without closing drops all of it.
 _settled: "weakref.WeakSet[Settled]" = weakref.WeakSet()
@@ -54,6 +54,17 @@ def before_change(optimizer: torch.optim.Optimizer) -> None:
     for settled in list(_settled):
         if settled.optimizer is optimizer:
             settled.leave()
+
+
+def bring_home(tensors: Iterable[ManagedTensor]) -> bool:
+    """Their parameters are at home afterwards; as with torch, whoever has an alias is left behind. False within a
+    forward, where they cannot go."""
+    owners = {id(tensor.owner.settled) for tensor in tensors}
+    for settled in [one for one in _settled if id(one) in owners]:
+        if in_scope() or settled._running:
+            return False
+        settled.leave(force=True)
+    return True
 
 
 def note_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -91,6 +102,8 @@ class Settled:
         self._own_step = None if step is None else OwnStep(step.optimizer, step.step)
         # False for good: by the user, or because memory ran short.
         self._allowed = allowed
+        if step is not None and self._own_step is not None:
+            step.step_settled = self._own_step.step
         self._has_searched = False
         self._wait = 0
         self._failures = 0
@@ -398,6 +411,7 @@ class Settled:
         self._stm.residency.take_back(tensor, shadow.detach())
         if written:  # home does not have its bytes
             tensor.clean_version -= 1
+        tensor.may_be_ahead = not written  # through ``p.data``, which is nothing of ours meanwhile
         if gradient is not None:
             self._stm.gradients.kept.adopt(tensor, gradient)
         redirect(shadow, tensor)
@@ -419,6 +433,8 @@ class Settled:
         """``optimizer`` has parameters of ours. [Note: who looks]"""
         if optimizer is not self.optimizer:
             self._must_leave, self._allowed = True, False
+        elif self._step is not None:
+            self._step.watch()
 
     def forbid(self) -> None:
         """[Note: who looks]: for good."""

@@ -86,6 +86,7 @@ class ManagedTensor(StatefulTensor):
         "last_use",
         "loaded_clock",
         "low",
+        "may_be_ahead",
         "owner",
         "parameter",
         "pending",
@@ -124,6 +125,8 @@ class ManagedTensor(StatefulTensor):
         # It lives on the device (`hetero.stm.devicehomes`): the copy is never evicted, and home follows when somebody
         # looks there.
         self.stays = False
+        # The copy may have been written without our seeing it: home follows when somebody looks there, or it leaves.
+        self.may_be_ahead = False
         self.storage_key = 0
         self.clean_version = 0
         self.loaded_clock = 0
@@ -245,9 +248,14 @@ class ManagedTensor(StatefulTensor):
         return self.data is not None and self.pending is None and self.home_clock != self.loaded_clock
 
     @property
-    def is_dirty(self) -> bool:
+    def is_written(self) -> bool:
         """The device copy was written."""
         return self.data is not None and self.data._version != self.clean_version
+
+    @property
+    def is_dirty(self) -> bool:
+        """Home may be behind the device copy."""
+        return self.is_written or (self.may_be_ahead and self.data is not None)
 
     @property
     def is_tried(self) -> bool:
@@ -275,6 +283,7 @@ class ManagedTensor(StatefulTensor):
     def note_loaded(self) -> None:
         """The copy has, or will have, home's present bytes."""
         self.clean_version = 0 if self.data is None else self.data._version
+        self.may_be_ahead = False
         self.note_arrived()
 
     def note_arrived(self) -> None:  # its version tells nothing of the arrival

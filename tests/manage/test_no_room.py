@@ -1,5 +1,6 @@
 """An operator that does not fit is refused by name, with the bytes it needs and the cure, as both kinds of error."""
 
+import functools
 import re
 
 import pytest
@@ -39,3 +40,16 @@ def test_an_operator_that_finds_no_room_is_named_with_a_cure(kind, phase):
         # The cap is the failed iteration's: what the caller does then has the device's memory.
         optimizer.zero_grad()
         assert torch.empty(4 << 20, dtype=torch.uint8, device=target).nbytes > budget
+
+
+@pytest.mark.skipif(GAPS > 0, reason="a budget below the size of a segment refuses nothing there")
+def test_a_loss_made_by_the_models_parts_is_told_to_call_the_model():
+    target = device()
+    fresh_memory()
+    model = mlp(width=128)
+    base = torch.accelerator.memory_allocated()
+    budget = base + sum(p.nbytes for p in model.parameters()) // 2
+    with hetero.manage(model, adamw(model), device=target, device_budget=budget):
+        with pytest.raises(hetero.BudgetError) as caught:
+            functools.reduce(lambda x, layer: layer(x), model, batch(target, 2, 128))
+        assert "Call the model itself" in caught.value.__notes__[0]

@@ -238,7 +238,9 @@ def test_a_peak_from_before_takes_nothing_from_the_device(monkeypatch):
     model = mlp(depth=2)
     optimizer = adamw(model)
     budget = torch.accelerator.memory_allocated() + (4 << 20)
-    torch.empty(3 * budget, dtype=torch.uint8, device=target)  # what the counter shows, and the budget does not allow
+    torch.empty(
+        3 * budget, dtype=torch.uint8, device=target
+    )  # what the counter shows, and the budget does not allow
     assert torch.accelerator.max_memory_allocated() >= 3 * budget
     monkeypatch.setattr(StatefulTensorMgr, "relieve", lambda self: pytest.fail("for the sake of a counter"))
     with hetero.manage(model, optimizer, device=target, device_budget=budget):

@@ -460,10 +460,10 @@ def test_refusals_name_the_cure():
         with pytest.raises(hetero.ManageError, match="managed already"):
             hetero.manage(model, None, device=target, device_budget="1MiB")
         for convert in (
-            lambda: model.to("cpu"),
+            lambda: model.to("cpu", torch.float64),
             lambda: model.half(),
             lambda: model.to(target, torch.float64),
-            lambda: model[0].cpu(),
+            lambda: model[0].cpu().half(),
             lambda: model._apply(lambda tensor: tensor.clamp_(-0.1, 5.0)),
             lambda: model._apply(lambda tensor: tensor + 1),
         ):

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from loops import batch
+from loops import batch, mlp
 from test_settled_exits import managed_mlp, settle, step
+from twins import adamw
 
 pytestmark = pytest.mark.usefixtures("homes_on_device")
 
@@ -64,3 +65,34 @@ def test_a_state_dict_of_the_optimizer_that_is_held_goes_with_the_states():
         for number, entry in held["state"].items():
             for name, value in entry.items():
                 assert value is present["state"][number][name]
+
+
+@pytest.mark.parametrize("way", ["look", "leave", "close"])
+def test_what_was_written_to_frozen_parameters_through_their_data_stays_written(way):
+    """As adapters are merged into weights: neither a version nor a hook tells."""
+
+    def build():
+        model = mlp()
+        model[0].requires_grad_(False)
+        return model
+
+    model, optimizer, manager, target = managed_mlp(
+        build=build, make_optimizer=lambda model: adamw(model[1:])
+    )
+    with manager:
+        settle(model, optimizer, manager, target)
+        frozen = model[0].weight
+        frozen.data.mul_(2.0)
+        model[0].bias.data = model[0].bias.data + 1.0
+        expected = [p.detach().cpu() for p in model[0].parameters()]
+        with torch.no_grad():
+            x = batch(target, 5)  # of another kind
+            result = model(x).cpu()
+        assert not manager.plan.everything_fits
+        if way == "leave":
+            manager.trim()
+            with torch.no_grad():
+                assert torch.equal(model(x).cpu(), result)
+        if way != "close":
+            assert all(torch.equal(p, q) for p, q in zip(model[0].parameters(), expected, strict=True))
+    assert all(torch.equal(p, q) for p, q in zip(model[0].parameters(), expected, strict=True))

@@ -194,6 +194,38 @@ def test_a_closure_with_a_batch_of_another_size(fused):
     assert settled[:3] == [True, True, False]  # ended by the first closure with other inputs
 
 
+@pytest.mark.parametrize("fused", [None, False])
+def test_closures_alone_settle_as_well(fused):
+    """All forwards are within a step, as in a framework's loop."""
+
+    def loop(model, optimizer, target):
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: 1 / (1 + number))
+
+        def closure(rows):
+            loss = model(batch(target, rows)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            return loss
+
+        seen = []
+        for rows in (8, 8, 8, 8, 8, 8, 5, 8, 8, 8):
+            seen.append(optimizer.step(functools.partial(closure, rows)))
+            scheduler.step()
+        return seen
+
+    def make_optimizer(model):
+        return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=fused, fused=fused)
+
+    def make_plain(model):
+        return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+    expected, parameters, _ = unmanaged(mlp, loop, make_plain if fused is None else make_optimizer)
+    got, state, manager = managed(mlp, loop, PLENTY, make_optimizer)
+    assert_same(got, expected, "losses")
+    assert_same(state, parameters, "parameters")
+    assert manager.stats.settled_forwards > 2
+
+
 def test_micro_batches_of_which_one_is_new():
     def loop(model, optimizer, target, note):
         seen = losses(model, optimizer, target, 6)
@@ -400,7 +432,7 @@ def test_conversions_and_replacements_are_refused_as_before():
     model, optimizer, manager, target = managed_mlp()
     with manager:
         settle(model, optimizer, manager, target)
-        for convert in (model.half, model.cpu, lambda: model.to(target, torch.float64)):
+        for convert in (model.half, lambda: model.to(target, torch.float64)):
             with pytest.raises(hetero.ManageError, match="while managed"):
                 convert()
         with pytest.raises(hetero.ManageError, match="assign=True"):

@@ -1,0 +1,99 @@
+"""Optimizer states that the user puts on the device, as loops do after resuming and frameworks around training. Where a
+parameter lives at home, so do its states, and the device need not have room for all of them."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from accelerators import clear_races, races, set_memory_limit
+from loops import losses, mlp
+from twins import assert_same, assert_twins, device, plain, unmanaged
+
+import hetero
+
+WIDTH = 128
+
+
+def fused(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+
+def over_items(optimizer, target):
+    for _, entry in optimizer.state.items():
+        for name, value in entry.items():
+            entry[name] = value.to(target)
+
+
+def over_values(optimizer, target):
+    for entry in optimizer.state.values():
+        entry.update({name: value.to(target) for name, value in entry.items()})
+
+
+def over_parameters(optimizer, target):
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            entry = optimizer.state[parameter]
+            for name, value in entry.items():
+                entry[name] = value.to(target)
+
+
+WAYS = [over_items, over_values, over_parameters]
+
+
+@pytest.mark.parametrize("move", WAYS)
+@pytest.mark.parametrize("share", [0.6, 4.0])
+def test_training_goes_on(move, share):
+    def loop(model, optimizer, target):
+        seen = losses(model, optimizer, target, 4)
+        move(optimizer, target)
+        seen += losses(model, optimizer, target, 4)
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        move(optimizer, target)
+        seen += losses(model, optimizer, target, 4)
+        return [*seen, [*optimizer.state_dict()["state"][0].values()]]
+
+    assert_twins(mlp, loop, share=share, make_optimizer=fused)
+
+
+@pytest.mark.parametrize("move", WAYS)
+def test_they_need_not_fit_all_at_once(move):
+    def build():
+        return mlp(width=WIDTH)
+
+    expected, parameters, _ = unmanaged(build, losses_of, fused)
+    target = device()
+    gc.collect()
+    clear_races()
+    torch.manual_seed(0)
+    model = build()
+    optimizer = fused(model)
+    base = torch.accelerator.memory_allocated()
+    states = 2 * sum(p.nbytes for p in model.parameters())
+    budget = states // 2
+    with hetero.manage(model, optimizer, device=target, device_budget=base + budget) as manager:
+        torch.manual_seed(1)
+        seen = losses_of(model, optimizer, target, steps=2)
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        manager.trim()
+        set_memory_limit(base + budget)
+        try:
+            move(optimizer, target)
+        finally:
+            set_memory_limit(256 << 20)
+        seen += losses_of(model, optimizer, target, steps=4)
+        assert_same(plain(seen), expected, "losses")
+    assert_same([p.detach().cpu() for p in model.parameters()], parameters, "parameters")
+    assert {value.device.type for entry in optimizer.state.values() for value in entry.values()} == {"cpu"}
+    assert races() == []
+
+
+def losses_of(model, optimizer, target, steps=6):
+    seen = []
+    for _ in range(steps):
+        loss = model(torch.randn(8, WIDTH).to(target)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.detach())
+    return seen
