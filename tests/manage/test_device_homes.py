@@ -570,6 +570,27 @@ def test_a_backward_that_fails_before_autograd_has_a_gradient_leaves_no_trace(go
         assert all(map(torch.equal, got, expected))
 
 
+def test_a_backward_that_fails_beside_gradients_of_an_earlier_one():
+    """They come home, once, although nothing of ours asked for them."""
+
+    def fail(gradient):
+        raise ValueError("in between")
+
+    model, optimizer, manager, target = managed_mlp("64MiB")
+    manager._stm.settled.forbid()  # where everything fits, autograd has gradients of its own
+    with manager:
+        for _ in range(5):
+            step(model, optimizer, target)
+        x = batch(target)
+        model(x).square().mean().backward()
+        middle = model[:8](x)
+        middle.register_hook(fail)
+        with pytest.raises(ValueError, match="in between"):
+            model[8:](middle).square().mean().backward()
+        optimizer.zero_grad()
+        assert living(manager)
+
+
 def test_gradients_that_are_returned_while_another_thread_accumulates():
     """`keeps` is about all backwards that run: one that returns gradients must get them."""
 
