@@ -65,6 +65,23 @@ def _type(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     return func(*args, **kwargs) if low is None or not _computes() else func(low.tensor, *args[1:], **kwargs)
 
 
+def _gradients(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``autograd.grad``: gradients of parameters are at home, or where whoever asks while it computes (an inner step
+    within forward, a Function's backward) goes on with them."""
+    found = func(*args, **kwargs)
+    if not _computes():
+        return found
+    return tuple(
+        value if value is None or type(of) is not ManagedParameter else _as_copy(value, managed_of(of))
+        for value, of in zip(found, args[1], strict=True)
+    )
+
+
+def _as_copy(gradient: torch.Tensor, tensor: ManagedTensor) -> torch.Tensor:
+    """As it was before it left, differentiably."""
+    return gradient.to(tensor.owner.device).to(tensor.origin.dtype)
+
+
 def _get_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if args[0].grad is not None:  # that there is none can be told without waiting
         tensor = managed_of(args[0])
@@ -267,7 +284,8 @@ HANDLERS.update(
         **dict.fromkeys([*_setters("grad", "_grad"), _T.grad.__delete__], _set_grad),
         _T.data.__get__: _get_data,
         _T.data.__set__: _set_data,
-        **dict.fromkeys([torch.autograd.grad, torch.autograd.backward, _T.backward], _ask),
+        **dict.fromkeys([torch.autograd.backward, _T.backward], _ask),
+        torch.autograd.grad: _gradients,
         _T.register_post_accumulate_grad_hook: _register_post_accumulate,
     }
 )
