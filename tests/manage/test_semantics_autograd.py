@@ -124,7 +124,11 @@ class InnerStep(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.inner, self.scale, self.outer = nn.Linear(64, 64), nn.Parameter(torch.ones(64)), nn.Linear(64, 64)
+        self.inner, self.scale, self.outer = (
+            nn.Linear(64, 64),
+            nn.Parameter(torch.ones(64)),
+            nn.Linear(64, 64),
+        )
 
     def forward(self, x):
         weights = {"weight": self.inner.weight, "scale": self.scale}
