@@ -173,16 +173,16 @@ def give_back(parameter: nn.Parameter) -> None:
 class HomeHook:
     """A post-accumulate hook that sees its parameter and gradient at home, finished."""
 
-    def __init__(self, inner: Callable[[torch.Tensor], None]) -> None:
+    def __init__(self, inner: Callable[[torch.Tensor], Any]) -> None:
         self.inner = inner
 
-    def __call__(self, parameter: torch.Tensor) -> None:
+    def __call__(self, parameter: torch.Tensor) -> Any:
         with plain():
             if type(parameter) is ManagedParameter:
                 owner = managed_of(parameter).owner
                 owner.settle_homes()  # interception is off: it might look at any of them
                 owner.grads.wait(managed_of(parameter))
-            self.inner(parameter)
+            return self.inner(parameter)  # autograd refuses anything but None
 
 
 def _register_post_accumulate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -151,6 +151,20 @@ class Scale(nn.Module):
         return Scaled.apply(x, self.weight)
 
 
+@pytest.mark.parametrize("share", [0.5, 0.8, 1.5])
+@pytest.mark.parametrize("first", [1, 2, 7])
+def test_parameters_are_taken_out_of_the_optimizer(share, first):
+    def loop(model, optimizer, target):
+        seen = losses(model, optimizer, target, first)
+        group = optimizer.param_groups[0]
+        taken, group["params"] = group["params"][:5], group["params"][5:]
+        seen += losses(model, optimizer, target, 6)
+        optimizer.add_param_group({"params": taken, "lr": 1e-3})
+        return seen + losses(model, optimizer, target, 6)
+
+    assert_twins(mlp, loop, share=share)
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_what_lives_there_does_not_move_when_layers_are_recomputed(use_reentrant):
     target = device()
