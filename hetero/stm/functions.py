@@ -70,6 +70,9 @@ def _gradients(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     within forward, a Function's backward) goes on with them."""
     found = func(*args, **kwargs)
     if not _computes():
+        for of in args[1]:
+            if type(of) is ManagedParameter:
+                _note_seen(managed_of(of))
         return found
     return tuple(
         value if value is None or type(of) is not ManagedParameter else _as_copy(value, managed_of(of))
@@ -86,11 +89,18 @@ def _get_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     if args[0].grad is not None:  # that there is none can be told without waiting
         tensor = managed_of(args[0])
         tensor.owner.grads.wait(tensor)
+        _note_seen(tensor)
         gradient = func(*args, **kwargs)
         if gradient is not None:
             note_at_home(gradient)
         return gradient
     return func(*args, **kwargs)
+
+
+def _note_seen(tensor: ManagedTensor) -> None:
+    """The user is given its gradient, at home."""
+    if tensor.owner.settled is not None:
+        tensor.owner.settled.has_seen_gradients = True
 
 
 def _version(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -182,6 +192,7 @@ class HomeHook:
                 owner = managed_of(parameter).owner
                 owner.settle_homes()  # interception is off: it might look at any of them
                 owner.grads.wait(managed_of(parameter))
+                _note_seen(managed_of(parameter))
             return self.inner(parameter)  # autograd refuses anything but None
 
 
