@@ -4,6 +4,7 @@ Owns the table `hetero.stm.intercept.HANDLERS`: metadata moves nothing, ``p.grad
 ``p.device`` is where the parameter computes. Importing this module fills the table.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -89,7 +90,9 @@ def _get_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     if args[0].grad is not None:  # that there is none can be told without waiting
         tensor = managed_of(args[0])
         tensor.owner.grads.wait(tensor)
-        _note_seen(tensor)
+        # Clipping, `GradScaler` and the like keep nothing. Two frames up: behind `__torch_function__`.
+        if not sys._getframe(2).f_globals.get("__name__", "").startswith("torch."):
+            _note_seen(tensor)
         gradient = func(*args, **kwargs)
         if gradient is not None:
             note_at_home(gradient)
