@@ -56,6 +56,11 @@ def test_parameters_as_arguments_of_a_checkpoint(share):
 
     def loop(model, optimizer, target):
         seen = losses(model, optimizer, target, 6)
+        vector = torch.nn.utils.parameters_to_vector(model.parameters())
+        torch.nn.utils.vector_to_parameters(
+            vector.detach() * 0.9, model.parameters()
+        )  # homes begin within others' memory
+        seen += losses(model, optimizer, target, 2)
         for _ in range(3):  # outside of the model's forward
             middle = checkpoint(lambda x, w: x @ w, batch(target), model.weight, use_reentrant=False)
             middle.square().mean().backward()
