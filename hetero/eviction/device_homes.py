@@ -65,7 +65,8 @@ def choose_device_homes(
     for part in range(_PARTS + 1):
         if not tries.are_affordable and part not in (0, _PARTS // 2, _PARTS):
             continue
-        count = count_within(tries.taken, most * part // _PARTS)
+        # None at all first, even if some take no bytes.
+        count = count_within(tries.taken, most * part // _PARTS) if part else 0
         if not tries.fits(count):
             too_many = count
             break

@@ -6,13 +6,15 @@ one model, shared layers) would be added in float32 where autocast adds them in 
 
 Autocast keeps the bytes of all casts until the region ends. Here only the autograd identity stays: the bytes are
 dropped after each operator and made again by the next (`hetero.stm.tensors`: [Note: identity]), unless somebody
-holds them.
+holds them (a graph whose tensors are not saved by our hooks, as of a checkpoint's recompute): then they are used again
+for as long as somebody does.
 """
 
 import sys
 from typing import Any
 
 import torch
+from torch.utils.weak import TensorWeakRef
 
 from hetero.stm.fetch import run_early
 from hetero.stm.tensors import Cast, ManagedTensor
@@ -63,27 +65,27 @@ def drop_bytes(kept: list[ManagedTensor]) -> None:
         if cast is None:
             continue
         value = cast.value
+        if isinstance(value, TensorWeakRef):
+            continue
         # This name, the attribute, and the argument of getrefcount.
         if value._use_count() == 1 and sys.getrefcount(value) <= 3:  # type: ignore[attr-defined]
             value.data = torch.empty(0, dtype=value.dtype, device=value.device)
         else:
-            tensor.cast = None
+            cast.value = TensorWeakRef(value)
 
 
 def _cast(tensor: ManagedTensor, identity: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     cast = tensor.cast
-    if (
-        cast is None
-        or cast.region != _region
-        or cast.value.dtype is not dtype
-        or not _is_of(cast.value, identity)
-    ):
-        cast = tensor.cast = Cast(_region, identity.to(dtype))
+    kept = None if cast is None or cast.region != _region else cast.value
+    value = kept() if isinstance(kept, TensorWeakRef) else kept
+    if value is None or value.dtype is not dtype or not _is_of(value, identity):
+        value = identity.to(dtype)
+        tensor.cast = Cast(_region, value)
         # As for the fetch node: else the casts' gradients all wait until the backward of a later forward is over.
-        run_early(cast.value)
-    elif not cast.value.numel():
-        cast.value.data = identity.detach().to(dtype)
-    return cast.value
+        run_early(value)
+    elif not value.numel():
+        value.data = identity.detach().to(dtype)
+    return value
 
 
 def _is_of(value: Any, identity: torch.Tensor) -> bool:

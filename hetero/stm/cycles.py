@@ -217,7 +217,7 @@ class Cycles:
 
     def measured_limit(self, segment: Segment | None) -> int | None:
         """Model data allowed in a segment that was measured before; None if it was not."""
-        samples = () if segment is None else self.samples.get(segment.key, ())
+        samples = () if segment is None else self.samples.present(segment.key)
         peaks = [period.non_model_bytes for s in samples for period in s.periods if period.is_sampled]
         return self.budget - self._margin - max(peaks) if peaks else None
 

@@ -114,11 +114,12 @@ class DeviceHomes:
 
     def costs(self) -> dict[int, HomeCost]:
         """What each parameter would cost on the device; none before one round of updates has been timed."""
-        stepped = self._stepped()
+        stepped, groups = self._stepped(), self._groups()
         tensors = [
             tensor
             for tensor in self._stm.tensors
             if tensor.index in stepped
+            and id(tensor.parameter) in groups  # it may have been taken out since
             and not tensor.used_at_home
             and tensor.low is None
             and self._refused[tensor.index] < _PATIENCE
@@ -127,7 +128,6 @@ class DeviceHomes:
             return {}
         seconds_per_byte = self._host_seconds / max(self._host_bytes, 1)
         costs = {}
-        groups = self._groups()
         for tensor in tensors:
             states = self._states(tensor, groups)
             nbytes = sum(self._accelerator.allocated_size(state.nbytes) for state in states)

@@ -21,7 +21,15 @@ from hetero.stm.fetch import plain
 from hetero.stm.intercept import is_managed
 from hetero.stm.tensors import ManagedTensor
 
-__all__ = ["exchange", "has_other_optimizer", "is_like", "let_go", "may_go_back", "redirect"]
+__all__ = [
+    "exchange",
+    "has_other_optimizer",
+    "has_something_like_gradients",
+    "is_like",
+    "let_go",
+    "may_go_back",
+    "redirect",
+]
 
 
 def exchange(parameter: nn.Parameter, shadow: nn.Parameter) -> None:
@@ -108,6 +116,26 @@ def has_other_optimizer(ours: torch.optim.Optimizer | None, parameters: set[int]
         wraps = vars(found).get("optimizer") is ours or (ours and vars(ours).get("optimizer") is found)
         if not wraps and any(id(p) in parameters for group in groups for p in group["params"]):
             return True
+    return False
+
+
+def has_something_like_gradients(tensors: Sequence[ManagedTensor]) -> bool:
+    """Somebody has a tensor on the host that may be a gradient, or made from some: of the shape of a parameter, or as
+    large as all together, and none of ours."""
+    trained = [tensor.home for tensor in tensors if tensor.parameter.requires_grad]
+    dtypes, shapes = {home.dtype for home in trained}, {home.shape for home in trained if home.dim()}
+    total = sum(home.numel() for home in trained)
+    ours = {home.untyped_storage()._cdata for home in (tensor.home for tensor in tensors)}
+    for tensor in tensors:
+        if tensor.parameter.grad is not None and tensor.parameter.grad.layout is torch.strided:
+            ours.add(tensor.parameter.grad.untyped_storage()._cdata)
+    for found in gc.get_objects():
+        if not issubclass(type(found), torch.Tensor) or not found.is_cpu or found.is_nested:
+            continue
+        if found.dtype in dtypes and (found.shape in shapes or found.numel() == total):
+            storage = storage_of(found)
+            if storage is None or storage._cdata not in ours:
+                return True
     return False
 
 

@@ -4,6 +4,7 @@ Owns the table `hetero.stm.intercept.HANDLERS`: metadata moves nothing, ``p.grad
 ``p.device`` is where the parameter computes. Importing this module fills the table.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -65,15 +66,44 @@ def _type(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     return func(*args, **kwargs) if low is None or not _computes() else func(low.tensor, *args[1:], **kwargs)
 
 
+def _gradients(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``autograd.grad``: gradients of parameters are at home, or where whoever asks while it computes (an inner step
+    within forward, a Function's backward) goes on with them."""
+    found = func(*args, **kwargs)
+    if not _computes():
+        for of in args[1]:
+            if type(of) is ManagedParameter:
+                _note_seen(managed_of(of))
+        return found
+    return tuple(
+        value if value is None or type(of) is not ManagedParameter else _as_copy(value, managed_of(of))
+        for value, of in zip(found, args[1], strict=True)
+    )
+
+
+def _as_copy(gradient: torch.Tensor, tensor: ManagedTensor) -> torch.Tensor:
+    """As it was before it left, differentiably."""
+    return gradient.to(tensor.owner.device).to(tensor.origin.dtype)
+
+
 def _get_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if args[0].grad is not None:  # that there is none can be told without waiting
         tensor = managed_of(args[0])
         tensor.owner.grads.wait(tensor)
+        # Clipping, `GradScaler` and the like keep nothing. Two frames up: behind `__torch_function__`.
+        if not sys._getframe(2).f_globals.get("__name__", "").startswith("torch."):
+            _note_seen(tensor)
         gradient = func(*args, **kwargs)
         if gradient is not None:
             note_at_home(gradient)
         return gradient
     return func(*args, **kwargs)
+
+
+def _note_seen(tensor: ManagedTensor) -> None:
+    """The user is given its gradient, at home."""
+    if tensor.owner.settled is not None:
+        tensor.owner.settled.has_seen_gradients = True
 
 
 def _version(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -156,16 +186,17 @@ def give_back(parameter: nn.Parameter) -> None:
 class HomeHook:
     """A post-accumulate hook that sees its parameter and gradient at home, finished."""
 
-    def __init__(self, inner: Callable[[torch.Tensor], None]) -> None:
+    def __init__(self, inner: Callable[[torch.Tensor], Any]) -> None:
         self.inner = inner
 
-    def __call__(self, parameter: torch.Tensor) -> None:
+    def __call__(self, parameter: torch.Tensor) -> Any:
         with plain():
             if type(parameter) is ManagedParameter:
                 owner = managed_of(parameter).owner
                 owner.settle_homes()  # interception is off: it might look at any of them
                 owner.grads.wait(managed_of(parameter))
-            self.inner(parameter)
+                _note_seen(managed_of(parameter))
+            return self.inner(parameter)  # autograd refuses anything but None
 
 
 def _register_post_accumulate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -267,7 +298,8 @@ HANDLERS.update(
         **dict.fromkeys([*_setters("grad", "_grad"), _T.grad.__delete__], _set_grad),
         _T.data.__get__: _get_data,
         _T.data.__set__: _set_data,
-        **dict.fromkeys([torch.autograd.grad, torch.autograd.backward, _T.backward], _ask),
+        **dict.fromkeys([torch.autograd.backward, _T.backward], _ask),
+        torch.autograd.grad: _gradients,
         _T.register_post_accumulate_grad_hook: _register_post_accumulate,
     }
 )

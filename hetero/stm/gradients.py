@@ -23,6 +23,7 @@ from hetero.devices import CopyEngine, HostArena
 from hetero.stm.additions import Additions, can_be_added
 from hetero.stm.changes import Change, Changes
 from hetero.stm.exposure import gradient_is_plain, gradient_is_private
+from hetero.stm.fetch import plain
 from hetero.stm.gradmemory import GradientMemory, as_home
 from hetero.stm.kept import KeptGradients, has_gradient
 from hetero.stm.norms import GradientNorms
@@ -121,17 +122,8 @@ class Gradients:
 
     def wait(self, tensor: ManagedTensor) -> None:
         """Return once the gradient handed over last can be read on the host."""
-        # With no ``p.grad`` autograd has not taken it over yet: there is nothing to be read.
-        if tensor in self.kept and has_gradient(tensor):
-            self.kept.bring_home(tensor)
-        event = self._ready.pop(tensor.index, None)
-        if event is not None:
-            self._engine.host_after_download(event, tensor.parameter.grad)
-        if self._upcasts and (upcast := self._upcasts.pop(tensor.index, None)) is not None:
-            upcast.apply(self._engine)
-        for change in self.changes.take(tensor.index):
-            assert tensor.parameter.grad is not None
-            change.apply(self._engine, tensor.parameter.grad)
+        with plain():  # else looking at ``p.grad`` would come here again, and do all of it in the middle
+            self._wait(tensor)
 
     def unread_arrival(self, tensor: ManagedTensor) -> torch.Event | None:
         """When the gradient handed over last arrives, if nobody has read it and nothing is left to be done to it."""
@@ -198,6 +190,19 @@ class Gradients:
         self.changes.drop(tensor.index)
         self.kept.forget(tensor)
         self._memory.forget(tensor)
+
+    def _wait(self, tensor: ManagedTensor) -> None:
+        # With no ``p.grad`` autograd has not taken it over yet: there is nothing to be read.
+        if tensor in self.kept and has_gradient(tensor):
+            self.kept.bring_home(tensor)
+        event = self._ready.pop(tensor.index, None)
+        if event is not None:
+            self._engine.host_after_download(event, tensor.parameter.grad)
+        if self._upcasts and (upcast := self._upcasts.pop(tensor.index, None)) is not None:
+            upcast.apply(self._engine)
+        for change in self.changes.take(tensor.index):
+            assert tensor.parameter.grad is not None
+            change.apply(self._engine, tensor.parameter.grad)
 
     def _upcast_later(
         self, tensor: ManagedTensor, gradient: torch.Tensor, host: torch.Tensor, event: torch.Event

@@ -20,12 +20,25 @@ _to = _Tensor.to
 
 # Storage identity -> a tensor of ours that lies in it. An entry ends with its tensor, so with management.
 _at_home: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+_least_to_prune = 1 << 10
+_prune_at = _least_to_prune
 
 
 def note_at_home(tensor: torch.Tensor) -> None:
     """``tensor`` is model data of a managed model. Call without ``__torch_function__`` dispatch."""
     if tensor.is_cpu and tensor.layout is torch.strided:
         _at_home[tensor.untyped_storage()._cdata] = tensor
+        if len(_at_home) > _prune_at:
+            _prune()
+
+
+def _prune() -> None:
+    """States that come and go between home and device lie in other memory each time."""
+    global _prune_at
+    for key, tensor in list(_at_home.items()):
+        if tensor.untyped_storage()._cdata != key:
+            del _at_home[key]
+    _prune_at = max(_least_to_prune, 2 * len(_at_home))
 
 
 @functools.wraps(_cpu)

@@ -18,10 +18,12 @@ class SettledState(Protocol):
     """Whether everything fits, and nothing is intercepted (`hetero.stm.settled.Settled`).
 
     ``has_looked``: somebody has combined home with a tensor on the host, or may do so, since it was False.
+    ``has_seen_gradients``: somebody has seen some at home, and may have kept something made from them.
     """
 
     is_on: bool
     has_looked: bool
+    has_seen_gradients: bool
 
     def version(self, tensor: "ManagedTensor") -> int:
         """Of a parameter, for graphs from before."""

@@ -19,6 +19,8 @@ as all managers rest (`hetero.stm.settled`).
 * ``Module.compile`` replaces a call that may be wrapped (`hetero.stm.compiled`).
 * ``nn.Parameter(p)`` of a managed ``p``: an ordinary one over the same memory, as unmanaged.
 * ``Module.load_state_dict``, where it would put other tensors in the place of parameters (`hetero.stm.checkpoints`).
+* What ``torch.utils.checkpoint`` saves its arguments with: torch compares their versions around our hook, which would
+  wait for a parameter's update in between.
 * ``Optimizer.load_state_dict`` and ``add_param_group``: what a step has left to be done is done before.
 
 Beside them, torch's own hooks around every optimizer's step, and for every submodule that is set.
@@ -30,6 +32,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -82,6 +85,8 @@ _load_state_dict = _Optimizer.load_state_dict
 _add_param_group = _Optimizer.add_param_group
 _run_backward = _autograd._engine_run_backward
 _clear_autocast_cache = torch.clear_autocast_cache
+_checkpoint: Any = torch.utils.checkpoint
+_make_saved_tensor: Any = getattr(_checkpoint, "_make_saved_tensor", None)  # not in every version
 
 
 class BackwardListener(Protocol):
@@ -243,6 +248,16 @@ def _settled(method: Any) -> Any:
     return settled
 
 
+def _save_argument(argument: torch.Tensor, is_output: bool) -> Any:
+    if is_managed(argument):
+        tensor = managed_of(argument)
+        if in_scope():
+            with plain(), substituted([tensor], "checkpoint"), torch._C._EnableTorchFunction():
+                return _make_saved_tensor(argument, is_output=is_output)
+        tensor.owner.settle_home(tensor)
+    return _make_saved_tensor(argument, is_output=is_output)
+
+
 @functools.wraps(_new_parameter)
 def _new(cls: type[nn.Parameter], data: Any = None, requires_grad: bool = True) -> Any:
     # torch would ask `ManagedParameter.detach` for another of that class.
@@ -339,6 +354,8 @@ _REPLACEMENTS: list[tuple[Any, str, Any]] = [
 ]
 if _compile_session is not None:
     _REPLACEMENTS.append((_compiler, "_compile_session_context", _settled_session))
+if _make_saved_tensor is not None:
+    _REPLACEMENTS.append((_checkpoint, "_make_saved_tensor", _save_argument))
 _REPLACED_ALWAYS: list[tuple[Any, str, Any]] = [
     (_Parameter, "__new__", staticmethod(_new)),
     *conversions.REPLACEMENTS,

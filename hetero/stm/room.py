@@ -13,7 +13,7 @@ import torch
 from hetero.devices import Accelerator
 from hetero.errors import BudgetError
 from hetero.eviction import Candidate, Policy
-from hetero.stm.shortage import no_room, too_small, wanted_bytes
+from hetero.stm.shortage import least_bytes, no_room, too_small
 from hetero.stm.state import Ledger
 from hetero.stm.tensors import ManagedTensor
 
@@ -111,8 +111,8 @@ class Room:
 
     def allows(self, error: torch.OutOfMemoryError) -> bool:
         """What the allocator has refused is within the budget: it found no gap that is large enough."""
-        wanted = wanted_bytes(error)
-        return wanted is not None and self._shortage(wanted) <= 0
+        least = least_bytes(self._accelerator, error)
+        return least is not None and least <= self._budget
 
     def _shortage(self, nbytes: int) -> int:
         return self._accelerator.used_bytes() + nbytes - self._budget

@@ -21,6 +21,8 @@ class Samples(Mapping[SegmentKey, Sequence[Segment]]):
     def __init__(self, warmup_steps: int) -> None:
         self._warmup_steps = warmup_steps
         self._kept: dict[SegmentKey, list[Segment]] = {}
+        # Of those that are no longer what they were, there is nothing better for other plans that have them.
+        self._outdated: set[SegmentKey] = set()
         # Segments that gradients are there to see begin: of earlier micro-batches, of a loop that drops them late.
         self._with_gradients: set[SegmentKey] = set()
         self._has_news = False
@@ -34,18 +36,25 @@ class Samples(Mapping[SegmentKey, Sequence[Segment]]):
     def __len__(self) -> int:
         return len(self._kept)
 
+    def present(self, key: SegmentKey) -> Sequence[Segment]:
+        """Those that are what such a segment is now."""
+        return () if key in self._outdated else self._kept.get(key, ())
+
     def suffice(self, keys: Sequence[SegmentKey]) -> bool:
         """An iteration of these can be planned."""
-        return all(len(self.get(key, ())) >= self._warmup_steps for key in keys)
+        return all(len(self.present(key)) >= self._warmup_steps for key in keys)
 
     def want(self, key: SegmentKey, times: int) -> bool:
         """More are wanted. ``times``: how often it has come in this iteration, each perhaps different: what the caller
         does after a forward may be."""
-        return len(self.get(key, ())) < self._warmup_steps * min(max(1, times), _MOST_AT_ONCE)
+        return len(self.present(key)) < self._warmup_steps * min(max(1, times), _MOST_AT_ONCE)
 
     def add(self, segment: Segment) -> None:
         """It is over, and was complete."""
         _settle(segment)
+        if segment.key in self._outdated:
+            self._outdated.discard(segment.key)
+            del self._kept[segment.key]
         self._kept.setdefault(segment.key, []).append(segment)
         if segment.has_gradients:
             self._with_gradients.add(segment.key)
@@ -80,10 +89,9 @@ class Samples(Mapping[SegmentKey, Sequence[Segment]]):
         return grown
 
     def forget(self, keys: Sequence[SegmentKey]) -> None:
-        """They are no longer what they were."""
-        for key in keys:
-            self._kept.pop(key, None)
-            self._with_gradients.discard(key)
+        """They are no longer what they were: the next ones take their place."""
+        self._outdated.update(key for key in keys if key in self._kept)
+        self._with_gradients.difference_update(keys)
 
 
 def _settle(segment: Segment) -> None:

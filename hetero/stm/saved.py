@@ -125,7 +125,8 @@ def _handle(saved: torch.Tensor, storage_key: int) -> _Handle | None:
         if saved.dtype not in _CAST_TO:
             return None
         tensor = _cast_of(saved)
-    elif saved is tensor.identity or saved is tensor.data:
+    # The parameter itself, an argument of a checkpoint: its layout would be home's.
+    elif saved is tensor.identity or saved is tensor.data or saved is tensor.parameter:
         return _Handle(tensor, tensor.version, None, saved.dtype)
     elif tensor.data is None or saved.dtype is not tensor.data.dtype:
         return None

@@ -9,7 +9,9 @@ for good where memory has run out since the check before: in backward, in the st
 [Note: who looks]
 A settled parameter's device is another than before, so whoever combined it with a tensor on the host no longer can.
 Nobody settles who was seen to do so, or to keep a copy of home, in the iteration before; a copy of the model, and
-another optimizer over its parameters, count for good.
+another optimizer over its parameters, count for good. Gradients are plain tensors: what is done with them is not seen.
+So where they have been given to somebody, everything on the host that might be one of them, or made from some, keeps
+parameters at home.
 """
 
 import operator
@@ -23,7 +25,15 @@ from torch import nn
 from hetero.devices import Accelerator
 from hetero.errors import BudgetError, ManageError
 from hetero.stm.compiled import CompiledCalls
-from hetero.stm.exchange import exchange, has_other_optimizer, is_like, let_go, may_go_back, redirect
+from hetero.stm.exchange import (
+    exchange,
+    has_other_optimizer,
+    has_something_like_gradients,
+    is_like,
+    let_go,
+    may_go_back,
+    redirect,
+)
 from hetero.stm.exposure import gradient_is_private
 from hetero.stm.fetch import plain
 from hetero.stm.fits import Growth, Kind, read_growth
@@ -109,7 +119,7 @@ class Settled:
         self._failures = 0
         self._too_much: list[CyclePlan] = []
         self.is_on = False
-        self.has_looked = False
+        self.has_looked = self.has_seen_gradients = False
         # Forwards that ran settled, each after one check.
         self.forwards = 0
         self._must_leave = False
@@ -282,6 +292,9 @@ class Settled:
                 return False
             if tensor.parameter.grad is not None and not gradient_is_private(tensor.parameter):
                 return False
+            self.has_seen_gradients |= bool(tensor.parameter._backward_hooks)
+        if self.has_seen_gradients and has_something_like_gradients(stm.tensors):
+            return False
         try:
             stm.residency.require(stm.tensors, limit=self._budget, operator=lambda: "settling")
         except BudgetError:

@@ -12,7 +12,7 @@ from hetero.devices import Accelerator
 from hetero.errors import BudgetError
 from hetero.units import format_bytes, parse_bytes
 
-__all__ = ["NoRoomError", "no_room", "too_small", "wanted_bytes"]
+__all__ = ["NoRoomError", "least_bytes", "no_room", "too_small"]
 
 
 class NoRoomError(BudgetError, torch.OutOfMemoryError):
@@ -58,8 +58,8 @@ def no_room(
     enough: int | None,
 ) -> NoRoomError:
     """``operator`` has failed with ``error``, and nothing is left that could leave. ``held``, ``enough``: as above."""
-    used = accelerator.used_bytes()
-    wanted = wanted_bytes(error)
+    wanted = _wanted_bytes(error)
+    used = _used_bytes(accelerator, error)
     cure = "raise device_budget"
     if wanted is not None:
         least = max(used + wanted, enough or 0)
@@ -77,7 +77,30 @@ def no_room(
     )
 
 
-def wanted_bytes(error: torch.OutOfMemoryError) -> int | None:
-    """What an allocator says that it was asked for, bytes; None if it says nothing that we know."""
-    found = re.search(r"[Tt]ried to allocate ([0-9.]+) ([KMGT]iB|bytes)", str(error))
+def least_bytes(accelerator: Accelerator, error: torch.OutOfMemoryError) -> int | None:
+    """What would have been in use, had the allocator not refused; None if it says nothing that we know."""
+    wanted = _wanted_bytes(error)
+    return None if wanted is None else _used_bytes(accelerator, error) + wanted
+
+
+_SIZE = r"([0-9.]+) ([KMGT]iB|bytes)"
+
+
+def _wanted_bytes(error: torch.OutOfMemoryError) -> int | None:
+    return _bytes_in(re.search(f"[Tt]ried to allocate {_SIZE}", str(error)))
+
+
+def _used_bytes(accelerator: Accelerator, error: torch.OutOfMemoryError) -> int:
+    """In use when the allocator refused: an operator that had allocated before has given that back since."""
+    found = re.search(f"{_SIZE} (?:in use of|is allocated by PyTorch)", str(error))
+    then = _bytes_in(found)
+    if found is None or then is None:
+        return accelerator.used_bytes()
+    # It is rounded to two digits: at most what it was.
+    return max(
+        accelerator.used_bytes(), then - (parse_bytes(f"1 {found[2]}") // 200 if found[2] != "bytes" else 0)
+    )
+
+
+def _bytes_in(found: re.Match[str] | None) -> int | None:
     return None if found is None else parse_bytes(f"{found[1]} {'B' if found[2] == 'bytes' else found[2]}")

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.utils.weak import TensorWeakRef
 
 from hetero.errors import ManageError
 from hetero.stm.deferred import Update
@@ -37,10 +38,11 @@ Layout = tuple[torch.Size, tuple[int, ...], int]
 
 @dataclass(slots=True)
 class Cast:
-    """A parameter's cast within one autocast region, or its empty shell between operators (`hetero.stm.casts`)."""
+    """A parameter's cast within one autocast region: its empty shell between operators, or, where somebody else holds
+    it with its bytes, a weak reference (`hetero.stm.casts`)."""
 
     region: int
-    value: torch.Tensor
+    value: torch.Tensor | TensorWeakRef
 
 
 class _Probe:

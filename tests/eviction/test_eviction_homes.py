@@ -17,10 +17,10 @@ from hetero.eviction import (
 COST = HomeCost(nbytes=40, step_nbytes=0, step_seconds=0.0)
 
 
-def chosen(outcomes, *, most_bytes=None):
+def chosen(outcomes, *, most_bytes=None, cost=COST):
     """``outcomes``: by number of homes, seconds of the step and bytes of copies; None: they do not fit."""
     count = len(outcomes) - 1
-    sizes, costs = (10,) * count, dict.fromkeys(range(count), COST)
+    sizes, costs = (10,) * count, dict.fromkeys(range(count), cost)
     most_bytes = 40 * count if most_bytes is None else most_bytes
 
     def plan(homes):
@@ -65,6 +65,11 @@ def test_the_fastest_number_or_the_fewest_bytes(outcomes, count, moves_more):
 
 def test_no_more_of_the_device_than_is_given():
     assert chosen([(1.0, 90), (0.5, 80), (0.4, 70), (0.3, 0), (0.2, 0)], most_bytes=100).homes == (0, 1)
+
+
+def test_parameters_that_take_nothing():
+    nothing = HomeCost(nbytes=0, step_nbytes=0, step_seconds=0.0)
+    assert chosen([(1.0, 90), (0.5, 80), (0.4, 70)], cost=nothing).homes == (0, 1)
 
 
 @pytest.mark.parametrize("fit", range(1, 64))

@@ -45,6 +45,10 @@ class Shared(nn.Module):
                 return torch.tanh(y + F.conv1d(y, weight.view(WIDTH, WIDTH, 1)))[:, :, 0]
             case "checkpoint":
                 return checkpoint(lambda y: torch.tanh(F.linear(y, weight)), x, use_reentrant=False)
+            case "recomputed":  # without saved-tensor hooks of ours: the graph holds the casts
+                return checkpoint(
+                    lambda y: torch.tanh(F.linear(y, weight)) + F.linear(y, weight), x, use_reentrant=True
+                )
         raise AssertionError(self.kind)
 
 
@@ -53,7 +57,8 @@ def steps(model, optimizer, target, forwards=1):
     for _ in range(4):
         with torch.autocast(target.type, dtype=torch.bfloat16):
             losses = [
-                model(torch.randn(8, WIDTH).to(target)).float().square().mean() for _ in range(forwards)
+                model(torch.randn(8, WIDTH).to(target).requires_grad_()).float().square().mean()
+                for _ in range(forwards)
             ]
         sum(losses).backward()
         seen.append([*losses, *[p.grad for p in model.parameters()]])
@@ -62,7 +67,7 @@ def steps(model, optimizer, target, forwards=1):
     return seen
 
 
-@pytest.mark.parametrize("kind", ["linear", "matmul", "view", "conv", "checkpoint"])
+@pytest.mark.parametrize("kind", ["linear", "matmul", "view", "conv", "checkpoint", "recomputed"])
 def test_a_weight_used_several_times_in_a_region(kind):
     assert_twins(lambda: Shared(kind), steps, share=0.8)
 

@@ -8,8 +8,9 @@ import torch
 from backward_ends import wait_for_backward_ends
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from loops import ACTIONS, backward, batch, mixed_loop, mlp, train, two_optimizers, two_steps
+from loops import ACTIONS, backward, batch, losses, mixed_loop, mlp, train, two_optimizers, two_steps
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from twins import adamw, assert_same, assert_twins, device, plain, unmanaged
 
 import hetero
@@ -37,6 +38,38 @@ def test_two_optimizers_on_one_model():
         return seen
 
     assert_twins(mlp, loop, make_optimizer=make)
+
+
+@pytest.mark.parametrize("share", [0.8, 1.0])
+def test_parameters_as_arguments_of_a_checkpoint(share):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+            self.weight, self.bias = nn.Parameter(torch.randn(64, 64)), nn.Parameter(torch.randn(64))
+
+        def forward(self, x):
+            def inner(x, weight, bias):
+                return torch.sigmoid(x @ weight + bias)
+
+            return checkpoint(inner, self.linear(x), self.weight, self.bias, use_reentrant=False)
+
+    def loop(model, optimizer, target):
+        seen = losses(model, optimizer, target, 6)
+        vector = torch.nn.utils.parameters_to_vector(model.parameters())
+        torch.nn.utils.vector_to_parameters(
+            vector.detach() * 0.9, model.parameters()
+        )  # homes begin within others' memory
+        seen += losses(model, optimizer, target, 2)
+        for _ in range(3):  # outside of the model's forward
+            middle = checkpoint(lambda x, w: x @ w, batch(target), model.weight, use_reentrant=False)
+            middle.square().mean().backward()
+            seen.append(middle)
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    assert_twins(Net, loop, share=share)
 
 
 def test_two_optimizers_on_the_same_parameters():

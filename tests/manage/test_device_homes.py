@@ -151,6 +151,20 @@ class Scale(nn.Module):
         return Scaled.apply(x, self.weight)
 
 
+@pytest.mark.parametrize("share", [0.5, 0.8, 1.5])
+@pytest.mark.parametrize("first", [1, 2, 7])
+def test_parameters_are_taken_out_of_the_optimizer(share, first):
+    def loop(model, optimizer, target):
+        seen = losses(model, optimizer, target, first)
+        group = optimizer.param_groups[0]
+        taken, group["params"] = group["params"][:5], group["params"][5:]
+        seen += losses(model, optimizer, target, 6)
+        optimizer.add_param_group({"params": taken, "lr": 1e-3})
+        return seen + losses(model, optimizer, target, 6)
+
+    assert_twins(mlp, loop, share=share)
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_what_lives_there_does_not_move_when_layers_are_recomputed(use_reentrant):
     target = device()
@@ -568,6 +582,27 @@ def test_a_backward_that_fails_before_autograd_has_a_gradient_leaves_no_trace(go
         optimizer.zero_grad()
         expected = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
         assert all(map(torch.equal, got, expected))
+
+
+def test_a_backward_that_fails_beside_gradients_of_an_earlier_one():
+    """They come home, once, although nothing of ours asked for them."""
+
+    def fail(gradient):
+        raise ValueError("in between")
+
+    model, optimizer, manager, target = managed_mlp("64MiB")
+    manager._stm.settled.forbid()  # where everything fits, autograd has gradients of its own
+    with manager:
+        for _ in range(5):
+            step(model, optimizer, target)
+        x = batch(target)
+        model(x).square().mean().backward()
+        middle = model[:8](x)
+        middle.register_hook(fail)
+        with pytest.raises(ValueError, match="in between"):
+            model[8:](middle).square().mean().backward()
+        optimizer.zero_grad()
+        assert living(manager)
 
 
 def test_gradients_that_are_returned_while_another_thread_accumulates():

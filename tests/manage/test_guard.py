@@ -41,6 +41,32 @@ def steps(model, optimizer, target, count=3):
     return seen
 
 
+class Sorts(nn.Module):
+    """An operator that allocates twice: values, then indices of twice their size."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        values, indices = torch.sort(x * self.scale)
+        return values[-1] + indices[0]
+
+
+def test_an_operator_that_fails_at_its_second_allocation_does_not_pass_the_budget():
+    target = device()
+    x = torch.randn(1 << 22, device=target)
+    model = Sorts()
+    before = torch.accelerator.memory_allocated()
+    # The product and the values fit, or the product and the indices.
+    budget = before + (16 << 20) + (40 << 20)
+    with hetero.manage(model, device=target, device_budget=budget):
+        torch.accelerator.reset_peak_memory_stats()
+        with pytest.raises(hetero.BudgetError, match="sort"), torch.no_grad():
+            model(x)
+        assert torch.accelerator.max_memory_allocated() <= budget + GAPS
+
+
 def test_formulas_that_depend_on_the_mode_give_the_same_bits():
     assert_twins(Formulas, steps, share=0.9)
 

@@ -8,6 +8,7 @@ from loops import backward, mlp
 from twins import assert_twins, device
 
 import hetero
+from hetero.stm import hostcopies
 
 TAKES = {
     "p.detach().cpu()": lambda p, o: p.detach().cpu(),
@@ -94,3 +95,16 @@ def test_aliases_stay_aliases_and_other_tensors_are_left_alone():
     kept = weight.detach()
     assert kept.cpu() is kept  # an ordinary parameter of the host again
     assert copy.copy(kept).to("cpu").data_ptr() == weight.data_ptr()
+
+
+def test_what_has_been_in_many_places_is_not_remembered_in_all_of_them(monkeypatch):
+    monkeypatch.setattr(hostcopies, "_least_to_prune", 8)
+    monkeypatch.setattr(hostcopies, "_prune_at", 8)
+    monkeypatch.setattr(hostcopies, "_at_home", type(hostcopies._at_home)())
+    tensor, places = torch.ones(4), []
+    for _ in range(100):
+        places.append(torch.ones(4))  # kept, so that no place is used again
+        tensor.data = places[-1]
+        hostcopies.note_at_home(tensor)
+    assert len(hostcopies._at_home) <= 9
+    assert hostcopies._is_ours(tensor)

@@ -119,6 +119,30 @@ def test_gradients_of_gradients_with_respect_to_parameters():
         assert torch.equal(got, expected)
 
 
+class InnerStep(nn.Module):
+    """A step of gradient descent within the forward, which backward goes through."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.scale, self.outer = (
+            nn.Linear(64, 64),
+            nn.Parameter(torch.ones(64)),
+            nn.Linear(64, 64),
+        )
+
+    def forward(self, x):
+        weights = {"weight": self.inner.weight, "scale": self.scale}
+        inner = (self.inner(x.detach()) * self.scale).square().mean()
+        grads = torch.autograd.grad(inner, weights, create_graph=True)
+        weight, scale = (w - 0.1 * grads[name] for name, w in weights.items())
+        return self.outer(F.linear(x, weight, self.inner.bias) * scale)
+
+
+@pytest.mark.parametrize("share", [0.6, 3.0])
+def test_an_inner_step_within_the_forward(share):
+    assert_twins(InnerStep, train, share=share)
+
+
 def test_retain_graph_and_a_second_backward():
     def loop(model, optimizer, target):
         seen = []

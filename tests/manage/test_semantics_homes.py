@@ -89,8 +89,7 @@ def test_autograd_grad_of_parameters_within_a_backward():
                 x = ctx.x.requires_grad_()
                 parameters = list(ctx.module.parameters())
                 grads = torch.autograd.grad(ctx.module(x), (x, *parameters), g)
-            # Gradients of parameters are at home; this Function was given device copies.
-            return grads[0], None, *[2 * grad.to(g.device) for grad in grads[1:]]
+            return grads[0], None, *[2 * grad for grad in grads[1:]]
 
     class Net(nn.Module):
         def __init__(self):

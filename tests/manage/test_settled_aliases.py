@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from loops import batch, mlp
+from loops import backward, batch, mlp
 from test_settled_exits import managed_mlp, settle, step
-from twins import adamw
+from twins import adamw, assert_twins
 
 pytestmark = pytest.mark.usefixtures("homes_on_device")
 
@@ -96,3 +96,51 @@ def test_what_was_written_to_frozen_parameters_through_their_data_stays_written(
         if way != "close":
             assert all(torch.equal(p, q) for p, q in zip(model[0].parameters(), expected, strict=True))
     assert all(torch.equal(p, q) for p, q in zip(model[0].parameters(), expected, strict=True))
+
+
+def gradients(model):
+    return [p.grad for p in model.parameters()]
+
+
+def averaged(average, model):
+    for mean, p in zip(average, model.parameters(), strict=True):
+        mean.mul_(0.9).add_(p.grad)
+
+
+def flattened(model):
+    return [torch.cat([p.grad.flatten() for p in model.parameters()])]
+
+
+@pytest.mark.parametrize("kept", ["themselves", "an average", "in one vector"])
+def test_what_was_made_from_gradients_at_home_keeps_parameters_there(kept):
+    def loop(model, optimizer, target):
+        seen = []
+        average = None
+        for _ in range(10):
+            backward(model, target)
+            if kept == "an average":
+                if average is None:
+                    average = [p.grad.clone() for p in model.parameters()]
+                averaged(average, model)
+                seen.append([mean.sum().item() for mean in average])
+            else:  # of the last iteration, beside those of this one
+                now = flattened(model) if kept == "in one vector" else gradients(model)
+                seen.append([(a - b).norm() for a, b in zip(now, average or now, strict=True)])
+                average = now
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    assert_twins(mlp, loop, budget=64 << 20)
+
+
+def test_gradients_that_were_looked_at_and_left_alone_keep_nothing_at_home():
+    model, optimizer, manager, target = managed_mlp()
+    with manager:
+        for _ in range(6):
+            backward(model, target)
+            norms = [p.grad.norm().item() for p in model.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+        assert min(norms) > 0
+        assert manager.plan.everything_fits

@@ -178,3 +178,41 @@ def test_gradients_on_their_way_keep_to_the_budget():
         torch.accelerator.reset_peak_memory_stats()
         loop(model, optimizer, target)
         assert torch.accelerator.max_memory_allocated() <= budget + GAPS
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.takes_second = False
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.second(torch.tanh(x)) if self.takes_second else x
+
+
+def test_while_one_kind_of_iteration_that_shares_segments_with_another_is_measured_again():
+    target = device()
+    gc.collect()
+    torch.manual_seed(0)
+    model = Branches()
+    optimizer = adamw(model)
+
+    def step(micro_batches):
+        for _ in range(micro_batches):
+            model(torch.randn(BATCH, WIDTH).to(target)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with hetero.manage(
+        model, optimizer, device=target, device_budget="1800KiB", device_homes=False
+    ) as manager:
+        for micro_batches in (1, 2, 1, 2):
+            step(micro_batches)
+        model.takes_second = True
+        step(2)
+        manager.trim()
+        model.takes_second = False
+        for micro_batches in (1, 2, 1, 2):
+            step(micro_batches)
+        manager.trim()
