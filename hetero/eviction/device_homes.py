@@ -73,6 +73,7 @@ def choose_device_homes(
         fits = count
     if too_many is not None:
         _try_as_many_as_fit(tries, fits, too_many)
+        tries.fits(count_within(tries.taken, most))  # if all are there, no copy needs room
     return tries.best()
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from hypothesis import event, given, settings
+from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
 from hetero.eviction import (
@@ -206,6 +206,9 @@ def test_no_more_pairs_are_planned_than_may_be(monkeypatch):
 
 @settings(max_examples=30, deadline=None)
 @given(model=models(layers=12, early=False))
+@example(  # both fit on the device, and one of them alone leaves no room for copies of the other
+    model=Model(sizes=(10, 8), seconds=(1.0, 1.0), saved=0, home=3, room=54, link=3.0, host=2.0, early=False)
+)
 def test_without_early_updates_nothing_keeps_a_place(model):
     best = model.chosen()
     assert not best.places
