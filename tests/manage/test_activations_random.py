@@ -136,10 +136,13 @@ def train(model, target, stops):
         except Interrupted:
             seen.append("interrupted")
         except RuntimeError as error:
-            if "modified by an inplace operation" not in str(error):
-                raise
             # The tensor's type has the device's name in it, and the advice differs.
-            seen.append(re.search("is at version .* instead", str(error))[0])
+            what = re.search(
+                "is at version .* instead|Output .* is a view and .* modified inplace", str(error)
+            )
+            if what is None:
+                raise
+            seen.append(what[0])
             event("illegal edit")
             model.zero_grad()  # how far it got is undefined
         seen.append([p.grad for p in model.parameters()])
