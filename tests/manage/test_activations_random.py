@@ -120,6 +120,11 @@ class Net(nn.Module):
         raise AssertionError(op.kind)
 
 
+# What autograd says where it unpacks one of several views whose base was edited. What has been packed by us is no view
+# any more: there, the version tells.
+ONE_OF_SEVERAL = "is a view and its base or another view of its base has been modified inplace"
+
+
 def train(model, target, stops):
     seen = []
     for tick, stop in enumerate(stops):
@@ -137,12 +142,10 @@ def train(model, target, stops):
             seen.append("interrupted")
         except RuntimeError as error:
             # The tensor's type has the device's name in it, and the advice differs.
-            what = re.search(
-                "is at version .* instead|Output .* is a view and .* modified inplace", str(error)
-            )
-            if what is None:
+            versions = re.search("is at version .* instead", str(error))
+            if versions is None and ONE_OF_SEVERAL not in str(error):
                 raise
-            seen.append(what[0])
+            seen.append(ONE_OF_SEVERAL if versions is None else versions[0])
             event("illegal edit")
             model.zero_grad()  # how far it got is undefined
         seen.append([p.grad for p in model.parameters()])
@@ -189,7 +192,11 @@ def test_whatever_leaves_whenever_the_numbers_and_errors_are_the_same(ops, stops
     model.shed = shed
     try:
         got = train(model, target, stops)
-        assert_same(got, expected, "seen")
+        told = [
+            number for number, what in enumerate(expected) if isinstance(what, str) and what == ONE_OF_SEVERAL
+        ]
+        assert all("is at version" in got[number] for number in told)
+        assert_same([ONE_OF_SEVERAL if n in told else g for n, g in enumerate(got)], expected, "seen")
         wait_for_backward_ends(target)
         gc.collect()  # an error and the frames that it passed hold each other, and the graph
         activations.settle()
