@@ -277,7 +277,7 @@ class Manager:
             return
         with torch.inference_mode(False):
             self._abandon.detach()
-            self._settled.leave(force=True)
+            self._settled.close()
             if self._host_step is not None:
                 self._kernels = self._host_step.kernels
             self._stm.close()

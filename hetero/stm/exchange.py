@@ -9,7 +9,8 @@ still alive, what it accumulates into the shadow is handed on to ``p`` (`redirec
 """
 
 import gc
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from hetero.stm.intercept import is_managed
 from hetero.stm.tensors import ManagedTensor
 
 __all__ = [
+    "Bystanders",
     "exchange",
     "has_other_optimizer",
     "has_something_like_gradients",
@@ -119,9 +121,36 @@ def has_other_optimizer(ours: torch.optim.Optimizer | None, parameters: set[int]
     return False
 
 
-def has_something_like_gradients(tensors: Sequence[ManagedTensor]) -> bool:
+class Bystanders:
+    """Tensors on the host that were there when this was made. Weakly, which torch sees: `clear` it when it is of no
+    use any more, or they cannot be swapped (``torch.utils.swap_tensors``)."""
+
+    def __init__(self) -> None:
+        self._versions = {
+            id(found): (weakref.ref(found), found._version)
+            for found in _host_tensors()
+            if not found.is_inference()
+        }
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        """``tensor`` is one of them, and has not been written since."""
+        found, version = self._versions.get(id(tensor), (None, 0))
+        return found is not None and found() is tensor and tensor._version == version
+
+    def clear(self) -> None:
+        """Nothing was there."""
+        self._versions.clear()
+
+
+def _host_tensors() -> Iterator[torch.Tensor]:
+    for found in gc.get_objects():
+        if issubclass(type(found), torch.Tensor) and found.is_cpu and not found.is_nested:
+            yield found
+
+
+def has_something_like_gradients(tensors: Sequence[ManagedTensor], bystanders: Bystanders) -> bool:
     """Somebody has a tensor on the host that may be a gradient, or made from some: of the shape of a parameter, or as
-    large as all together, and none of ours."""
+    large as all together, none of ours and no bystander."""
     trained = [tensor.home for tensor in tensors if tensor.parameter.requires_grad]
     dtypes, shapes = {home.dtype for home in trained}, {home.shape for home in trained if home.dim()}
     total = sum(home.numel() for home in trained)
@@ -129,12 +158,10 @@ def has_something_like_gradients(tensors: Sequence[ManagedTensor]) -> bool:
     for tensor in tensors:
         if tensor.parameter.grad is not None and tensor.parameter.grad.layout is torch.strided:
             ours.add(tensor.parameter.grad.untyped_storage()._cdata)
-    for found in gc.get_objects():
-        if not issubclass(type(found), torch.Tensor) or not found.is_cpu or found.is_nested:
-            continue
+    for found in _host_tensors():
         if found.dtype in dtypes and (found.shape in shapes or found.numel() == total):
             storage = storage_of(found)
-            if storage is None or storage._cdata not in ours:
+            if (storage is None or storage._cdata not in ours) and found not in bystanders:
                 return True
     return False
 

@@ -11,7 +11,7 @@ A settled parameter's device is another than before, so whoever combined it with
 Nobody settles who was seen to do so, or to keep a copy of home, in the iteration before; a copy of the model, and
 another optimizer over its parameters, count for good. Gradients are plain tensors: what is done with them is not seen.
 So where they have been given to somebody, everything on the host that might be one of them, or made from some, keeps
-parameters at home.
+parameters at home, unless it was there before, and as it is now.
 """
 
 import operator
@@ -26,6 +26,7 @@ from hetero.devices import Accelerator
 from hetero.errors import BudgetError, ManageError
 from hetero.stm.compiled import CompiledCalls
 from hetero.stm.exchange import (
+    Bystanders,
     exchange,
     has_other_optimizer,
     has_something_like_gradients,
@@ -114,6 +115,7 @@ class Settled:
         self._allowed = allowed
         if step is not None and self._own_step is not None:
             step.step_settled = self._own_step.step
+        self._bystanders = Bystanders()
         self._has_searched = False
         self._wait = 0
         self._failures = 0
@@ -293,7 +295,7 @@ class Settled:
             if tensor.parameter.grad is not None and not gradient_is_private(tensor.parameter):
                 return False
             self.has_seen_gradients |= bool(tensor.parameter._backward_hooks)
-        if self.has_seen_gradients and has_something_like_gradients(stm.tensors):
+        if self.has_seen_gradients and has_something_like_gradients(stm.tensors, self._bystanders):
             return False
         try:
             stm.residency.require(stm.tensors, limit=self._budget, operator=lambda: "settling")
@@ -452,6 +454,11 @@ class Settled:
     def forbid(self) -> None:
         """[Note: who looks]: for good."""
         self._must_leave, self._allowed = True, False
+
+    def close(self) -> None:
+        """Management ends."""
+        self.leave(force=True)
+        self._bystanders.clear()
 
     def abandon(self) -> None:
         """The manager is gone, with its model."""

@@ -4,6 +4,7 @@ import pytest
 import torch
 from loops import backward, batch, mlp
 from test_settled_exits import managed_mlp, settle, step
+from torch import nn
 from twins import adamw, assert_twins
 
 pytestmark = pytest.mark.usefixtures("homes_on_device")
@@ -134,13 +135,26 @@ def test_what_was_made_from_gradients_at_home_keeps_parameters_there(kept):
     assert_twins(mlp, loop, budget=64 << 20)
 
 
-def test_gradients_that_were_looked_at_and_left_alone_keep_nothing_at_home():
+@pytest.mark.parametrize("writes", [False, True])
+def test_gradients_that_were_looked_at_and_left_alone_keep_nothing_at_home(writes):
+    sums = [torch.zeros_like(p) for p in mlp().parameters()]  # like gradients, but there before
     model, optimizer, manager, target = managed_mlp()
     with manager:
         for _ in range(6):
             backward(model, target)
             norms = [p.grad.norm().item() for p in model.parameters()]
+            if writes:
+                for total, p in zip(sums, model.parameters(), strict=True):
+                    total.add_(p.grad)
             optimizer.step()
             optimizer.zero_grad()
         assert min(norms) > 0
-        assert manager.plan.everything_fits
+        assert manager.plan.everything_fits != writes
+
+
+def test_after_close_parameters_can_be_swapped():
+    model, _, manager, _ = managed_mlp()
+    manager.close()
+    with torch.no_grad():
+        torch.utils.swap_tensors(model[0].weight, nn.Parameter(torch.zeros_like(model[0].weight)))
+    assert not model[0].weight.any()
