@@ -123,12 +123,13 @@ def test_evaluation_between_steps_and_in_the_middle_of_one():
 def test_a_graph_of_the_settled_state_is_gone_through_after_it_has_ended():
     def loop(model, optimizer, target, note):
         seen = losses(model, optimizer, target, 6)
-        hooked, after = (
-            [],
-            [],
-        )  # each by itself: which of two parameters is first is left to autograd's threads
-        list(model.parameters())[2].register_hook(lambda g: hooked.append(g.clone()))
-        list(model.parameters())[3].register_post_accumulate_grad_hook(lambda p: after.append(p.grad.clone()))
+        # Each by itself: which of two parameters is first is left to autograd's threads. In another type: what might be
+        # a gradient would keep the parameters at home.
+        hooked, after = [], []
+        list(model.parameters())[2].register_hook(lambda g: hooked.append(g.double()))
+        list(model.parameters())[3].register_post_accumulate_grad_hook(
+            lambda p: after.append(p.grad.double())
+        )
         for number in range(2):
             first = square_loss(model, target)
             note(True)
@@ -136,7 +137,7 @@ def test_a_graph_of_the_settled_state_is_gone_through_after_it_has_ended():
             note(number > 0)  # after that, its size is known
             second.backward()
             first.backward()
-            seen.append([first, second, *[p.grad.clone() for p in model.parameters()]])
+            seen.append([first, second, *[p.grad.double() for p in model.parameters()]])
             optimizer.step()
             optimizer.zero_grad()
         return [*seen, *losses(model, optimizer, target, 4), *hooked, *after]
