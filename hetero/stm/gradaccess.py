@@ -70,7 +70,7 @@ class GradientAccess:
                     norms.forget(tensor.index)  # the optimizer may write to gradients
                 if norms.knows(tensor.index, norm_type):
                     continue
-                if self._gradients.is_kept(tensor):
+                if self._gradients.is_kept(tensor) and tensor.home.numel():
                     self._residency.room.make(self._gradients.on_device_nbytes(tensor))
                     norms.take(tensor.index, self._gradients.on_device(tensor))
                 else:
