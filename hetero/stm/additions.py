@@ -70,10 +70,10 @@ class Addition:
             if self._before is not None:
                 self._before.apply(self._engine)
                 self._before = None
-            gradient = _alias(memory, self._offset, landing.numel(), self._dtype)
-            self._engine.host_after_download(self._arrival, landing)
-            self._engine.before_host_write(gradient)
             with torch.inference_mode(False), torch.no_grad():
+                gradient = _alias(memory, self._offset, landing.numel(), self._dtype)
+                self._engine.host_after_download(self._arrival, landing)
+                self._engine.before_host_write(gradient)
                 gradient.add_(landing)
             self._landing = self._memory = None
 

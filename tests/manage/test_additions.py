@@ -169,6 +169,21 @@ def test_looks_and_writes_between_micro_batches():
     assert_twins(mlp, loop, **SLOW)
 
 
+def test_looks_in_inference_mode(monkeypatch):
+    monkeypatch.setattr(additions.Additions, "flush", lambda self: None)  # whoever looks comes first
+
+    def loop(model, optimizer, target):
+        seen = []
+        for _ in range(2):
+            backward(model, target)
+            backward(model, target)
+            with torch.inference_mode():
+                seen += [p.grad.sum().item() for p in model.parameters()]
+        return [*seen, *gradients(model)]
+
+    assert_twins(mlp, loop, device_homes=False, **SLOW)
+
+
 def test_what_is_dropped_is_not_added_to_what_takes_its_place():
     def loop(model, optimizer, target):
         for _ in range(3):
