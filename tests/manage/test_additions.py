@@ -16,6 +16,7 @@ from twins import adamw, assert_same, assert_twins, at_home, device, plain
 import hetero
 from hetero.devices import Wait
 from hetero.stm import additions
+from hetero.stm.slots import HostSlots
 
 SLOW = {"bandwidth": "64MiB/s", "latency": "200us"}
 
@@ -136,6 +137,16 @@ def test_where_the_ring_is_small_or_there_is_none(monkeypatch, late):
     assert_twins(mlp, loop, device_homes=False, activations=False, **SLOW, **keywords)
     largest = max(p.nbytes for p in mlp().parameters())
     assert set(seen) == {None if late == "budget" else largest}
+
+
+def test_a_backward_asks_for_a_ring_once(monkeypatch):
+    asked = []
+    monkeypatch.setattr(HostSlots, "reserve", lambda self, nbytes: asked.append(nbytes))
+    model, _, manager, target = managed_mlp()
+    with manager:
+        for _ in range(3):
+            backward(model, target)
+    assert len(asked) == 2  # there was nothing to be added in the first
 
 
 def test_looks_and_writes_between_micro_batches():
