@@ -109,8 +109,9 @@ class GradientAccess:
                 self._gradients.forget(tensor)
                 tensor.parameter.grad = None
 
-    def replace(self, tensor: ManagedTensor) -> None:
-        """``p.grad`` is about to be replaced or deleted."""
+    def replace(self, tensor: ManagedTensor, gradient: object) -> None:
+        """``p.grad`` is about to be ``gradient``."""
         with self._lock, plain():
             self._roll_back([tensor])
             self._gradients.forget(tensor)
+            self._gradients.note_given(tensor, gradient)

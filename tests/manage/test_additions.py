@@ -2,13 +2,14 @@
 
 import gc
 
+import numpy as np
 import pytest
 import torch
 from accelerators import ON_CUDA
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from lateness import managed_mlp
-from loops import backward, batch, mixed_loop, mlp, two_optimizers
+from lateness import managed_mlp, pending, stopped
+from loops import backward, batch, mixed_loop, mlp, two_optimizers, two_steps
 from racing import listening
 from torch import nn
 from twins import adamw, assert_same, assert_twins, at_home, device, plain
@@ -178,6 +179,29 @@ def test_looks_and_writes_between_micro_batches():
         return [*seen, *gradients(model)]
 
     assert_twins(mlp, loop, **SLOW)
+
+
+@pytest.mark.parametrize("way", ["micro-batch", "clip", "clip value", "step"])
+def test_a_gradient_in_memory_of_numpys_is_never_late(way):
+    model, optimizer, manager, target = managed_mlp()
+    with manager:
+        two_steps(model, optimizer, target)
+        weight = model[0].weight
+        array = np.ones(tuple(weight.shape), np.float32)
+        with stopped(manager):
+            weight.grad = torch.from_numpy(array)
+            if way == "micro-batch":
+                backward(model, target)
+            elif way == "clip":
+                torch.nn.utils.clip_grad_norm_([weight], 1e-2)
+            elif way == "clip value":
+                torch.nn.utils.clip_grad_value_([weight], 1e-2)
+            else:
+                optimizer.step()
+                assert "0.weight" not in pending(manager)
+            assert (array == 1).all() == (way == "step")
+        seen = array.copy()
+        assert np.array_equal(weight.grad.numpy(), seen)
 
 
 def test_looks_in_inference_mode(monkeypatch):
