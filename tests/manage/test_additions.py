@@ -119,13 +119,6 @@ def test_low_precision_is_added_in_the_type_of_home():
 def test_where_the_ring_is_small_or_there_is_none(monkeypatch, late):
     monkeypatch.setattr(additions, "_RING_BYTES", 1)
     keywords = {"host_budget": sum(p.nbytes for p in mlp().parameters()) * 4} if late == "budget" else {}
-    kept = []
-
-    def loop(model, optimizer, target):
-        seen = micro_batches(4)(model, optimizer, target)
-        kept.append(type(model[0].weight))
-        return seen
-
     seen = []
     original = additions.Additions._ring_for
 
@@ -135,7 +128,7 @@ def test_where_the_ring_is_small_or_there_is_none(monkeypatch, late):
         return ring
 
     monkeypatch.setattr(additions.Additions, "_ring_for", ring_for)
-    assert_twins(mlp, loop, device_homes=False, activations=False, **SLOW, **keywords)
+    assert_twins(mlp, micro_batches(4), device_homes=False, activations=False, **SLOW, **keywords)
     largest = max(p.nbytes for p in mlp().parameters())
     assert set(seen) == {None if late == "budget" else largest}
 
