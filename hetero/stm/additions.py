@@ -70,10 +70,10 @@ class Addition:
             if self._before is not None:
                 self._before.apply(self._engine)
                 self._before = None
-            gradient = _alias(memory, self._offset, landing.numel(), self._dtype)
-            self._engine.host_after_download(self._arrival, landing)
-            self._engine.before_host_write(gradient)
             with torch.inference_mode(False), torch.no_grad():
+                gradient = _alias(memory, self._offset, landing.numel(), self._dtype)
+                self._engine.host_after_download(self._arrival, landing)
+                self._engine.before_host_write(gradient)
                 gradient.add_(landing)
             self._landing = self._memory = None
 
@@ -109,6 +109,8 @@ class Additions:
         self._sizes = sizes
         self._run_later = run_later
         self._ring: torch.Tensor | None = None
+        # There was no memory for it when this backward asked; another may find some.
+        self._is_refused = False
         self._entry = StatefulTensor(ledger, Kind.GRADIENT, "ring of gradients")
         # Since the first, as if the ring had no end: of the next contribution, and of those that may be left.
         self._next = 0
@@ -140,17 +142,19 @@ class Additions:
         return addition, event
 
     def flush(self) -> None:
-        """Let the thread begin with what has been started so far."""
+        """Let the thread begin with what has been started so far. A backward ends, or much has come together."""
+        self._is_refused = False
         batch, self._batch, self._batch_bytes = self._batch, [], 0
         if batch:
             self._run_later(partial(_make_all, batch))
 
     def _ring_for(self, nbytes: int) -> torch.Tensor | None:
         """The ring, if so many bytes fit."""
-        if self._ring is None:
+        if self._ring is None and not self._is_refused:
             sizes = [HostArena.slab_bytes(size) for size in self._sizes()]
             wanted = min(sum(sizes), max(*sizes, _RING_BYTES))
             self._ring = self._reserve(wanted)
+            self._is_refused = self._ring is None
             if self._ring is not None:
                 self._entry.place(Tier.HOST, self._ring.nbytes)
         return None if self._ring is None or self._ring.numel() < nbytes else self._ring

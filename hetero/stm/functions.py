@@ -126,10 +126,10 @@ def _set_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
             tensor.owner.grads.drop(tensor)
             return None
         tensor.owner.grads.wait(tensor)
-        if len(args) > 1 and isinstance(args[1], torch.Tensor) and args[1].device != tensor.home.device:
+        if isinstance(args[1], torch.Tensor) and args[1].device != tensor.home.device:
             # On the device this assignment would have been legal.
             args = (args[0], args[1].to(tensor.home.device))
-        tensor.owner.grads.replace(tensor)
+        tensor.owner.grads.replace(tensor, args[1])
     return func(*args, **kwargs)
 
 

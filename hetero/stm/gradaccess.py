@@ -70,7 +70,7 @@ class GradientAccess:
                     norms.forget(tensor.index)  # the optimizer may write to gradients
                 if norms.knows(tensor.index, norm_type):
                     continue
-                if self._gradients.is_kept(tensor):
+                if self._gradients.is_kept(tensor) and tensor.home.numel():
                     self._residency.room.make(self._gradients.on_device_nbytes(tensor))
                     norms.take(tensor.index, self._gradients.on_device(tensor))
                 else:
@@ -109,8 +109,9 @@ class GradientAccess:
                 self._gradients.forget(tensor)
                 tensor.parameter.grad = None
 
-    def replace(self, tensor: ManagedTensor) -> None:
-        """``p.grad`` is about to be replaced or deleted."""
+    def replace(self, tensor: ManagedTensor, gradient: object) -> None:
+        """``p.grad`` is about to be ``gradient``."""
         with self._lock, plain():
             self._roll_back([tensor])
             self._gradients.forget(tensor)
+            self._gradients.note_given(tensor, gradient)

@@ -64,6 +64,8 @@ class Gradients:
         self.changes = Changes(engine, arena)
         self.norms = GradientNorms(engine.accelerator.device)
         self.kept = KeptGradients(engine, self._memory, self.changes, self.norms, meter)
+        # Aliases of gradients in memory that is not torch's (NumPy's), so that nobody takes them for private.
+        self._foreign: dict[int, torch.Tensor] = {}
         # Gradients with a graph have come home: a backward may go through them.
         self.have_graphs = False
         # How many bytes may be on their way at once; 0 hands each gradient over before the next operator runs.
@@ -190,6 +192,15 @@ class Gradients:
         self.changes.drop(tensor.index)
         self.kept.forget(tensor)
         self._memory.forget(tensor)
+        self._foreign.pop(tensor.index, None)
+
+    def note_given(self, tensor: ManagedTensor, gradient: object) -> None:
+        """``gradient``, of the user's, becomes ``p.grad``."""
+        if not (isinstance(gradient, torch.Tensor) and gradient_is_plain(gradient)):
+            return
+        # Whoever has the array reads it without asking us, and is not counted among those who hold it.
+        if not gradient.untyped_storage().resizable():
+            self._foreign[tensor.index] = gradient.detach()
 
     def _wait(self, tensor: ManagedTensor) -> None:
         # With no ``p.grad`` autograd has not taken it over yet: there is nothing to be read.

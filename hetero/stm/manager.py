@@ -48,7 +48,7 @@ _current_graph_task_id = torch._C._current_graph_task_id
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrivals:
-    """What has to happen before a parameter's update may run: its gradient down and scaled, copies of its home up."""
+    """What has to happen before a parameter's update may run: its gradient down and changed, copies of its home up."""
 
     gradient: torch.Event | None
     changes: tuple[Change, ...]

@@ -36,7 +36,10 @@ class GradientNorms:
             self._taken[norm_type] = _Norms(values)
 
     def take(self, index: int, gradient: torch.Tensor, cast: torch.dtype | None = None) -> None:
-        """``gradient``, on the device, becomes ``p.grad``: as it is, or cast to another type."""
+        """``gradient``, on the device, becomes ``p.grad``: as it is, or cast to another type. One without numbers is
+        left to `get`: some norms of it torch refuses, to whoever asks for them."""
+        if not gradient.numel():
+            return
         for order, taken in self._taken.items():
             if (cast or gradient.dtype) == taken.values.dtype:
                 with torch.no_grad():

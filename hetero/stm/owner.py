@@ -44,8 +44,8 @@ class GradientOwner(Protocol):
     def wait(self, tensor: "ManagedTensor") -> None:
         """Return once it can be read."""
 
-    def replace(self, tensor: "ManagedTensor") -> None:
-        """It is about to be another tensor."""
+    def replace(self, tensor: "ManagedTensor", gradient: object) -> None:
+        """It is about to be ``gradient``."""
 
     def drop(self, tensor: "ManagedTensor") -> None:
         """``p.grad = None``, without waiting for who still needs it."""

@@ -46,8 +46,10 @@ def _unscale(
         )
         return found
     grads = tensors[0].owner.grads
-    with torch.no_grad():
-        found_inf.copy_(grads.norms(tensors, float("inf")).isfinite().all().logical_not())
+    with_numbers = [tensor for tensor in tensors if tensor.home.numel()]
+    if with_numbers:
+        with torch.no_grad():
+            found_inf.copy_(grads.norms(with_numbers, float("inf")).isfinite().all().logical_not())
     grads.scale(tensors, inv_scale)
     return {found_inf.device: found_inf}
 

@@ -2,13 +2,14 @@
 
 import gc
 
+import numpy as np
 import pytest
 import torch
 from accelerators import ON_CUDA
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from lateness import managed_mlp
-from loops import backward, batch, mixed_loop, mlp, two_optimizers
+from lateness import managed_mlp, pending, stopped
+from loops import backward, batch, mixed_loop, mlp, two_optimizers, two_steps
 from racing import listening
 from torch import nn
 from twins import adamw, assert_same, assert_twins, at_home, device, plain
@@ -16,6 +17,7 @@ from twins import adamw, assert_same, assert_twins, at_home, device, plain
 import hetero
 from hetero.devices import Wait
 from hetero.stm import additions
+from hetero.stm.slots import HostSlots
 
 SLOW = {"bandwidth": "64MiB/s", "latency": "200us"}
 
@@ -117,13 +119,6 @@ def test_low_precision_is_added_in_the_type_of_home():
 def test_where_the_ring_is_small_or_there_is_none(monkeypatch, late):
     monkeypatch.setattr(additions, "_RING_BYTES", 1)
     keywords = {"host_budget": sum(p.nbytes for p in mlp().parameters()) * 4} if late == "budget" else {}
-    kept = []
-
-    def loop(model, optimizer, target):
-        seen = micro_batches(4)(model, optimizer, target)
-        kept.append(type(model[0].weight))
-        return seen
-
     seen = []
     original = additions.Additions._ring_for
 
@@ -133,9 +128,19 @@ def test_where_the_ring_is_small_or_there_is_none(monkeypatch, late):
         return ring
 
     monkeypatch.setattr(additions.Additions, "_ring_for", ring_for)
-    assert_twins(mlp, loop, device_homes=False, activations=False, **SLOW, **keywords)
+    assert_twins(mlp, micro_batches(4), device_homes=False, activations=False, **SLOW, **keywords)
     largest = max(p.nbytes for p in mlp().parameters())
     assert set(seen) == {None if late == "budget" else largest}
+
+
+def test_a_backward_asks_for_a_ring_once(monkeypatch):
+    asked = []
+    monkeypatch.setattr(HostSlots, "reserve", lambda self, nbytes: asked.append(nbytes))
+    model, _, manager, target = managed_mlp()
+    with manager:
+        for _ in range(3):
+            backward(model, target)
+    assert len(asked) == 2  # there was nothing to be added in the first
 
 
 def test_looks_and_writes_between_micro_batches():
@@ -167,6 +172,44 @@ def test_looks_and_writes_between_micro_batches():
         return [*seen, *gradients(model)]
 
     assert_twins(mlp, loop, **SLOW)
+
+
+@pytest.mark.parametrize("way", ["micro-batch", "clip", "clip value", "step"])
+def test_a_gradient_in_memory_of_numpys_is_never_late(way):
+    model, optimizer, manager, target = managed_mlp()
+    with manager:
+        two_steps(model, optimizer, target)
+        weight = model[0].weight
+        array = np.ones(tuple(weight.shape), np.float32)
+        with stopped(manager):
+            weight.grad = torch.from_numpy(array)
+            if way == "micro-batch":
+                backward(model, target)
+            elif way == "clip":
+                torch.nn.utils.clip_grad_norm_([weight], 1e-2)
+            elif way == "clip value":
+                torch.nn.utils.clip_grad_value_([weight], 1e-2)
+            else:
+                optimizer.step()
+                assert "0.weight" not in pending(manager)
+            assert (array == 1).all() == (way == "step")
+        seen = array.copy()
+        assert np.array_equal(weight.grad.numpy(), seen)
+
+
+def test_looks_in_inference_mode(monkeypatch):
+    monkeypatch.setattr(additions.Additions, "flush", lambda self: None)  # whoever looks comes first
+
+    def loop(model, optimizer, target):
+        seen = []
+        for _ in range(2):
+            backward(model, target)
+            backward(model, target)
+            with torch.inference_mode():
+                seen += [p.grad.sum().item() for p in model.parameters()]
+        return [*seen, *gradients(model)]
+
+    assert_twins(mlp, loop, device_homes=False, **SLOW)
 
 
 def test_what_is_dropped_is_not_added_to_what_takes_its_place():

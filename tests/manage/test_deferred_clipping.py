@@ -4,6 +4,7 @@ import pytest
 import torch
 from lateness import managed_mlp, pending, stopped
 from loops import backward, batch, mlp
+from torch import nn
 from twins import assert_same, assert_twins, at_home, device, plain
 
 import hetero
@@ -219,6 +220,33 @@ def test_one_number_that_is_not_finite_skips_the_step(odd, seen_by):
         return seen
 
     assert_twins(mlp, loop)
+
+
+@pytest.mark.parametrize("homes", [False, True])
+def test_a_parameter_without_numbers_has_no_largest(homes):
+    class Empty(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.empty = mlp(depth=2), nn.Parameter(torch.zeros(0))
+
+        def forward(self, x):
+            return self.inner(x) + self.empty.sum()
+
+    def loop(model, optimizer, target):
+        scaler = torch.amp.GradScaler(target.type, init_scale=2.0**10, growth_interval=2)
+        seen = []
+        for _ in range(5):
+            scaler.scale(model(batch(target)).square().mean()).backward()
+            scaler.unscale_(optimizer)
+            seen.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-2))
+            with pytest.raises(RuntimeError, match="empty"):
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-2, norm_type=float("inf"))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return [*seen, scaler.get_scale()]
+
+    assert_twins(Empty, loop, device_homes=homes)
 
 
 @pytest.mark.parametrize("homes", [False, True])
