@@ -49,12 +49,13 @@ def _apply_to_others(self: nn.Module, fn: _Convert, recurse: bool = True) -> nn.
     is_there = all(_leaves_alone(fn, tensor, tensor.owner.device) for _, tensor in managed)
     if not is_there:
         _check_at_home(self, fn, managed)
+    before = _under_way.fn, _under_way.untouched
     _under_way.fn = fn
     _under_way.untouched = frozenset() if is_there else managed_modules()
     try:
         _convert_others(self, fn, recurse)
     finally:
-        _under_way.fn, _under_way.untouched = None, frozenset()
+        _under_way.fn, _under_way.untouched = before
     return self
 
 
