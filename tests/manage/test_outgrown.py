@@ -83,8 +83,11 @@ def test_the_budget_holds_from_the_second_time_on(loss_of, wide, budget, wide_at
     losses, over, managed_state = run(loss_of, target, wide_at=wide_at, wide=wide, budget=budget)
     assert_same(plain(losses), plain(expected), "losses")
     assert_same(managed_state, state, "parameters")
-    # The first time nobody of ours runs between the model's forward and the moment when it is noticed.
-    assert max(over[:FIRST_WIDE] + over[FIRST_WIDE + 1 :]) <= 0, over
+    # Once, nobody of ours runs between the model's forward and the moment when it is noticed. Where everything fitted
+    # until then, the first wide one may have found room.
+    passed = [step for step, more in enumerate(over) if more > 0]
+    assert len(passed) <= 1, over
+    assert set(passed) <= set(wide_at), over
     assert not races()
 
 
