@@ -10,14 +10,14 @@ Needs the virtual accelerator, because its link can be set.
 """
 
 import contextlib
-import time
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 
 import hetero
-from benchmarks.chain import CALIBRATION_BANDWIDTH, LATENCY, Chain, parse, settable_device, traffic
+from benchmarks.chain import CALIBRATION_BANDWIDTH, LATENCY, Chain, parse, settable_device, timed, traffic
 from benchmarks.record import median, write
 from hetero.devices import virtual
 from hetero.stm.additions import Additions
@@ -43,19 +43,10 @@ class Job:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def timed(self, steps: int, *, clips: bool) -> list[float]:
-        seconds = []
-        for _ in range(steps):
-            begin = time.perf_counter()
-            self.step(clips=clips)
-            seconds.append(time.perf_counter() - begin)
-        torch.accelerator.synchronize()
-        return seconds
-
     def unmanaged(self, steps: int) -> list[float]:
         self.model.to(self.device)
         self.step()
-        seconds = self.timed(steps, clips=False)
+        seconds = timed(self.step, steps)
         self.model.to("cpu")
         return seconds
 
@@ -70,7 +61,7 @@ class Job:
             for _ in range(_WARM_UP):
                 self.step(clips=clips)
             before = manager.stats
-            seconds = self.timed(steps, clips=clips)
+            seconds = timed(partial(self.step, clips=clips), steps)
             return seconds, traffic(before, manager.stats, steps)
 
 

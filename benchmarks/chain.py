@@ -7,6 +7,8 @@ processor.
 """
 
 import argparse
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +18,16 @@ from hetero.cli.placing import choose_device
 from hetero.devices import virtual
 from hetero.report import MemoryStats
 
-__all__ = ["CALIBRATION_BANDWIDTH", "LATENCY", "Chain", "parse", "parser", "settable_device", "traffic"]
+__all__ = [
+    "CALIBRATION_BANDWIDTH",
+    "LATENCY",
+    "Chain",
+    "parse",
+    "parser",
+    "settable_device",
+    "timed",
+    "traffic",
+]
 
 LATENCY = 10e-6
 # Bytes moved are counted on a link this fast; then it is set so that their transfer takes the time that is wanted.
@@ -99,3 +110,15 @@ def traffic(before: MemoryStats, after: MemoryStats, steps: int) -> dict[str, An
         "written_bytes": (after.total_written_bytes - before.total_written_bytes) / steps,
         "unplanned_fetches": after.unplanned_fetches - before.unplanned_fetches,
     }
+
+
+def timed(step: Callable[[], None], count: int) -> list[float]:
+    """Seconds of each of ``count`` steps in a row: a plan starts the next step's first copies in this one, so none is
+    waited for in between."""
+    seconds = []
+    for _ in range(count):
+        begin = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - begin)
+    torch.accelerator.synchronize()
+    return seconds

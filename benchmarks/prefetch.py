@@ -10,15 +10,13 @@ Needs the virtual accelerator, because its link can be set.
 """
 
 import argparse
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 import hetero
-from benchmarks.chain import CALIBRATION_BANDWIDTH, LATENCY, Chain, parse, settable_device, traffic
+from benchmarks.chain import CALIBRATION_BANDWIDTH, LATENCY, Chain, parse, settable_device, timed, traffic
 from benchmarks.record import median, write
 from hetero.devices import virtual
 from hetero.eviction import Links, Trace, lower_bound_seconds, plan
@@ -51,7 +49,7 @@ class Job:
         """Seconds of each step with all on the device, its parameters back home afterwards."""
         self.model.to(self.device)
         self.step()
-        seconds = _timed(self.step, steps)
+        seconds = timed(self.step, steps)
         self.model.to("cpu")
         return seconds
 
@@ -64,7 +62,7 @@ class Job:
             for _ in range(_WARM_UP):
                 self.step()
             before = manager.stats
-            seconds = _timed(self.step, steps)
+            seconds = timed(self.step, steps)
             after = manager.stats
             cycle = manager._stm.cycles.last_plan
             assert cycle is not None
@@ -77,17 +75,6 @@ class Job:
                 "probed_bandwidth": links.h2d_bandwidth,
                 "fetches": sum(len(actions.fetch) for actions in cycle.schedule.actions),
             }
-
-
-def _timed(step: Callable[[], None], count: int) -> list[float]:
-    """Steps in a row: a plan starts the next step's first copies in this one, so none is waited for in between."""
-    seconds = []
-    for _ in range(count):
-        begin = time.perf_counter()
-        step()
-        seconds.append(time.perf_counter() - begin)
-    torch.accelerator.synchronize()
-    return seconds
 
 
 def main() -> None:

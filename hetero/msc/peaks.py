@@ -60,7 +60,7 @@ class PeakKeeper:
         self._user_peak = max(self._user_peak, peak)  # since `begin`: what was before it, they may have reset
         with (
             _disable_current_modes()
-        ):  # whatever frees memory for the user's operators has nothing to free for this
+        ):  # what frees memory for the user's operators has nothing to free for this
             self._reach(self._user_peak)
         self._looked = self._accelerator.peak_bytes()
 

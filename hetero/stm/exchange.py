@@ -1,6 +1,6 @@
 """A parameter's two implementations, one at home and one on the device, and the exchange of them.
 
-Owns what torch needs for it, and the question who else would notice.
+Owns what torch needs for it, and whether it can be taken back.
 
 [Note: exchange]
 ``p`` keeps its identity and exchanges its implementation with a shadow, as ``torch.utils.swap_tensors`` does: the one
@@ -9,8 +9,7 @@ still alive, what it accumulates into the shadow is handed on to ``p`` (`redirec
 """
 
 import gc
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,16 +21,7 @@ from hetero.stm.fetch import plain
 from hetero.stm.intercept import is_managed
 from hetero.stm.tensors import ManagedTensor
 
-__all__ = [
-    "Bystanders",
-    "exchange",
-    "has_other_optimizer",
-    "has_something_like_gradients",
-    "is_like",
-    "let_go",
-    "may_go_back",
-    "redirect",
-]
+__all__ = ["exchange", "is_like", "let_go", "may_go_back", "redirect"]
 
 
 def exchange(parameter: nn.Parameter, shadow: nn.Parameter) -> None:
@@ -107,63 +97,6 @@ def is_like(parameter: torch.Tensor, home: torch.Tensor, device: torch.device) -
         and parameter.shape == home.shape
         and parameter.layout is torch.strided
     )
-
-
-def has_other_optimizer(ours: torch.optim.Optimizer | None, parameters: set[int]) -> bool:
-    """Somebody may step these parameters, with states of which we would not know. Wrappers of ours are ours."""
-    for found in gc.get_objects():
-        if not issubclass(type(found), torch.optim.Optimizer) or found is ours:
-            continue
-        groups: Iterable[dict[str, Any]] = vars(found).get("param_groups") or ()
-        wraps = vars(found).get("optimizer") is ours or (ours and vars(ours).get("optimizer") is found)
-        if not wraps and any(id(p) in parameters for group in groups for p in group["params"]):
-            return True
-    return False
-
-
-class Bystanders:
-    """Tensors on the host that were there when this was made. Weakly, which torch sees: `clear` it when it is of no
-    use any more, or they cannot be swapped (``torch.utils.swap_tensors``)."""
-
-    def __init__(self) -> None:
-        self._versions = {
-            id(found): (weakref.ref(found), found._version)
-            for found in _host_tensors()
-            if not found.is_inference()
-        }
-
-    def __contains__(self, tensor: torch.Tensor) -> bool:
-        """``tensor`` is one of them, and has not been written since."""
-        found, version = self._versions.get(id(tensor), (None, 0))
-        return found is not None and found() is tensor and tensor._version == version
-
-    def clear(self) -> None:
-        """Nothing was there."""
-        self._versions.clear()
-
-
-def _host_tensors() -> Iterator[torch.Tensor]:
-    for found in gc.get_objects():
-        if issubclass(type(found), torch.Tensor) and found.is_cpu and not found.is_nested:
-            yield found
-
-
-def has_something_like_gradients(tensors: Sequence[ManagedTensor], bystanders: Bystanders) -> bool:
-    """Somebody has a tensor on the host that may be a gradient, or made from some: of the shape of a parameter, or as
-    large as all together, none of ours and no bystander."""
-    trained = [tensor.home for tensor in tensors if tensor.parameter.requires_grad]
-    dtypes, shapes = {home.dtype for home in trained}, {home.shape for home in trained if home.dim()}
-    total = sum(home.numel() for home in trained)
-    ours = {home.untyped_storage()._cdata for home in (tensor.home for tensor in tensors)}
-    for tensor in tensors:
-        if tensor.parameter.grad is not None and tensor.parameter.grad.layout is torch.strided:
-            ours.add(tensor.parameter.grad.untyped_storage()._cdata)
-    for found in _host_tensors():
-        if found.dtype in dtypes and (found.shape in shapes or found.numel() == total):
-            storage = storage_of(found)
-            if (storage is None or storage._cdata not in ours) and found not in bystanders:
-                return True
-    return False
 
 
 def _has_alias(storages: set[int], parameters: set[int]) -> bool:

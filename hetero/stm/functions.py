@@ -4,7 +4,6 @@ Owns the table `hetero.stm.intercept.HANDLERS`: metadata moves nothing, ``p.grad
 ``p.device`` is where the parameter computes. Importing this module fills the table.
 """
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -90,9 +89,7 @@ def _get_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     if args[0].grad is not None:  # that there is none can be told without waiting
         tensor = managed_of(args[0])
         tensor.owner.grads.wait(tensor)
-        # Clipping, `GradScaler` and the like keep nothing. Two frames up: behind `__torch_function__`.
-        if not sys._getframe(2).f_globals.get("__name__", "").startswith("torch."):
-            _note_seen(tensor)
+        _note_seen(tensor)
         gradient = func(*args, **kwargs)
         if gradient is not None:
             note_at_home(gradient)
@@ -103,7 +100,7 @@ def _get_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 def _note_seen(tensor: ManagedTensor) -> None:
     """The user is given its gradient, at home."""
     if tensor.owner.settled is not None:
-        tensor.owner.settled.has_seen_gradients = True
+        tensor.owner.settled.onlookers.have_gradients = True
 
 
 def _version(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -138,7 +135,7 @@ def _get_data(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     if not in_scope():
         tensor.owner.before_home_write(tensor)  # whoever takes it may write
         if tensor.owner.settled is not None:
-            tensor.owner.settled.has_looked = True
+            tensor.owner.settled.onlookers.have_looked = True
         return tensor.data_alias()
     with substituted([tensor], func):
         assert tensor.data is not None

@@ -102,7 +102,7 @@ class Gradients:
         gradient = own
         if self.kept.takes(tensor) and not self._is_seen(tensor):
             return self.kept.keep(tensor, gradient, is_shared=is_shared)
-        if self._adds_later(tensor, gradient) and self._add_later(tensor, gradient, is_shared=is_shared):
+        if self._can_add_later(tensor, gradient) and self._add_later(tensor, gradient, is_shared=is_shared):
             return None
         if gradient.dtype is not home.dtype and not expands(gradient, home.dtype):
             self.wait(tensor)
@@ -204,7 +204,7 @@ class Gradients:
 
     def _wait(self, tensor: ManagedTensor) -> None:
         # With no ``p.grad`` autograd has not taken it over yet: there is nothing to be read.
-        if tensor in self.kept and has_gradient(tensor):
+        if self.is_kept(tensor):
             self.kept.bring_home(tensor)
         event = self._ready.pop(tensor.index, None)
         if event is not None:
@@ -237,7 +237,7 @@ class Gradients:
         self._downloads.append(_Download(gradient, event, self._memory.on_its_way(tensor)))
         self._in_flight_bytes += tensor.device_nbytes
 
-    def _adds_later(self, tensor: ManagedTensor, gradient: torch.Tensor) -> bool:
+    def _can_add_later(self, tensor: ManagedTensor, gradient: torch.Tensor) -> bool:
         """``gradient`` can be added to ``p.grad`` at home once it has come down ([Note: not by autograd])."""
         parameter = tensor.parameter
         target = parameter.grad
@@ -252,6 +252,7 @@ class Gradients:
         return fits and gradient_is_private(parameter) and not self._is_seen(tensor)
 
     def _add_later(self, tensor: ManagedTensor, gradient: torch.Tensor, *, is_shared: bool) -> bool:
+        """Do so; False if there is no memory for it."""
         target = tensor.parameter.grad
         assert target is not None
         begun = self.additions.begin(target, gradient, self._upcasts.get(tensor.index))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 if TYPE_CHECKING:
+    from hetero.stm.onlookers import Onlookers
     from hetero.stm.tensors import ManagedTensor
 
 __all__ = ["GradientOwner", "Owner", "SettledState"]
@@ -17,13 +18,11 @@ __all__ = ["GradientOwner", "Owner", "SettledState"]
 class SettledState(Protocol):
     """Whether everything fits, and nothing is intercepted (`hetero.stm.settled.Settled`).
 
-    ``has_looked``: somebody has combined home with a tensor on the host, or may do so, since it was False.
-    ``has_seen_gradients``: somebody has seen some at home, and may have kept something made from them.
+    ``onlookers``: who would notice that.
     """
 
     is_on: bool
-    has_looked: bool
-    has_seen_gradients: bool
+    onlookers: "Onlookers"
 
     def version(self, tensor: "ManagedTensor") -> int:
         """Of a parameter, for graphs from before."""

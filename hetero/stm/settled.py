@@ -5,13 +5,6 @@ made of them, so every number is the unmanaged run's. What stays is one check at
 the inputs' signature, which must have been measured, of the flags of frozen parameters, and of three of the device's
 counters. It ends the state where the iteration to come may need more than the budget has, or the one before did, and
 for good where memory has run out since the check before: in backward, in the step, wherever nobody of ours is called.
-
-[Note: who looks]
-A settled parameter's device is another than before, so whoever combined it with a tensor on the host no longer can.
-Nobody settles who was seen to do so, or to keep a copy of home, in the iteration before; a copy of the model, and
-another optimizer over its parameters, count for good. Gradients are plain tensors: what is done with them is not seen.
-So where they have been given to somebody, everything on the host that might be one of them, or made from some, keeps
-parameters at home, unless it was there before, and as it is now.
 """
 
 import operator
@@ -25,16 +18,7 @@ from torch import nn
 from hetero.devices import Accelerator
 from hetero.errors import BudgetError, ManageError
 from hetero.stm.compiled import CompiledCalls
-from hetero.stm.exchange import (
-    Bystanders,
-    exchange,
-    has_other_optimizer,
-    has_something_like_gradients,
-    is_like,
-    let_go,
-    may_go_back,
-    redirect,
-)
+from hetero.stm.exchange import exchange, is_like, let_go, may_go_back, redirect
 from hetero.stm.exposure import gradient_is_private
 from hetero.stm.fetch import plain
 from hetero.stm.fits import Growth, Kind, read_growth
@@ -42,6 +26,7 @@ from hetero.stm.functions import give_back, take_over
 from hetero.stm.hoststep import HostStep
 from hetero.stm.intercept import in_scope, is_managed, managed_of
 from hetero.stm.manager import StatefulTensorMgr
+from hetero.stm.onlookers import Onlookers, has_other_optimizer
 from hetero.stm.ownstep import OwnStep, step_bytes
 from hetero.stm.plans import CyclePlan
 from hetero.stm.tensors import ManagedTensor
@@ -115,13 +100,12 @@ class Settled:
         self._allowed = allowed
         if step is not None and self._own_step is not None:
             step.step_settled = self._own_step.step
-        self._bystanders = Bystanders()
+        self.onlookers = Onlookers()
         self._has_searched = False
         self._wait = 0
         self._failures = 0
         self._too_much: list[CyclePlan] = []
         self.is_on = False
-        self.has_looked = self.has_seen_gradients = False
         # Forwards that ran settled, each after one check.
         self.forwards = 0
         self._must_leave = False
@@ -228,7 +212,7 @@ class Settled:
         if in_scope() or self._running or torch._C._current_graph_task_id() != -1:
             return False
         with stm.lock, torch.inference_mode(False), torch.no_grad(), plain():
-            looked, self.has_looked = self.has_looked, False
+            looked, self.onlookers.have_looked = self.onlookers.have_looked, False
             if not stm.close_iteration() or looked:
                 return False
             growth = self._fits()
@@ -294,8 +278,8 @@ class Settled:
                 return False
             if tensor.parameter.grad is not None and not gradient_is_private(tensor.parameter):
                 return False
-            self.has_seen_gradients |= bool(tensor.parameter._backward_hooks)
-        if self.has_seen_gradients and has_something_like_gradients(stm.tensors, self._bystanders):
+            self.onlookers.have_gradients |= bool(tensor.parameter._backward_hooks)
+        if self.onlookers.have_gradients and self.onlookers.keep_something_like_gradients(stm.tensors):
             return False
         try:
             stm.residency.require(stm.tensors, limit=self._budget, operator=lambda: "settling")
@@ -445,20 +429,20 @@ class Settled:
         return before + tensor.parameter._version - then
 
     def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """``optimizer`` has parameters of ours. [Note: who looks]"""
+        """``optimizer`` has parameters of ours. `hetero.stm.onlookers`"""
         if optimizer is not self.optimizer:
             self._must_leave, self._allowed = True, False
         elif self._step is not None:
             self._step.watch()
 
     def forbid(self) -> None:
-        """[Note: who looks]: for good."""
+        """`hetero.stm.onlookers`: for good."""
         self._must_leave, self._allowed = True, False
 
     def close(self) -> None:
         """Management ends."""
         self.leave(force=True)
-        self._bystanders.clear()
+        self.onlookers.close()
 
     def abandon(self) -> None:
         """The manager is gone, with its model."""

@@ -39,7 +39,7 @@ class HostSlots:
         free = self._free.get(size)
         if free:
             return _narrowed(free.pop(), nbytes)
-        if self.nbytes + size + self._arena.lost_bytes(size) > self.most_bytes:
+        if not self._has_room(size):
             return None
         self.nbytes += size
         return _narrowed(self._arena.empty_strided((size,), (1,), torch.uint8), nbytes)
@@ -47,7 +47,7 @@ class HostSlots:
     def reserve(self, nbytes: int) -> torch.Tensor | None:
         """A block for model data beyond those that were promised, for good; None likewise."""
         size = self._arena.slab_bytes(nbytes)
-        if self.nbytes + size + self._arena.lost_bytes(size) > self.most_bytes:
+        if not self._has_room(size):
             return None
         self._home_bytes += size
         return self._arena.empty_strided((size,), (1,), torch.uint8)
@@ -55,6 +55,9 @@ class HostSlots:
     def give_back(self, block: torch.Tensor) -> None:
         """Nobody uses ``block`` any more: every copy from or to it has been waited for by compute."""
         self._free[self._arena.slab_bytes(block.numel())].append(block)
+
+    def _has_room(self, size: int) -> bool:
+        return self.nbytes + size + self._arena.lost_bytes(size) <= self.most_bytes
 
 
 def _narrowed(block: torch.Tensor, nbytes: int) -> torch.Tensor:

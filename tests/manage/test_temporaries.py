@@ -97,14 +97,18 @@ def test_it_takes_no_more_where_that_depends_on_the_shape(kind, dtype):
             assert most <= _kept(optimizer, parameter) + SMALL, (shape, settings)
 
 
+VECTOR, MATRIX = (NUMBERS,), (256, 256)
+
+
 @pytest.mark.parametrize(
-    "shape", [pytest.param((NUMBERS,), id="vector"), pytest.param((256, 256), id="matrix")]
+    ("kind", "shape"),
+    [
+        *itertools.product((*KINDS, torch.optim.Adafactor), (VECTOR, MATRIX)),
+        (torch.optim.Muon, MATRIX),  # it takes no others
+    ],
 )
-@pytest.mark.parametrize("kind", [*KINDS, torch.optim.Adafactor, torch.optim.Muon])
 def test_a_step_of_several_parameters_takes_no_more_than_counted(kind, shape):
     """Where everything fits, the user's own step has them all. A loop holds some of one parameter for a while."""
-    if kind is torch.optim.Muon and len(shape) != 2:
-        pytest.skip("matrices only")
     target = device()
     for settings in BY_SHAPE.get(kind, ({"foreach": False}, {"foreach": True})):
         parameters = [torch.nn.Parameter(torch.randn(shape).to(target)) for _ in range(3)]
