@@ -36,6 +36,7 @@ from hetero.stm.functions import give_back, take_over
 from hetero.stm.hoststep import HostStep
 from hetero.stm.intercept import scope
 from hetero.stm.kernels import GroupKernels
+from hetero.stm.parts import forget_model, note_model
 from hetero.stm.precision import cast_inputs
 from hetero.stm.saved import saved_tensors_as_handles
 from hetero.stm.settled import Settled
@@ -316,6 +317,7 @@ class Manager:
             self._homes.take_tensor(name, buffer, self.device)
             self._stm.registry.add_buffer(name, buffer)
         self._take_optimizer_states(returns=True)
+        note_model(model)
         self._compiled.attach()  # before the model itself: its wrapper stays the outer one
         self._wrap_model()
         self._properties.attach()
@@ -326,6 +328,7 @@ class Manager:
         self._unwrap_model()
         self._properties.detach()
         self._compiled.detach()
+        forget_model(self._model)
         if self._host_step is not None:
             self._host_step.detach()
         _make_plain(self._stm)

@@ -33,7 +33,6 @@ __all__ = [
     "CompiledCalls",
     "check_called_eagerly",
     "compile_module",
-    "managed_modules",
     "note_registered",
     "run_eagerly",
 ]
@@ -65,11 +64,6 @@ def note_registered(parent: nn.Module, name: str, submodule: nn.Module | None) -
     if submodule is not None and _is_compiled(submodule):
         for calls in _ATTACHED:
             calls.is_outdated = calls.is_outdated or calls.covers(parent)
-
-
-def managed_modules() -> frozenset[int]:
-    """Ids of all modules of all managed models."""
-    return frozenset(id(part) for calls in _ATTACHED for part in calls.parts())
 
 
 def run_eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -156,13 +150,9 @@ class CompiledCalls:
                         raise refuse_late_compile(name) from error
             raise
 
-    def parts(self) -> Iterator[nn.Module]:
-        """The model, and what it is made of now."""
-        return self._model.modules()
-
     def covers(self, module: nn.Module) -> bool:
-        """``module`` is one of them."""
-        return any(part is module for part in self.parts())
+        """``module`` is the model, or one that it is made of now."""
+        return any(part is module for part in self._model.modules())
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:

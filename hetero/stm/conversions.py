@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from hetero.errors import ManageError
-from hetero.stm.compiled import managed_modules
 from hetero.stm.fetch import plain
+from hetero.stm.parts import managed_modules
 from hetero.stm.settled import bring_home, record_of
 from hetero.stm.tensors import ManagedTensor
 

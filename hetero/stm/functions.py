@@ -22,6 +22,7 @@ from hetero.stm.intercept import (
     run_operator,
     substituted,
 )
+from hetero.stm.parts import part_computes
 from hetero.stm.tensors import ManagedTensor
 
 __all__ = ["give_back", "take_over"]
@@ -37,9 +38,16 @@ def _computes() -> bool:
     return in_scope() or torch._C._current_graph_task_id() != -1
 
 
+def _is_there(parameter: ManagedParameter) -> bool:
+    """As far as the caller can tell: it computes with parameters, or is a part that is called by itself."""
+    return _computes() or part_computes(managed_of(parameter).owner.device)
+
+
 def _convert(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Conversions: about home outside a scope, but a checkpoint converts what it computes with."""
-    return run_operator(func, args, kwargs) if _computes() else run_at_home(func, args, kwargs)
+    is_ours = type(args[0]) is ManagedParameter
+    there = _is_there(args[0]) if is_ours else _computes()
+    return run_operator(func, args, kwargs) if there else run_at_home(func, args, kwargs)
 
 
 def _home_outside(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -49,7 +57,7 @@ def _home_outside(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 
 def _device(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Where the parameter is: at home, or on the compute device for those who ask while it computes."""
-    if not _computes():
+    if not _is_there(args[0]):
         return func(*args, **kwargs)
     device = managed_of(args[0]).owner.device
     if func == torch.Tensor.device.__get__:  # a new wrapper at each look: equal, not the same

@@ -11,7 +11,8 @@ calls ``out_proj.forward``, a tied head uses another module's weight, parametriz
 Inside a managed forward (`scope`) every operator on a parameter runs on the device. Elsewhere the other operands
 decide: a tensor on the device draws the parameter there, a tensor on the host keeps it at home. With no other
 tensor operand, an operator runs on the device during backward (a checkpoint recomputes its forward there) and
-at home otherwise.
+in a part of the model that is called by itself with something on the device (`hetero.stm.parts`), and at home
+otherwise.
 """
 
 import contextlib
@@ -27,6 +28,7 @@ from hetero.stm.casts import drop_bytes, kept_casts
 from hetero.stm.fetch import Fetch, plain
 from hetero.stm.outside import full_copies, keeps_its_type, note_outside
 from hetero.stm.owner import Owner
+from hetero.stm.parts import part_computes, tensors_in
 from hetero.stm.tensors import ManagedTensor
 
 __all__ = [
@@ -297,7 +299,7 @@ def _at_home(
             tensor.owner.after_home_write(tensor)
     # ``buffer[:] = p`` returns nothing.
     written = (*args[:1], kwargs.get("out")) if writes else ()
-    results = [value for value in _tensors((result, *written)) if not is_managed(value)]
+    results = [value for value in tensors_in((result, *written)) if not is_managed(value)]
     note_use_at_home(operands, results)
     settled = operands[0].owner.settled
     # Numbers may be combined with tensors on any device.
@@ -341,23 +343,15 @@ def _mark(results: list[torch.Tensor]) -> _Mark | None:
 def _belongs_on_device(device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """[Note: where operators run], outside a scope."""
     on_host = False
-    for tensor in _tensors((*args, *kwargs.values())):
+    for tensor in tensors_in((*args, *kwargs.values())):
         if type(tensor) is ManagedParameter:
             continue
         if tensor.device == device:
             return True
         on_host = on_host or tensor.dim() > 0
-    return not on_host and torch._C._current_graph_task_id() != -1
-
-
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
-        elif isinstance(value, dict):
-            yield from _tensors(value.values())
+    if on_host:
+        return False
+    return torch._C._current_graph_task_id() != -1 or part_computes(device)
 
 
 def collect(values: Any, operands: list[ManagedTensor]) -> None:

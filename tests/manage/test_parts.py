@@ -1,0 +1,88 @@
+"""A submodule that is called by itself computes on the device, what it makes of parameters alone included."""
+
+import pytest
+import torch
+from accelerators import device
+from torch import nn
+from torch.nn.utils import parametrizations
+from twins import assert_twins
+
+import hetero
+
+
+class Tokens(nn.Module):
+    """Begins with parameters alone, as vision transformers, low-rank adapters and merged weights do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(1, 1, 16))
+        self.down, self.up = nn.Parameter(torch.randn(16, 4)), nn.Parameter(torch.randn(4, 16))
+        self.normed = parametrizations.weight_norm(nn.Linear(16, 16))
+        self.limited = parametrizations.spectral_norm(nn.Linear(16, 16))
+
+    def forward(self, x):
+        first = self.first.expand(len(x), -1, -1)
+        x = torch.cat([first, x.unsqueeze(1)], 1) @ self.down.t().contiguous().t()
+        ones = torch.ones(16, device=self.up.device)
+        return self.limited(self.normed(x @ self.up + ones.to(self.first)))
+
+
+class Autoencoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = Tokens(), nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+
+    def forward(self, x):
+        return self.decoder(self.encoder(x).mean(1))
+
+
+def by_parts(model, optimizer, device):
+    losses = []
+    for step in range(6):
+        x = torch.randn(8, 16).to(device)
+        if step % 3 == 2:
+            with torch.no_grad():
+                losses.append(model.decoder(model.encoder(x).mean(1)).sum())
+        hidden = model.encoder(x)
+        loss = (model.decoder(hidden.mean(1)) - x).square().mean() + model.encoder(x=x).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss)
+    return losses
+
+
+def mixed(model, optimizer, device):
+    losses = []
+    for _ in range(6):
+        x = torch.randn(8, 16).to(device)
+        with torch.no_grad():
+            target = model.encoder(x).mean(1)
+        loss = (model(x) - target).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss)
+    return losses
+
+
+@pytest.mark.parametrize("loop", [by_parts, mixed], ids=["parts", "mixed"])
+@pytest.mark.parametrize("share", [0.8, 3.0])
+def test_a_part_makes_of_parameters_what_the_model_makes(loop, share):
+    assert_twins(Autoencoder, loop, share=share)
+
+
+def test_elsewhere_and_for_inputs_on_the_host_parameters_alone_stay_at_home():
+    model = Autoencoder()
+    with hetero.manage(model, device=device(), device_budget="16MiB"):
+        assert model.encoder.first.norm().is_cpu
+        assert model.encoder.first.device.type == "cpu"
+        assert model.decoder(torch.randn(2, 16)).is_cpu  # a module is called, with nothing on the device
+        seen = []
+        outer = nn.Module()
+        outer.model = model
+        outer.forward = lambda x: seen.append(
+            model.encoder.first.norm()
+        )  # called, and no part of what is managed
+        outer(torch.randn(2, 16).to(device()))
+        assert seen[0].is_cpu
