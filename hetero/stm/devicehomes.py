@@ -24,7 +24,7 @@ from hetero.stm.kernels import same_layout, will_take_fused
 from hetero.stm.manager import StatefulTensorMgr
 from hetero.stm.temporaries import is_measured, temporaries
 from hetero.stm.tensors import ManagedTensor
-from hetero.stm.updates import ParameterUpdate
+from hetero.stm.updates import ParameterUpdate, run_together
 
 __all__ = ["DeviceHomes", "DeviceUpdate", "can_step_on_device"]
 
@@ -161,27 +161,49 @@ class DeviceHomes:
     def run(
         self, updates: Iterable[DeviceUpdate], note: Callable[[ManagedTensor, ParameterUpdate], None]
     ) -> None:
-        """Step them, and ``note`` each once it is done: it may have made a state."""
+        """Step them, and ``note`` each once it is done: it may have made a state. Those of one kin that there is room
+        for side by side take one call of step."""
         groups = self._groups()
+        batch: list[tuple[ManagedTensor, ParameterUpdate]] = []
+        reserved = 0
         for item in updates:
             tensor = item.tensor
-            room = self._update_bytes(tensor, groups)
-            room += self._stm.grads.on_device_nbytes(tensor)
-            if not self._stm.residency.room.make(room):
-                self.send_home(room)
-            if tensor.stays and tensor.data is not None:
-                gradient = self._stm.grads.on_device(tensor)
-                version = tensor.data._version
-                update = item.make(tensor.data, gradient)
-                update.run()
-                if tensor.data._version == version:  # fused kernels write without moving it
-                    tensor.clean_version -= 1
-                tensor.identity = None  # older graphs reach the parameter by it
-            else:  # it had to leave just now
+            room = self._update_bytes(tensor, groups) + self._stm.grads.on_device_nbytes(tensor)
+            if not (batch and self._stm.residency.room.has(reserved + room)):
+                self._run_here(batch, note)
+                reserved = 0
+                if not self._stm.residency.room.make(room):
+                    self.send_home(room)
+            if not tensor.stays or tensor.data is None:  # it had to leave just now
                 self._stm.before_home_writes([tensor])
                 update = item.make(tensor.home, cast(torch.Tensor, tensor.parameter.grad))
                 update.run()
                 tensor.note_write()
+                note(tensor, update)
+                continue
+            update = item.make(tensor.data, self._stm.grads.on_device(tensor))
+            if batch and (update.kin is None or update.kin != batch[-1][1].kin):
+                self._run_here(batch, note)
+                reserved = 0
+            batch.append((tensor, update))
+            reserved += room
+        self._run_here(batch, note)
+
+    def _run_here(
+        self,
+        batch: list[tuple[ManagedTensor, ParameterUpdate]],
+        note: Callable[[ManagedTensor, ParameterUpdate], None],
+    ) -> None:
+        """And leave it empty."""
+        if not batch:
+            return
+        present, batch[:] = list(batch), []
+        versions = [cast(torch.Tensor, tensor.data)._version for tensor, _ in present]
+        run_together([update for _, update in present])
+        for (tensor, update), version in zip(present, versions, strict=True):
+            if cast(torch.Tensor, tensor.data)._version == version:  # fused kernels write without moving it
+                tensor.clean_version -= 1
+            tensor.identity = None  # older graphs reach the parameter by it
             note(tensor, update)
 
     def is_whole(self) -> bool:

@@ -71,13 +71,17 @@ class Room:
             self.reclaim(self.excess(limit - nbytes))
         return not self.exceeds(limit - nbytes)
 
+    def has(self, nbytes: int) -> bool:
+        """``nbytes`` more are within the budget as it is."""
+        return self._shortage(nbytes) <= 0
+
     def make(self, nbytes: int, *, keep: Sequence[int] = ()) -> bool:
         """Evict until ``nbytes`` more would be within the budget; False if they would not."""
         short = self._shortage(nbytes)
         if short > 0:
             self.reclaim(short)
             self._evict_for(self._shortage(nbytes), set(keep))
-        return self._shortage(nbytes) <= 0
+        return self.has(nbytes)
 
     def require(
         self, nbytes: int, *, limit: int, keep: Sequence[int] = (), operator: Callable[[], str]

@@ -1,6 +1,7 @@
 """Parameters that live on the device: same numbers, within the budget, nothing moves that need not."""
 
 import gc
+import importlib
 import threading
 import weakref
 
@@ -235,6 +236,26 @@ def test_fewer_live_there_under_a_smaller_budget_and_the_peak_keeps_to_it():
             counts.append(len(living(manager)))
         assert races() == []
     assert 0 < counts[0] < counts[1]
+
+
+def test_one_call_steps_those_that_there_is_room_for_side_by_side(monkeypatch):
+    module = importlib.import_module("torch.optim.adam")  # torch.optim has no attribute for it
+    stepped, adam = [], module.adam
+
+    def counting(params, *args, **keywords):
+        if params and params[0].device.type != "cpu":
+            stepped.append(len(params))
+        return adam(params, *args, **keywords)
+
+    monkeypatch.setattr(module, "adam", counting)
+    model, optimizer, manager, target = managed_mlp(1300 << 10)
+    with manager:
+        for _ in range(6):
+            step(model, optimizer, target)
+        stepped.clear()
+        step(model, optimizer, target)
+        there = len(living(manager))
+    assert sum(stepped) == there > len(stepped)
 
 
 def test_the_books_follow_what_comes_to_the_device_at_once(monkeypatch):
