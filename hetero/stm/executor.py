@@ -53,6 +53,7 @@ class Executor:
         self._accelerator = accelerator
         self._is_guarded = False
         self._is_unsure = False
+        self._is_open = False
         self._has_left_plan = False
         self._drift = 0
         self._number = 0
@@ -87,6 +88,7 @@ class Executor:
         # What runs before the first managed operator of ``coming`` is still under the cap that the last one has set.
         at_once = self._is_guarded or (coming is not None and self._cycles.will_be_guarded(coming))
         if at_once:
+            self._is_open = False
             self._cap(True)
         return guarded(
             self._relieve,
@@ -96,9 +98,11 @@ class Executor:
             uncapped=lambda error: lifted(self._cap, self._is_guarded and self._room.allows(error)),
         )
 
-    def begin_segment(self, key: SegmentKey) -> None:
-        """A forward, backward or step begins."""
+    def begin_segment(self, key: SegmentKey, *, is_open: bool = False) -> None:
+        """A forward, backward or step begins. ``is_open``: operators of the caller's own run in it, which nobody tries
+        again."""
         self.finish_segment()
+        self._is_open = is_open
         place = self._cycles.begin_segment(key)
         self._plan, self._position, self._stop = place.plan, place.begin, place.end
         self._number, self._is_unsure = place.number, place.unsure
@@ -252,7 +256,7 @@ class Executor:
     # -- helpers --------------------------------------------------------------------------------------
 
     def _cap(self, on: bool) -> None:
-        self._accelerator.cap(self._cycles.budget if on else None)
+        self._accelerator.cap(self._cycles.budget if on and not self._is_open else None)
 
     def _change_layout(self, operands: list[ManagedTensor], indices: tuple[int, ...], name: object) -> None:
         actions = self._advance(indices)

@@ -29,6 +29,7 @@ from hetero.stm.fetch import Fetch, plain
 from hetero.stm.outside import full_copies, keeps_its_type, note_outside
 from hetero.stm.owner import Owner
 from hetero.stm.parts import part_computes, tensors_in
+from hetero.stm.saved import saved_tensors_as_handles
 from hetero.stm.tensors import ManagedTensor
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "is_managed",
     "managed_of",
     "plain",
+    "recorded_outside",
     "scope",
     "substituted",
 ]
@@ -134,6 +136,32 @@ def run_operator(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
             with full_copies(operands) as copies:
                 kwargs = {key: replace_one(value, copies) for key, value in kwargs.items()}
                 return _restore(func(*_replace(args, copies), **kwargs), operands, copies)
+        with recorded_outside(operands[0].owner):
+            return _run_on_device(func, operands, args, kwargs, in_forward=False)
+    return _run_on_device(func, operands, args, kwargs, in_forward=True)
+
+
+def recorded_outside(owner: Owner) -> contextlib.AbstractContextManager[None]:
+    """Around an operator outside of a managed forward. If autograd records it, parameters are saved as handles, as in
+    one; and one begins with it, where none has."""
+    if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+        return _NOTHING
+    owner.begin_outside()
+    return saved_tensors_as_handles() if _are_hooks_allowed() else _NOTHING
+
+
+_NOTHING = contextlib.nullcontext()
+_are_hooks_allowed: Callable[[], bool] = vars(torch._C._autograd)["_saved_tensors_hooks_is_enabled"]
+
+
+def _run_on_device(
+    func: Callable[..., Any],
+    operands: list[ManagedTensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    in_forward: bool,
+) -> Any:
     owner = operands[0].owner
     for tensor in operands:
         if tensor.owner is not owner:

@@ -204,6 +204,10 @@ class StatefulTensorMgr:
 
     # -- what interception calls (`hetero.stm.owner.Owner`) ---------------------------------------
 
+    def begin_outside(self) -> None:
+        """Autograd records an operator outside of the model's forward."""
+        self.segments.begin_outside()
+
     def begin_operator(self, operands: list[ManagedTensor], name: object) -> None:
         """The pre-op sampling moment; operands are resident and in COMPUTE afterwards."""
         if self.is_in_child:

@@ -2,7 +2,7 @@
 
 Owns the rule that under ``precision`` a parameter is there what it says it is: computed with in home's type, wherever
 the other operands lie, as an FSDP2 parameter is between steps. Low-precision copies belong to the model's own forward
-and backward. And what is said where there is no room: that a graph of such operators keeps device copies.
+and backward. And what is said where there is no room: that activations do not leave there.
 
 The copies made here are ordinary tensors of the caller's: of the whole parameter, neither planned nor evicted.
 """
@@ -27,9 +27,8 @@ def note_outside(error: BudgetError) -> None:
     """Add a note to ``error``, raised for an operator there, if autograd keeps what such operators read."""
     if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
         error.add_note(
-            "hetero: this ran outside of a call of the managed model. There nothing is planned, and autograd keeps "
-            "device copies until backward. Call the model itself, not its methods or parts; or manage what is "
-            "called"
+            "hetero: this ran outside of a call of the managed model. There what is saved for backward stays on the "
+            "device, but for parameters. Call the model itself, not its methods or parts; or manage what is called"
         )
 
 

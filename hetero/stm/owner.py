@@ -69,6 +69,9 @@ class Owner(Protocol):
     def grads(self) -> GradientOwner:
         """Who is asked before anybody touches ``p.grad``."""
 
+    def begin_outside(self) -> None:
+        """Autograd records an operator outside of the model's forward: unless one has begun, this begins one."""
+
     def begin_operator(self, operands: list["ManagedTensor"], name: object) -> None:
         """The pre-op sampling moment; operands are resident and in COMPUTE afterwards."""
 

@@ -22,6 +22,8 @@ __all__ = ["Segments"]
 
 _BACKWARD = Phase.BACKWARD  # every operator of a backward looks, and an enum's members are slow to look up
 
+_PARTS = "parts"  # the signature of a forward that the model was not called for
+
 
 class Segments:
     """The boundaries of segments, for one model. ``lock``: the manager's."""
@@ -51,17 +53,29 @@ class Segments:
         # Of the backwards that run now, on any thread: whether they return gradients.
         self._backwards: list[bool] = []
 
-    def begin_forward(self, signature: object) -> None:
-        """The managed model's forward begins."""
+    def begin_forward(self, signature: object, *, is_open: bool = False) -> None:
+        """The managed model's forward begins. ``is_open``: as in `Executor.begin_segment`."""
         with self._lock:
             self._residency.follow_homes()  # may raise, and then nothing has begun
             trains = torch.is_grad_enabled()
             key = SegmentKey(Phase.FORWARD, trains, (signature, len(self._pending_forwards) if trains else 0))
             if trains:
                 self._activations.begin_forward(len(self._pending_forwards))
-            self._executor.begin_segment(key)
+            self._executor.begin_segment(key, is_open=is_open)
             if trains:
                 self._pending_forwards.append(key)
+
+    def begin_outside(self) -> None:
+        """Autograd records an operator outside of the model's forward (`model.encoder(x)`, a penalty in the loss): if
+        none has begun for it to be a part of, one does that nobody will end."""
+        segment = self._executor.segment
+        if segment is not None and segment.key.phase is Phase.FORWARD and segment.key.trains:
+            return
+        with self._lock:
+            self.begin_forward(_PARTS, is_open=True)
+            begun = self._executor.segment
+            assert begun is not None
+            begun.complete = True
 
     def end_forward(self, *, complete: bool) -> None:
         """It ended; ``complete`` False: by an exception."""

@@ -59,6 +59,7 @@ ACTIONS = (
     *(
         "micro-batch",
         "micro-batch",
+        "by parts",
         "step",
         "step",
         "clip",
@@ -106,6 +107,14 @@ def mixed_loop(actions):
                 if action == "micro-batch":
                     with torch.enable_grad():
                         loss = model(batch(target)).square().mean()
+                        loss.backward()
+                    seen.append(loss)
+                elif action == "by parts":
+                    with torch.enable_grad():
+                        x = batch(target)
+                        for part in model:
+                            x = part(x)
+                        loss = x.square().mean()
                         loss.backward()
                     seen.append(loss)
                 elif action == "step":

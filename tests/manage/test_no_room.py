@@ -50,6 +50,7 @@ def test_a_loss_made_by_the_models_parts_is_told_to_call_the_model():
     base = torch.accelerator.memory_allocated()
     budget = base + sum(p.nbytes for p in model.parameters()) // 2
     with hetero.manage(model, adamw(model), device=target, device_budget=budget):
+        functools.reduce(lambda x, layer: layer(x), model, batch(target, 2, 128)).sum().backward()
         with pytest.raises(hetero.BudgetError) as caught:
-            functools.reduce(lambda x, layer: layer(x), model, batch(target, 2, 128))
+            functools.reduce(lambda x, layer: layer(x), model, batch(target, 256, 128))
         assert "Call the model itself" in caught.value.__notes__[0]

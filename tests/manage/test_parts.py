@@ -72,6 +72,67 @@ def test_a_part_makes_of_parameters_what_the_model_makes(loop, share):
     assert_twins(Autoencoder, loop, share=share)
 
 
+class Coder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(8)]
+        self.down, self.up = nn.Sequential(*layers[:4]), nn.Sequential(*layers[4:])
+        self.shift = nn.Parameter(torch.randn(128))
+
+    def encode(self, x):
+        return self.down(x) + self.shift
+
+    def decode(self, z):
+        return self.up(z)
+
+    def forward(self, x):
+        return self.decode(self.encode(x))
+
+
+def coded(forward, steps=8):
+    def loop(model, optimizer, device):
+        losses = []
+        for _ in range(steps):
+            x = torch.randn(8, 128).to(device)
+            loss = (forward(model, x) - x).square().mean()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss)
+        return losses
+
+    return loop
+
+
+def by_methods(model, x):
+    return model.decode(model.encode(x))
+
+
+def test_methods_train_in_less_memory_than_the_weights_take():
+    weights = sum(p.nbytes for p in Coder().parameters())
+    assert_twins(Coder, coded(by_methods), budget=weights * 2 // 3)
+
+
+def test_what_methods_call_moves_no_more_than_the_model():
+    moved = []
+    for forward in (by_methods, lambda model, x: model(x)):
+        torch.manual_seed(0)
+        model = Coder()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        target = device()
+        with hetero.manage(
+            model, optimizer, device=target, device_budget="800KiB", device_homes=False
+        ) as manager:
+            coded(forward)(model, optimizer, target)
+            before = manager.stats
+            coded(forward, 3)(model, optimizer, target)
+            after = manager.stats
+        moved.append(after.total_fetched_bytes - before.total_fetched_bytes)
+        assert after.unplanned_fetches == before.unplanned_fetches
+    assert 0 < moved[0] <= moved[1]
+
+
 def test_elsewhere_and_for_inputs_on_the_host_parameters_alone_stay_at_home():
     model = Autoencoder()
     with hetero.manage(model, device=device(), device_budget="16MiB"):
