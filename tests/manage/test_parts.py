@@ -66,7 +66,22 @@ def mixed(model, optimizer, device):
     return losses
 
 
-@pytest.mark.parametrize("loop", [by_parts, mixed], ids=["parts", "mixed"])
+def beside(model, optimizer, device):
+    """Parts before and after the model, all in one backward."""
+    losses = []
+    for _ in range(6):
+        x = torch.randn(8, 16).to(device)
+        hidden = model.encoder(x).mean(1)
+        loss = (model(hidden) - model.decoder(hidden)).square().mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss)
+    return losses
+
+
+@pytest.mark.parametrize("loop", [by_parts, mixed, beside])
 @pytest.mark.parametrize("share", [0.8, 3.0])
 def test_a_part_makes_of_parameters_what_the_model_makes(loop, share):
     assert_twins(Autoencoder, loop, share=share)
