@@ -2,37 +2,41 @@
 
 Owns the process's handler of SIGINT while anything is managed. Python raises `KeyboardInterrupt` between any two
 bytecodes of the main thread, and no ``try`` closes every gap (``finally:`` itself can be interrupted). So while the
-innermost Python code that runs is ours, or the standard library on our behalf, the interrupt is put off: a thread
-sends it again until it meets the user's code, torch's, or the limit. Costs nothing where nobody interrupts.
+innermost Python code that runs is ours, or a library's on our behalf, the interrupt is put off: a thread sends it again
+until it meets the user's code, torch's on the user's behalf, or the limit. Costs nothing where nobody interrupts.
 Invariant: whatever handler was there decides what an interrupt does, and is there again afterwards.
+
+[Note: on our behalf]
+Whatever we call may be in the middle of something that we rely on: a hook that is registered and whose handle nobody
+has yet, a job that is not in the executor's queue yet, a dispatch mode that is off its stack. What runs for long, a
+module's forward and an optimizer's step, is the user's, whoever calls it, and we are prepared for whatever it raises.
 """
 
 import _thread
-import _weakrefset
-import contextlib
 import signal
 import sys
 import threading
 import time
-import weakref
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torch.autograd import grad_mode
+import torch
+from torch import nn
 
 __all__ = ["install", "remove"]
 
-_HERE = Path(__file__).parents[1]
-# The command line's loops are as interruptible as any user's.
-_OURS = (
-    *(str(_HERE / room) + "/" for room in ("devices", "eviction", "msc", "stm")),
-    str(_HERE / "manager.py"),
+# Names of modules, because generated code (of dataclasses) has no file. The command line's loops are as interruptible
+# as any user's.
+_OURS = ("hetero.devices", "hetero.eviction", "hetero.msc", "hetero.stm", "hetero.manager")
+# Packages whose code is ours where we have called it ([Note: on our behalf]).
+_ON_BEHALF = sys.stdlib_module_names - {"__main__"} | {"numpy", "scipy", "torch"}
+# But not what torch calls for the user.
+_FOR_THE_USER = (
+    nn.Module._call_impl.__code__,
+    torch.optim.Optimizer.profile_hook_step(lambda optimizer: None).__code__,
 )
-# torch's: ``no_grad`` is Python, and an interrupt in its ``__enter__`` would leave gradients off for good.
-_ON_BEHALF = tuple(module.__file__ for module in (contextlib, threading, grad_mode) if module.__file__)
 # Called by the interpreter when objects die: what is raised there is printed and lost.
-_SWALLOWING = tuple(module.__file__ for module in (weakref, _weakrefset) if module.__file__)
+_SWALLOWING = ("weakref", "_weakrefset")
 _AGAIN_SECONDS = 1e-3
 # A thing of ours that hangs can be interrupted after all.
 _LONGEST_SECONDS = 10.0
@@ -70,7 +74,8 @@ def _handle(number: int, frame: FrameType | None) -> Any:
     if _users and _is_ours(frame):
         if _put_off_since is None:
             _put_off_since = now
-            threading.Thread(target=_send_again, args=(number,), name="hetero-interrupt", daemon=True).start()
+            # Not by `threading`, whose locks the code that was interrupted may hold.
+            _thread.start_new_thread(_send_again, (number,))
             return None
         if now - _put_off_since < _LONGEST_SECONDS:
             return None
@@ -79,13 +84,13 @@ def _handle(number: int, frame: FrameType | None) -> Any:
 
 
 def _is_ours(frame: FrameType | None) -> bool:
-    if frame is not None and frame.f_code.co_filename in _SWALLOWING:
+    if frame is not None and frame.f_globals.get("__name__") in _SWALLOWING:
         return True
     while frame is not None:
-        name = frame.f_code.co_filename
+        name = frame.f_globals.get("__name__") or ""
         if name.startswith(_OURS):
             return True
-        if name not in _ON_BEHALF:
+        if frame.f_code in _FOR_THE_USER or name.partition(".")[0] not in _ON_BEHALF:
             return False
         frame = frame.f_back
     return False

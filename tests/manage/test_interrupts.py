@@ -1,8 +1,10 @@
 """Ctrl-C at any moment: training goes on afterwards, and nothing of the interrupted iteration stays."""
 
+import copy
 import gc
 import random
 import signal
+import sys
 import threading
 import time
 
@@ -75,6 +77,11 @@ def iteration(model, optimizer, target):
     optimizer.zero_grad()
 
 
+def train_until_pressed(model, optimizer, target):
+    while True:
+        iteration(model, optimizer, target)
+
+
 @pytest.mark.parametrize("seed", [1, 2])
 def test_training_goes_on_after_interrupts_at_random_moments(seed):
     # Without `hetero.stm.interrupts`, a few dozen of them leave a lock, a queue or a state half changed.
@@ -106,6 +113,48 @@ def test_training_goes_on_after_interrupts_at_random_moments(seed):
     assert not races()
     assert torch.accelerator.memory_allocated() == before
     iteration(model, optimizer, torch.device("cpu"))
+
+
+# A library's code that ours has called, in the middle of something that we rely on: by its module and its name.
+ON_OUR_BEHALF = [
+    ("concurrent.futures.thread", "submit"),  # the queue's job would never be run, and waited for
+    ("torch.optim.optimizer", "register_step_pre_hook"),  # the hook would stay, and later steps do nothing
+    ("torch.utils.hooks", "remove"),
+    ("torch.utils._python_dispatch", "_push_mode"),
+    ("hetero.stm.manager", "__init__"),  # a dataclass's: generated code has no file
+]
+
+
+@pytest.mark.parametrize("place", ON_OUR_BEHALF, ids=".".join)
+def test_an_interrupt_in_a_library_that_we_have_called_is_put_off(place):
+    target = device()
+    model = layers()
+    optimizer = adamw(model)
+
+    def press(frame, event, arg):
+        if event == "call" and (frame.f_globals["__name__"], frame.f_code.co_name) == place:
+            sys.setprofile(None)
+            signal.getsignal(signal.SIGINT)(signal.SIGINT, frame)
+
+    with hetero.manage(model, optimizer, device=target, device_budget="192KiB"):
+        sys.setprofile(press)
+        try:
+            with pytest.raises(KeyboardInterrupt) as caught:
+                train_until_pressed(model, optimizer, target)
+        finally:
+            sys.setprofile(None)
+        assert place not in [(e.frame.f_globals["__name__"], e.name) for e in caught.traceback]
+        assert not optimizer._optimizer_step_pre_hooks
+        optimizer.zero_grad()
+        twin = layers()
+        twin.load_state_dict(model.state_dict())
+        its = adamw(twin)
+        its.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for _ in range(2):
+            iteration(model, optimizer, target)
+            iteration(twin, its, torch.device("cpu"))
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_an_interrupt_in_the_users_code_is_raised_there():
