@@ -313,7 +313,11 @@ class Cycles:
     def _replan_if_outgrown(self, keys: tuple[SegmentKey, ...], segments: list[Segment]) -> None:
         missed = any(period.unplanned_fetches for segment in segments for period in segment.periods)
         plan = self._plans.get(keys)
-        more = self.outgrown.keep_free(keys, missed=missed)
+        more = self.outgrown.keep_free(
+            keys,
+            missed=missed,
+            room=lambda: 0 if plan is None else self.budget - plan.margin - self._planner.least(plan),
+        )
         if (more or self.samples.take_news()) and plan is not None:
             self._replan({keys: plan.margin + more})
 

@@ -272,9 +272,11 @@ class Executor:
                     and self._segment.key.phase is not Phase.STEP
                 ):
                     self._guard_from_here()
+        self._evict(actions.evict)
+        if self._drift:
+            self._answer_drift(actions.fetch)
         limit = self._limit()
         room = limit - self._gradient_room()
-        self._evict(actions.evict)
         self._room.trim(room, keep=indices)
         if self._plan is not None and self._room.exceeds(limit):
             self._activations.shed(self._room.excess(limit))
@@ -383,9 +385,19 @@ class Executor:
         plan = self._plan
         if plan is None:
             return 0
-        drift = self._collector.non_model_bytes() - plan.non_model[position] - plan.margin
-        self._cycles.outgrown.note(drift)
-        return max(0, drift)
+        return max(0, self._collector.non_model_bytes() - plan.non_model[position] - plan.margin)
+
+    def _answer_drift(self, planned: tuple[int, ...]) -> None:
+        """If what is planned does not fit beside it: what other managers have fetched since it was measured may leave,
+        at no more cost than ours; only the rest is growth."""
+        assert self._plan is not None
+        sizes = self._plan.trace.sizes
+        coming = sum(sizes[x] for x in {*planned, *self._to_prefetch} if not self._is_resident(x))
+        short = self._room.excess(self._limit() - self._gradient_room() - coming)
+        if short > 0:
+            if self._room.ask(short, False):
+                self._drift = self._measure_drift(max(0, self._position - 1))
+            self._cycles.outgrown.note(self._drift)
 
     def _evict(self, planned: tuple[int, ...]) -> None:
         if not planned and not self._to_evict:

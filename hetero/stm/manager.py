@@ -30,6 +30,7 @@ from hetero.stm.forks import in_child, watch
 from hetero.stm.gradaccess import GradientAccess
 from hetero.stm.gradients import Gradients
 from hetero.stm.gradmemory import owns_memory
+from hetero.stm.neighbours import ask, join
 from hetero.stm.owner import SettledState
 from hetero.stm.registry import Registry
 from hetero.stm.residency import Residency
@@ -121,6 +122,7 @@ class StatefulTensorMgr:
         )
         self.residency.room.reclaim = self._reclaim
         self.residency.room.shed = self.activations.shed
+        self.residency.room.ask = lambda nbytes, urgent: ask(self, nbytes, urgent=urgent)
         self.cycles = Cycles(
             self.tensors,
             budget=config.device_budget,
@@ -160,6 +162,7 @@ class StatefulTensorMgr:
             has_optimizer=has_optimizer,
         )
         watch(self)
+        join(self)
 
     # -- the optimizer's step (`hetero.stm.hoststep`) --------------------------------------------------
 
@@ -342,8 +345,24 @@ class StatefulTensorMgr:
                 if freed == 0:
                     freed = self.residency.room.send_home(self._budget)
                     self.residency.evict_idle()
+                if freed == 0:
+                    freed = ask(self, self._budget, urgent=True)
             self._accelerator.release_cached()
             return freed
+
+    def give(self, nbytes: int, *, urgent: bool) -> int:
+        """`hetero.stm.neighbours`"""
+        if not self._lock.acquire(blocking=False):
+            return 0
+        try:
+            if self._closed or self.is_in_child:
+                return 0
+            if self.settled is not None and self.settled.is_on and not (urgent and self.settled.make_way()):
+                return 0
+            with plain(), self.collector.evicting(for_operator=False):
+                return self.residency.room.give(nbytes, urgent=urgent)
+        finally:
+            self._lock.release()
 
     def note_answered(self) -> None:
         """What failed for want of memory is tried again after `relieve`."""

@@ -6,7 +6,7 @@ nothing is intercepted, `hetero.stm.settled`; plans are made in `hetero.stm.cycl
 """
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 __all__ = ["Outgrown"]
 
@@ -31,8 +31,9 @@ class Outgrown:
         self._drift = max(self._drift, nbytes)
         self._passes_budget = self._passes_budget or passes_budget
 
-    def keep_free(self, keys: Hashable, *, missed: bool) -> int:
+    def keep_free(self, keys: Hashable, *, missed: bool, room: Callable[[], int]) -> int:
         """The iteration is over: how many more bytes its plan should keep free, or 0. ``missed``: it cost fetches.
+        ``room``: bytes that the plan has for copies; of more than half of them no more is kept free than was seen.
 
         What passes the budget whatever the plan keeps free is not planned for again and again, but at the 1st, 2nd,
         4th, 8th ... time.
@@ -45,7 +46,7 @@ class Outgrown:
                 return 0
             self._unsure.add(keys)
             return max(0, drift)
-        return _SPARE * drift if missed and drift > 0 else 0
+        return max(drift, min(_SPARE * drift, room() // 2)) if missed and drift > 0 else 0
 
     def is_unsure(self, keys: Hashable) -> bool:
         """How much it takes is not known before it has been measured again."""

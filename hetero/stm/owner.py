@@ -33,6 +33,9 @@ class SettledState(Protocol):
     def forbid(self) -> None:
         """Never settle."""
 
+    def make_way(self) -> bool:
+        """Intercept again, now and for good, for a manager that lacks room; False if that cannot be now."""
+
     def abandon(self) -> None:
         """The manager is gone."""
 

@@ -1,9 +1,9 @@
 """Making room on the device for what is needed next.
 
 Owns the order in which others are asked to leave: what is on its way down, copies by the policy's answer, saved
-tensors, whole parameters that live on the device. Invariant: model data on the device, as the ledger counts it, never
-passes the limit that was given, unless one operator's operands alone do; those may go up to ``device_budget`` as a
-whole. It decides nothing about the future: whom to evict is the policy's answer.
+tensors, whole parameters that live on the device; then the same of other managers. Invariant: model data on the device,
+as the ledger counts it, never passes the limit that was given, unless one operator's operands alone do; those may go up
+to ``device_budget`` as a whole. It decides nothing about the future: whom to evict is the policy's answer.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -46,6 +46,9 @@ class Room:
         # Sends home what lives on the device, at least so many bytes if there are; returns how many.
         # `hetero.stm.devicehomes` sets this.
         self.send_home: Callable[[int], int] = lambda nbytes: 0
+        # Other managers of the device let so many bytes leave, or as many as can; returns how many. ``urgent``: nothing
+        # of ours is left that can. `hetero.stm.manager` sets this.
+        self.ask: Callable[[int, bool], int] = lambda nbytes, urgent: 0
         # A budget that all operators fit in, where they have been measured; `hetero.stm.executor` sets this.
         self.enough: Callable[[], int | None] = lambda: None
         # When each tensor is needed next, in moments from now; `hetero.stm.executor` sets this.
@@ -95,6 +98,8 @@ class Room:
             return
         self.send_home(self._shortage(nbytes))
         self._evict_for(self._shortage(nbytes), set(keep))
+        if self._shortage(nbytes) > 0:
+            self.ask(self._shortage(nbytes), True)
         short = self._shortage(nbytes)
         if short > 0:
             held = sum(t.device_nbytes for t in self._resident.values() if t.index not in keep)
@@ -107,6 +112,23 @@ class Room:
                 held=held,
                 enough=self.enough(),
             )
+
+    def give(self, nbytes: int, *, urgent: bool) -> int:
+        """For another manager: as `require`, as far as what no operator uses can leave; returns the bytes freed.
+
+        ``urgent``: also copies that came for a use to come, saved tensors, and what lives on the device.
+        """
+        used = self._accelerator.used_bytes
+        before = used()
+        keep = set() if urgent else {t.index for t in self._resident.values() if t.last_use < t.fetched_at}
+        self.reclaim(nbytes)
+        self._evict_for(nbytes - (before - used()), keep)
+        if urgent:
+            for leave in (self.shed, self.send_home):
+                if (short := nbytes - (before - used())) > 0:
+                    leave(short)
+            self._evict_for(nbytes - (before - used()), set())
+        return before - used()
 
     def refused(self, operator: str, error: torch.OutOfMemoryError) -> BudgetError:
         """What to say of an operator that has failed with ``error`` after everything has left that can."""

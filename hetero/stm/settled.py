@@ -368,14 +368,19 @@ class Settled:
 
     # -- and back -------------------------------------------------------------------------------------
 
-    def leave(self, *, force: bool = False) -> bool:
+    def make_way(self) -> bool:
+        """Another manager of the device lacks room: never again. False if that cannot be now."""
+        self.forbid()
+        return self.leave(amid=True)
+
+    def leave(self, *, force: bool = False, amid: bool = False) -> bool:
         """Intercept again; False if somebody's alias of a parameter, gradient or state would be left behind.
-        ``force``: then too."""
+        ``force``: then too. ``amid``: another model's forward may run, which has no parameter of ours."""
         if not self.is_on:
             return True
         stm = self._stm
         with stm.lock, torch.inference_mode(False), torch.no_grad(), plain():
-            if not force and (self._running or in_scope() or not self._may_leave()):
+            if not force and (self._running or (in_scope() and not amid) or not self._may_leave()):
                 return False
             self._wake()
             if (compiled := self._compiled()) is not None:

@@ -171,8 +171,8 @@ def test_settled_it_ends_that_and_the_budget_holds_again():
 def test_an_iteration_that_grows_a_little_each_time_is_planned_anew_less_and_less_often(monkeypatch):
     planned, keep_free = [], Outgrown.keep_free
 
-    def counting(self, keys, *, missed):
-        planned.append(keep_free(self, keys, missed=missed))
+    def counting(self, keys, *, missed, room):
+        planned.append(keep_free(self, keys, missed=missed, room=room))
         return planned[-1]
 
     monkeypatch.setattr(Outgrown, "keep_free", counting)
@@ -196,19 +196,26 @@ def test_an_iteration_that_grows_a_little_each_time_is_planned_anew_less_and_les
 # -- the pieces ----------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.tuples(st.integers(-10, 100), st.booleans(), st.booleans()), max_size=40))
+@given(
+    st.lists(st.tuples(st.integers(-10, 100), st.booleans(), st.booleans()), max_size=40),
+    st.integers(-10, 500),
+)
 @settings(deadline=None)
-def test_what_is_kept_free_and_how_often(iterations):
+def test_what_is_kept_free_and_how_often(iterations, room):
     outgrown, times = Outgrown(), 0
     for drift, passes, missed in iterations:
         outgrown.note(drift, passes_budget=passes)
         times += passes
         handled = not passes or times in (1, 2, 4, 8, 16, 32)
-        expected = max(0, drift) if passes and handled else 2 * max(0, drift) if missed and not passes else 0
-        assert outgrown.keep_free("keys", missed=missed) == expected
+        expected = 0
+        if passes and handled:
+            expected = max(0, drift)
+        elif missed and not passes and drift > 0:
+            expected = sorted((drift, room // 2, 2 * drift))[1]
+        assert outgrown.keep_free("keys", missed=missed, room=lambda: room) == expected
         assert outgrown.is_unsure("keys") == (passes and handled)
         outgrown.note_measured("keys")
-    assert outgrown.keep_free("keys", missed=True) == 0
+    assert outgrown.keep_free("keys", missed=True, room=lambda: room) == 0
 
 
 def test_the_most_that_was_seen_in_an_iteration_counts():
@@ -216,7 +223,7 @@ def test_the_most_that_was_seen_in_an_iteration_counts():
     seen = Counter({"forward": 3, "loss": 7, "backward": 5})
     for place, drift in seen.items():
         outgrown.note(drift, passes_budget=place == "loss")
-    assert outgrown.keep_free("keys", missed=False) == 7
+    assert outgrown.keep_free("keys", missed=False, room=lambda: 0) == 7
 
 
 def test_a_peak_is_told_once_and_again_after_somebody_has_reset_the_counter():

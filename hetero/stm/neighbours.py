@@ -1,0 +1,42 @@
+"""Managers that share a device: room that one lacks and another can do without.
+
+Owns who they are, and the question. Invariant: none waits for another, so that two which ask each other at once do not
+wait for ever. What may leave is each one's own matter (`StatefulTensorMgr.give`).
+"""
+
+import weakref
+from typing import Protocol
+
+import torch
+
+__all__ = ["Neighbour", "ask", "join"]
+
+
+class Neighbour(Protocol):
+    """A manager, as others on its device see it (`hetero.stm.manager.StatefulTensorMgr`)."""
+
+    device: torch.device
+
+    def give(self, nbytes: int, *, urgent: bool) -> int:
+        """Let so many bytes leave, or as many as can; returns how many have. ``urgent``: more than idle copies. None,
+        if it is busy on another thread."""
+
+
+_managers: "weakref.WeakSet[Neighbour]" = weakref.WeakSet()
+
+
+def join(manager: Neighbour) -> None:
+    """From now on it may be asked."""
+    _managers.add(manager)
+
+
+def ask(asking: Neighbour, nbytes: int, *, urgent: bool) -> int:
+    """``asking`` lacks so many bytes of its device; ``urgent``: and has nothing left that can leave. Returns how many
+    others have given."""
+    given = 0
+    others = [other for other in _managers if other is not asking and other.device == asking.device]
+    for beyond_idle in (False, True) if urgent else (False,):
+        for other in others:
+            if given < nbytes:
+                given += other.give(nbytes - given, urgent=beyond_idle)
+    return given

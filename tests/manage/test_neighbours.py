@@ -1,0 +1,156 @@
+"""Several managers share a device and a budget: what one does not use is no obstacle to another."""
+
+import gc
+
+import pytest
+import torch
+from accelerators import device
+from loops import batch, mlp
+from torch import nn
+from twins import assert_same, plain
+
+import hetero
+from hetero.devices import virtual
+
+
+def twins(loop, build, budget):
+    """``loop(models, optimizers, target, ticks)`` with all models on the device, and with a manager each under one
+    budget, which an optimizer that is None has as well; returns the managers' statistics."""
+
+    def run(manage):
+        target = device()
+        gc.collect()
+        torch.manual_seed(0)
+        models, optimizers = build()
+        before = torch.accelerator.memory_allocated()
+        managers = []
+        for model, optimizer in zip(models, optimizers, strict=True):
+            if manage:
+                managers.append(hetero.manage(model, optimizer, device=target, device_budget=before + budget))
+            else:
+                model.to(target)
+        torch.accelerator.reset_peak_memory_stats()
+        torch.manual_seed(1)
+        seen = plain(loop(models, optimizers, target))
+        stats = [manager.stats for manager in managers]
+        for manager in managers:
+            assert manager.stats.peak_device_bytes <= before + budget
+            manager.close()
+        state = [t.detach().cpu() for model in models for t in (*model.parameters(), *model.buffers())]
+        return seen, state, stats
+
+    expected, state, _ = run(manage=False)
+    got, got_state, stats = run(manage=True)
+    assert_same(got, expected, "observed")
+    assert_same(got_state, state, "state")
+    assert virtual.races() == []
+    return stats
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, foreach=False)
+
+
+def two_that_are_trained():
+    models = mlp(depth=3), mlp(depth=3)
+    return models, [sgd(model) for model in models]
+
+
+def taught():
+    student, teacher = mlp(depth=3), mlp(depth=3)
+    teacher.load_state_dict(student.state_dict())
+    return (student, teacher.requires_grad_(False)), [sgd(student), None]
+
+
+def distil(models, optimizers, target, steps=10):
+    """A student learns from a teacher, which is the average of what it has been."""
+    student, teacher = models
+    seen = []
+    for _ in range(steps):
+        x = batch(target)
+        with torch.no_grad():
+            aim = teacher(x)
+        loss = (student(x) - aim + 1).square().mean()
+        loss.backward()
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+        with torch.no_grad():
+            for slow, fast in zip(teacher.parameters(), student.parameters(), strict=True):
+                slow.data.mul_(0.9).add_(fast.data, alpha=0.1)
+        seen.append(loss)
+    return seen
+
+
+def in_turn(models, optimizers, target, steps=8):
+    seen = []
+    for _ in range(steps):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            loss = model(batch(target)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss)
+    return seen
+
+
+# Each model has 196 KiB of parameters, and 587 KiB with gradients and states. Of one, an operator needs 98 KiB.
+@pytest.mark.parametrize("budget", [130 << 10, 250 << 10, 400 << 10, 2 << 20])
+@pytest.mark.parametrize(("loop", "build"), [(in_turn, two_that_are_trained), (distil, taught)])
+def test_what_one_model_needs_another_does_not_keep(loop, build, budget):
+    twins(loop, build, budget)
+
+
+def test_another_models_idle_copies_are_no_growth():
+    stats = twins(distil, taught, 400 << 10)
+    # Were the teacher's copies kept free twice over for good, all of the student's would be fetched as they are needed.
+    student = len(list(mlp(depth=3).parameters()))
+    assert stats[0].unplanned_fetches < student
+
+
+def test_a_model_that_has_settled_makes_way_and_goes_on():
+    def loop(models, optimizers, target):
+        seen = []
+        for which, rows, steps in ((0, 8, 6), (1, 300, 3), (0, 8, 3), (1, 300, 3)):
+            for _ in range(steps):
+                loss = models[which](batch(target, rows)).square().mean()
+                loss.backward()
+                optimizers[which].step()
+                optimizers[which].zero_grad()
+                seen.append(loss)
+        return seen
+
+    stats = twins(loop, two_that_are_trained, 720 << 10)
+    assert stats[0].settled_forwards > 0
+
+
+def test_idle_saved_tensors_and_device_homes_make_way_within_anothers_forward():
+    """Both graphs are alive, and one forward runs within the other. Until both of its contributions are there, each of
+    320 KiB of gradients stays."""
+
+    class Both(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.own = mlp(depth=2)
+            self.__dict__["inner"] = inner  # no submodule: it has a manager of its own
+
+        def forward(self, x):
+            return self.own(self.inner(self.own(x)))
+
+    def build():
+        inner = mlp(depth=3)
+        models = inner, Both(inner)
+        return models, [sgd(model) for model in models]
+
+    def loop(models, optimizers, target):
+        seen = []
+        for _ in range(8):
+            loss = models[1](batch(target, 32)).square().mean() + models[0](batch(target, 32)).mean()
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            seen.append(loss)
+        return seen
+
+    for budget in (520 << 10, 700 << 10):
+        twins(loop, build, budget)
