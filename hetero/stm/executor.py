@@ -13,6 +13,7 @@ from hetero.devices import Accelerator
 from hetero.eviction import Actions
 from hetero.msc import MemStatsCollector, Phase, Segment, SegmentKey
 from hetero.stm.activations import Activations
+from hetero.stm.backlog import Backlog
 from hetero.stm.callers import CallersPart
 from hetero.stm.cycles import Cycles
 from hetero.stm.gradients import Gradients
@@ -61,12 +62,7 @@ class Executor:
         self._plan: CyclePlan | None = None
         self._position = 0
         self._stop = 0
-        # What the schedule wanted and could not have yet: copies still held, prefetches that did not fit.
-        self._to_evict: list[int] = []
-        self._to_prefetch: list[int] = []
-        # What the next iteration uses first, first.
-        self._to_renew: list[ManagedTensor] = []
-        self._renewed: list[ManagedTensor] = []  # that were, in this segment
+        self._backlog = Backlog(tensors, residency, activations)
         self._room = residency.room
         self._room.next_use = self._next_use
         self._room.enough = self._enough
@@ -116,12 +112,9 @@ class Executor:
             self._caller.look_back()
         if place.number == 0 and not place.sample:
             self._caller.begin_iteration()
-        self._to_evict = []
-        self._to_renew = []
-        self._renewed = []
         # A plan that is followed for the first time, or again after something else ran, finds other copies
         # resident than it left behind.
-        self._to_prefetch = list(place.missing) if self._plan is not None else []
+        self._backlog.begin(place.missing if self._plan is not None else ())
         self._activations.reclaim(0)
         if place.plan is None:
             self._activations.follow((), ())
@@ -185,10 +178,9 @@ class Executor:
         if plan is None:
             return
         if tensor.index in plan.renewed:
-            self._to_prefetch.append(tensor.index)
+            self._backlog.want([tensor.index])
         elif tensor.index in plan.renewable:
-            self._to_renew.append(tensor)
-            self._to_renew.sort(key=lambda tensor: plan.first_uses.get(tensor.index, 0))
+            self._backlog.want_renewed(tensor, plan.first_uses)
 
     def homes_written(self, tensors: Sequence[ManagedTensor]) -> None:
         """The optimizer has stepped: copies of ``tensors`` are worthless, wherever they were."""
@@ -198,7 +190,7 @@ class Executor:
         for tensor in tensors:
             self._collector.count_stale(tensor.index)
         if self._plan is not None:
-            self._to_prefetch.extend(x for x in self._plan.renewed if x not in self._to_prefetch)
+            self._backlog.want(self._plan.renewed)
         self._change_layout([], (), "stepped")
 
     def make_room(self, nbytes: int) -> None:
@@ -260,7 +252,7 @@ class Executor:
 
     def _change_layout(self, operands: list[ManagedTensor], indices: tuple[int, ...], name: object) -> None:
         actions = self._advance(indices)
-        self._forget_overtaken(actions)
+        self._backlog.forget_overtaken(actions)
         if actions.evict or actions.fetch:
             drift = self._measure_drift(self._position - 1)
             if drift > self._drift:
@@ -272,7 +264,7 @@ class Executor:
                     and self._segment.key.phase is not Phase.STEP
                 ):
                     self._guard_from_here()
-        self._evict(actions.evict)
+        self._backlog.evict(actions.evict)
         if self._drift:
             self._answer_drift(actions.fetch)
         limit = self._limit()
@@ -289,18 +281,11 @@ class Executor:
                 self._collector.count_unplanned(
                     max(0, fetched - sum(index in indices for index in actions.fetch))
                 )
-            self._prefetch(actions.fetch, room)
+            self._backlog.prefetch(actions.fetch, room)
             self._renew(room)
         finally:
             self._residency.wanted = frozenset()
         self._collector.operands_ready()
-
-    def _forget_overtaken(self, actions: Actions) -> None:
-        """What the schedule wants now goes before what it wanted earlier and could not have yet."""
-        if self._to_prefetch and actions.evict:
-            self._to_prefetch = [index for index in self._to_prefetch if index not in actions.evict]
-        if self._to_evict and actions.fetch:
-            self._to_evict = [index for index in self._to_evict if index not in actions.fetch]
 
     def _set_guarded(self, guarded: bool) -> None:
         if guarded or self._is_guarded:  # again, because a cap cannot be below what is in use when it is set
@@ -322,7 +307,7 @@ class Executor:
         plan, position = self._plan, self._position
         if plan is None or position >= self._stop or plan.undisturbed[position] != operands:
             return False
-        if self._to_evict or self._to_prefetch or self._to_renew or self._collector.is_sampling:
+        if not self._backlog.is_empty or self._collector.is_sampling:
             return False
         limit = plan.limits[position] - self._drift - self._gradient_room()
         return self._residency.holds(operands, limit=limit)
@@ -392,61 +377,18 @@ class Executor:
         at no more cost than ours; only the rest is growth."""
         assert self._plan is not None
         sizes = self._plan.trace.sizes
-        coming = sum(sizes[x] for x in {*planned, *self._to_prefetch} if not self._is_resident(x))
+        coming = sum(sizes[index] for index in self._backlog.missing(planned))
         short = self._room.excess(self._limit() - self._gradient_room() - coming)
         if short > 0:
             if self._room.ask(short, False):
                 self._drift = self._measure_drift(max(0, self._position - 1))
             self._cycles.outgrown.note(self._drift)
 
-    def _evict(self, planned: tuple[int, ...]) -> None:
-        if not planned and not self._to_evict:
-            return
-        self._to_evict = [index for index in (*self._to_evict, *planned) if not self._leave(index)]
-
-    def _prefetch(self, planned: tuple[int, ...], limit: int) -> None:
-        if not planned and not self._to_prefetch:
-            return
-        waiting = [index for index in (*self._to_prefetch, *planned) if not self._is_resident(index)]
-        self._to_prefetch = []
-        for place, index in enumerate(waiting):
-            if not self._bring(index, limit):
-                self._to_prefetch = waiting[place:]  # in order: a later one must not overtake
-                break
-
     def _renew(self, limit: int) -> None:
-        if self._to_renew and not self._to_prefetch:
+        if self._backlog.may_renew:
             assert self._plan is not None
             self._gradients.reclaim(0)
-            spare = self._plan.spare[max(0, self._position - 1)] - sum(
-                tensor.device_nbytes for tensor in self._renewed if tensor.is_resident
-            )
-            while self._to_renew:
-                nbytes = self._to_renew[0].device_nbytes
-                if nbytes > spare or self._room.exceeds(limit - nbytes):
-                    break
-                spare -= nbytes
-                self._renewed.append(self._to_renew.pop(0))
-                self._residency.prefetch(self._renewed[-1], limit=limit)
-
-    # Numbers from the parameters' on are the plan's saved tensors.
-
-    def _leave(self, index: int) -> bool:
-        """It leaves, or is not there; False if it cannot yet."""
-        if index >= len(self._tensors):
-            return self._activations.evict(index)
-        tensor = self._tensors[index]
-        return self._residency.evict(tensor) or not tensor.is_resident or tensor.stays
-
-    def _is_resident(self, index: int) -> bool:
-        if index >= len(self._tensors):
-            return self._activations.is_resident(index)
-        return self._tensors[index].is_resident
-
-    def _bring(self, index: int, limit: int) -> bool:
-        if index >= len(self._tensors):
-            return self._activations.prefetch(index, limit=limit)
-        return self._residency.prefetch(self._tensors[index], limit=limit)
+            self._backlog.renew(limit, self._plan.spare[max(0, self._position - 1)])
 
     def _enough(self) -> int | None:
         """A budget for all that was measured, beside what there is now and was not then; None without a plan."""
