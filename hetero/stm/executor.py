@@ -121,7 +121,7 @@ class Executor:
         else:
             self._activations.follow(place.plan.activations[place.number], place.plan.trace.sizes)
         if place.sample:
-            self._await_release()
+            self.await_release()
         self._segment = self._collector.begin_segment(key, sample=place.sample, time=place.time)
         if place.sample:
             self._segment.has_gradients = any(has_gradient(tensor) for tensor in self._tensors)
@@ -236,6 +236,14 @@ class Executor:
                 self._room.trim(self._limit(), keep=())
                 self._activations.shed(max(0, self._room.excess(self._limit())))
 
+    def await_release(self) -> None:
+        """Wait for autograd's thread, which may hold what a backward has used for a moment longer than that runs: such
+        copies cannot leave, would be measured as some that never can, and every plan would have to keep them."""
+        until = time.monotonic() + _PATIENCE
+        copies = self._residency.resident
+        while any(t.is_held() and not t.users for t in tuple(copies.values())) and time.monotonic() < until:
+            time.sleep(1e-4)
+
     def release_cap(self) -> None:
         """Nothing runs until the next segment: others may have the memory. A model may also be dropped here."""
         self._cap(False)
@@ -338,14 +346,6 @@ class Executor:
         limit = self._plan.limits[max(0, self._position - 1)] - self._drift
         return min(limit, self._cycles.unplanned_limit(None)) if self._has_left_plan else limit
 
-    def _await_release(self) -> None:
-        """Autograd's thread may hold what a backward has used for a moment longer than that runs: such copies would be
-        measured as some that cannot leave, and every plan would have to keep them."""
-        until = time.monotonic() + _PATIENCE
-        copies = self._residency.resident
-        while any(t.is_held() and not t.users for t in tuple(copies.values())) and time.monotonic() < until:
-            time.sleep(1e-4)
-
     def _limit_gradients(self) -> None:
         """Before anything is known, a gradient is handed over at once: what is measured is then the operator's own
         memory. Afterwards copies may overlap, within what the plan keeps free for them here."""
@@ -374,15 +374,17 @@ class Executor:
 
     def _answer_drift(self, planned: tuple[int, ...]) -> None:
         """If what is planned does not fit beside it: what other managers have fetched since it was measured may leave,
-        at no more cost than ours; only the rest is growth."""
+        at no more cost than ours; only if that is not enough, it is growth."""
         assert self._plan is not None
         sizes = self._plan.trace.sizes
         coming = sum(sizes[index] for index in self._backlog.missing(planned))
         short = self._room.excess(self._limit() - self._gradient_room() - coming)
         if short > 0:
-            if self._room.ask(short, False):
+            given = self._room.ask(short, False)
+            if given:
                 self._drift = self._measure_drift(max(0, self._position - 1))
-            self._cycles.outgrown.note(self._drift)
+            if given < short:
+                self._cycles.outgrown.note(self._drift)
 
     def _renew(self, limit: int) -> None:
         if self._backlog.may_renew:

@@ -359,6 +359,8 @@ class StatefulTensorMgr:
                 return 0
             if self.settled is not None and self.settled.is_on and not (urgent and self.settled.make_way()):
                 return 0
+            if urgent:
+                self.executor.await_release()
             with plain(), self.collector.evicting(for_operator=False):
                 return self.residency.room.give(nbytes, urgent=urgent)
         finally:
