@@ -40,7 +40,7 @@ from hetero.stm.parts import forget_model, note_model
 from hetero.stm.precision import cast_inputs
 from hetero.stm.saved import saved_tensors_as_handles
 from hetero.stm.settled import Settled
-from hetero.stm.signatures import signature_of
+from hetero.stm.signatures import may_record, signature_of
 from hetero.stm.transforms import check_transformed, is_transforming
 from hetero.stm.whereabouts import DeviceProperties
 from hetero.units import format_bytes, parse_budget
@@ -366,7 +366,10 @@ class Manager:
                 check_transformed(model)
                 return inner(*args, **kwargs)
             signature = signature_of(model, device_type, args, kwargs)
-            if settled.enter(torch.is_grad_enabled(), signature):
+            trains = torch.is_grad_enabled() and (
+                self._optimizer is not None or may_record(self._stm.tensors, args, kwargs)
+            )
+            if settled.enter(trains, signature):
                 return settled.run(users_own, args, kwargs)
             if torch.compiler.is_exporting():
                 raise refuse_export(type(model).__name__, self.device)
@@ -378,7 +381,7 @@ class Manager:
                     return inner(*args, **kwargs)
             saved = self._stm.activations if self.config.activations else None
             check_called_eagerly(model)
-            self._stm.segments.begin_forward(signature)
+            self._stm.segments.begin_forward(signature, trains=trains)
             complete = False
             try:
                 explaining, guarded = self._compiled.explaining(args, kwargs), self._stm.executor.guarded()

@@ -53,11 +53,11 @@ class Segments:
         # Of the backwards that run now, on any thread: whether they return gradients.
         self._backwards: list[bool] = []
 
-    def begin_forward(self, signature: object, *, is_open: bool = False) -> None:
-        """The managed model's forward begins. ``is_open``: as in `Executor.begin_segment`."""
+    def begin_forward(self, signature: object, *, trains: bool, is_open: bool = False) -> None:
+        """The managed model's forward begins. ``trains``: it may have a backward; ``is_open``: as in
+        `Executor.begin_segment`."""
         with self._lock:
             self._residency.follow_homes()  # may raise, and then nothing has begun
-            trains = torch.is_grad_enabled()
             key = SegmentKey(Phase.FORWARD, trains, (signature, len(self._pending_forwards) if trains else 0))
             if trains:
                 self._activations.begin_forward(len(self._pending_forwards))
@@ -72,7 +72,7 @@ class Segments:
         if segment is not None and segment.key.phase is Phase.FORWARD and segment.key.trains:
             return
         with self._lock:
-            self.begin_forward(_PARTS, is_open=True)
+            self.begin_forward(_PARTS, trains=True, is_open=True)
             begun = self._executor.segment
             assert begun is not None
             begun.complete = True

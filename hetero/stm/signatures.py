@@ -1,15 +1,19 @@
 """What decides which operators a forward runs, as far as it can be seen from outside.
 
-Owns the signature of a call: iterations with equal ones share measurements and plans.
+Owns the signature of a call: iterations with equal ones share measurements and plans; and whether a call may have a
+backward.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["signature_of"]
+from hetero.stm.fetch import plain
+from hetero.stm.tensors import ManagedTensor
+
+__all__ = ["may_record", "signature_of"]
 
 
 def signature_of(
@@ -39,3 +43,26 @@ def _shapes(values: Iterable[Any]) -> tuple[object, ...]:
         else:
             seen.append(type(value))
     return tuple(seen)
+
+
+def may_record(tensors: Sequence[ManagedTensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Autograd may record a call with these parameters and arguments: one of them wants a gradient, or something among
+    the arguments cannot be looked into. A teacher, all frozen and called in grad mode, has no backward."""
+    with plain():
+        trained = any(tensor.parameter.requires_grad for tensor in tensors)
+    return trained or _may_want_gradients(args) or _may_want_gradients(kwargs.values())
+
+
+def _may_want_gradients(values: Iterable[Any]) -> bool:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found = value.requires_grad
+        elif isinstance(value, list | tuple):
+            found = _may_want_gradients(value)
+        elif isinstance(value, dict):
+            found = _may_want_gradients(value.values())
+        else:
+            found = not isinstance(value, bool | int | float | str | type(None))
+        if found:
+            return True
+    return False
