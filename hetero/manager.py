@@ -4,7 +4,6 @@ Owns what is changed on the user's objects and its undoing. Invariant: `manage` 
 everything as it was; after `Manager.close` nothing shows that it was there.
 """
 
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -30,18 +29,13 @@ from hetero.errors import ConfigError
 from hetero.eviction import Policy, resolve_policy
 from hetero.report import MemoryStats, Plan, collect_stats, describe_plan, plot_stats
 from hetero.stm import patches
-from hetero.stm.checkpoints import refuse_export
-from hetero.stm.compiled import CompiledCalls, check_called_eagerly, run_eagerly
+from hetero.stm.compiled import CompiledCalls
 from hetero.stm.functions import give_back, take_over
 from hetero.stm.hoststep import HostStep
-from hetero.stm.intercept import scope
 from hetero.stm.kernels import GroupKernels
+from hetero.stm.modelcalls import ModelCalls
 from hetero.stm.parts import forget_model, note_model
-from hetero.stm.precision import cast_inputs
-from hetero.stm.saved import saved_tensors_as_handles
 from hetero.stm.settled import Settled
-from hetero.stm.signatures import may_record, signature_of
-from hetero.stm.transforms import check_transformed, is_transforming
 from hetero.stm.whereabouts import DeviceProperties
 from hetero.units import format_bytes, parse_budget
 
@@ -168,11 +162,7 @@ class Manager:
         self._optimizer = optimizer
         self._accelerator = accelerator
         self._closed = False
-        # What stood in the two places that are taken over; None: nothing of the object's own.
-        self._own_call: Any = None
-        self._compiled = compiled = CompiledCalls(model)
-        compiled.release, compiled.wrap = _weakly(self._unwrap_model), _weakly(self._wrap_model)
-        self._call: Any = None
+        self._compiled = CompiledCalls(model)
         self._patched = False
         self._properties = DeviceProperties(model)
         self._kernels: list[GroupKernels] = []  # for `plan` when closed
@@ -202,17 +192,27 @@ class Manager:
                 uses_device=config.device_homes,
                 speculates=config.speculate,
             )
-        segments = self._stm.segments
         self._settled = Settled(
             self._stm,
             accelerator,
             config.device_budget,
             step=self._host_step,
-            compiled=compiled,
+            compiled=self._compiled,
             allowed=config.device_homes,
-            rest=lambda: patches.rest(segments),
-            wake=lambda: patches.wake(segments),
+            rest=_weakly(self._rest),
+            wake=_weakly(self._wake),
         )
+        self._calls = ModelCalls(
+            model,
+            self._stm,
+            self._settled,
+            self._compiled,
+            config,
+            has_optimizer=optimizer is not None,
+            keeps=self,
+        )
+        self._stm.part_called = _weakly(self._calls.add_part)
+        self._compiled.release, self._compiled.wrap = _weakly(self._calls.unwrap), _weakly(self._calls.wrap)
         try:
             self._attach()
         except BaseException:
@@ -319,13 +319,13 @@ class Manager:
         self._take_optimizer_states(returns=True)
         note_model(model)
         self._compiled.attach()  # before the model itself: its wrapper stays the outer one
-        self._wrap_model()
+        self._calls.wrap()
         self._properties.attach()
         if self._host_step is not None:
             self._host_step.attach()
 
     def _detach(self) -> None:
-        self._unwrap_model()
+        self._calls.unwrap()
         self._properties.detach()
         self._compiled.detach()
         forget_model(self._model)
@@ -339,63 +339,15 @@ class Manager:
             patches.remove(self._stm.segments)
             self._patched = False
 
-    def _unwrap_model(self) -> None:
-        if self._call is not None and self._model.__dict__.get("_compiled_call_impl") is self._call:
-            _set_own(self._model, "_compiled_call_impl", self._own_call)
-        self._call = None
+    def _rest(self) -> None:
+        """Everything fits: nothing is intercepted."""
+        patches.rest(self._stm.segments)
+        self._calls.rest()
 
-    def _wrap_model(self) -> None:
-        # torch's own slot for a replaced call: it wraps hooks and forward alike, unwinds on any exception, and
-        # `Module.__getstate__` leaves it out, so that copies and pickles of the model are plain.
-        model = self._model
-        self._own_call = model.__dict__.get("_compiled_call_impl")
-        inner = self._own_call or model._call_impl
-        users_own = self._compiled.own_call(inner)
-        precision, device_type = self.config.precision, self.device.type
-
-        @functools.wraps(inner)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if self._stm.is_in_child:
-                self._stm.check_process()
-            if self._compiled.is_outdated:
-                self._compiled.follow()
-            settled = self._settled
-            if settled.is_on and torch._C._current_graph_task_id() != -1:
-                return inner(*args, **kwargs)
-            if is_transforming():
-                check_transformed(model)
-                return inner(*args, **kwargs)
-            signature = signature_of(model, device_type, args, kwargs)
-            trains = torch.is_grad_enabled() and (
-                self._optimizer is not None or may_record(self._stm.tensors, args, kwargs)
-            )
-            if settled.enter(trains, signature):
-                return settled.run(users_own, args, kwargs)
-            if torch.compiler.is_exporting():
-                raise refuse_export(type(model).__name__, self.device)
-            # A checkpoint around the model recomputes it within backward: that is no new forward.
-            if torch._C._current_graph_task_id() != -1:
-                with scope(), saved_tensors_as_handles():
-                    if precision is not None:
-                        args, kwargs = cast_inputs(precision, args, kwargs)
-                    return inner(*args, **kwargs)
-            saved = self._stm.activations if self.config.activations else None
-            check_called_eagerly(model)
-            self._stm.segments.begin_forward(signature, trains=trains)
-            complete = False
-            try:
-                explaining, guarded = self._compiled.explaining(args, kwargs), self._stm.executor.guarded()
-                with explaining, scope(), guarded, saved_tensors_as_handles(saved):
-                    if precision is not None:
-                        args, kwargs = cast_inputs(precision, args, kwargs)
-                    result = inner(*args, **kwargs)
-                complete = True
-            finally:
-                self._stm.segments.end_forward(complete=complete)
-            return result
-
-        run_eagerly(call)
-        self._call = model.__dict__["_compiled_call_impl"] = call
+    def _wake(self) -> None:
+        """It does not any more."""
+        patches.wake(self._stm.segments)
+        self._calls.wake()
 
     def _take_optimizer_states(self, *, returns: bool = False) -> None:
         """Register states; those of our parameters that lie on the device (a resumed run) go home. ``returns``: and are
@@ -419,13 +371,13 @@ class Manager:
         self._homes.forget_states({id(state) for _, state in states})
 
 
-def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
     """As ``method``, without keeping its object."""
     reference = weakref.WeakMethod(method)
 
-    def call() -> None:
+    def call(*args: Any) -> None:
         if (present := reference()) is not None:
-            present()
+            present(*args)
 
     return call
 
@@ -447,11 +399,3 @@ def _abandon(manager: stm.StatefulTensorMgr, properties: DeviceProperties) -> No
     properties.detach()
     _make_plain(manager)
     patches.remove(manager.segments)
-
-
-def _set_own(owner: object, name: str, value: Any) -> None:
-    """Restore an attribute of the object's own; None: it had none."""
-    if value is None:
-        owner.__dict__.pop(name, None)
-    else:
-        owner.__dict__[name] = value

@@ -30,9 +30,12 @@ from hetero.stm.outside import full_copies, keeps_its_type
 from hetero.stm.tensors import ManagedTensor
 
 __all__ = [
+    "SLOT",
     "CompiledCalls",
     "check_called_eagerly",
     "compile_module",
+    "is_compiling",
+    "mark_as_ours",
     "note_registered",
     "run_eagerly",
 ]
@@ -43,7 +46,7 @@ _FAST_IN_EVAL = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 # Not torch._dynamo, which takes longer to load than everything else of hetero.
 _FRAMES: Any = torch._C._dynamo.eval_frame
 
-_SLOT = "_compiled_call_impl"  # torch's own slot for a replaced call; it is not copied nor pickled
+SLOT = "_compiled_call_impl"  # torch's own slot for a replaced call; it is not copied nor pickled
 
 
 # Those that are attached: torch tells which module is compiled, not whose model it belongs to.
@@ -73,10 +76,22 @@ def run_eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+def mark_as_ours(call: Callable[..., Any]) -> Callable[..., Any]:
+    """``call``, in a module's slot, does not make it a compiled one (`hetero.stm.modelcalls`)."""
+    call._is_ours = True  # type: ignore[attr-defined]
+    return call
+
+
+@run_eagerly
+def is_compiling() -> bool:
+    """Within a function that is compiled as a whole."""
+    return _FRAMES.get_eval_frame_callback() not in (None, False)
+
+
 @run_eagerly
 def check_called_eagerly(model: nn.Module) -> None:
     """The managed ``model`` is called: raises `ManageError` within a function that is compiled as a whole."""
-    if _FRAMES.get_eval_frame_callback() not in (None, False):
+    if is_compiling():
         raise ManageError(
             f"{type(model).__name__} is called within a function that was compiled with it (torch.compile(model) after "
             f"hetero.manage?): a compiled region would want all its parameters at once. Call {type(model).__name__}."
@@ -112,7 +127,7 @@ class CompiledCalls:
         self.is_outdated = False
         _ATTACHED.add(self)
         for name, submodule in _outermost_compiled(self._model, ""):
-            own = submodule.__dict__.get(_SLOT)
+            own = submodule.__dict__.get(SLOT)
             inner = own or submodule._call_impl
             label = f"compiled {name or type(submodule).__name__}"
             call = _substituting(
@@ -122,7 +137,7 @@ class CompiledCalls:
                 inference_only=isinstance(submodule, _FAST_IN_EVAL),
                 is_paused=lambda: self._is_paused,
             )
-            submodule.__dict__[_SLOT] = (
+            submodule.__dict__[SLOT] = (
                 call  # past OptimizedModule's __setattr__, which would set it on the original
             )
             self._wrapped.append((submodule, own, call))
@@ -178,30 +193,30 @@ class CompiledCalls:
         """Calls are the user's own until `resume`; one that somebody has wrapped since hands on."""
         self._is_paused = True
         for submodule, own, call in self._wrapped:
-            if submodule.__dict__.get(_SLOT) is call:
+            if submodule.__dict__.get(SLOT) is call:
                 _set_slot(submodule, own)
 
     def resume(self) -> None:
         """They are ours again."""
         self._is_paused = False
         for submodule, own, call in self._wrapped:
-            if submodule.__dict__.get(_SLOT) is own:
+            if submodule.__dict__.get(SLOT) is own:
                 _set_slot(submodule, call)
 
     def detach(self) -> None:
         """Give back the calls as they were, where nobody has replaced ours since."""
         _ATTACHED.discard(self)
         for submodule, own, call in self._wrapped:
-            if submodule.__dict__.get(_SLOT) is call:
+            if submodule.__dict__.get(SLOT) is call:
                 _set_slot(submodule, own)
         self._wrapped.clear()
 
 
 def _set_slot(module: nn.Module, call: Callable[..., Any] | None) -> None:
     if call is None:
-        module.__dict__.pop(_SLOT, None)
+        module.__dict__.pop(SLOT, None)
     else:
-        module.__dict__[_SLOT] = call
+        module.__dict__[SLOT] = call
 
 
 def _outermost_compiled(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
@@ -215,7 +230,9 @@ def _outermost_compiled(module: nn.Module, name: str) -> Iterator[tuple[str, nn.
 def _is_compiled(module: nn.Module) -> bool:
     own = module.__dict__
     compiled_forward = hasattr(own.get("forward"), "_torchdynamo_orig_callable")
-    return compiled_forward or own.get(_SLOT) is not None or _is_optimized(module)
+    call = own.get(SLOT)
+    replaced = call is not None and not getattr(call, "_is_ours", False)
+    return compiled_forward or replaced or _is_optimized(module)
 
 
 def _is_optimized(module: nn.Module) -> bool:

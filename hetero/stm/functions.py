@@ -22,7 +22,7 @@ from hetero.stm.intercept import (
     run_operator,
     substituted,
 )
-from hetero.stm.parts import part_computes
+from hetero.stm.parts import called_part
 from hetero.stm.tensors import ManagedTensor
 
 __all__ = ["give_back", "take_over"]
@@ -40,7 +40,7 @@ def _computes() -> bool:
 
 def _is_there(parameter: ManagedParameter) -> bool:
     """As far as the caller can tell: it computes with parameters, or is a part that is called by itself."""
-    return _computes() or part_computes(managed_of(parameter).owner.device)
+    return _computes() or called_part(managed_of(parameter).owner.device) is not None
 
 
 def _convert(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

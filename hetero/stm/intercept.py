@@ -28,7 +28,7 @@ from hetero.stm.casts import drop_bytes, kept_casts
 from hetero.stm.fetch import Fetch, plain
 from hetero.stm.outside import full_copies, keeps_its_type, note_outside
 from hetero.stm.owner import Owner
-from hetero.stm.parts import part_computes, tensors_in
+from hetero.stm.parts import called_part, tensors_in
 from hetero.stm.saved import saved_tensors_as_handles
 from hetero.stm.tensors import ManagedTensor
 
@@ -37,8 +37,8 @@ __all__ = [
     "in_scope",
     "is_managed",
     "managed_of",
+    "outside",
     "plain",
-    "recorded_outside",
     "scope",
     "substituted",
 ]
@@ -136,15 +136,26 @@ def run_operator(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
             with full_copies(operands) as copies:
                 kwargs = {key: replace_one(value, copies) for key, value in kwargs.items()}
                 return _restore(func(*_replace(args, copies), **kwargs), operands, copies)
-        with recorded_outside(operands[0].owner):
+        with outside(operands, args, kwargs):
             return _run_on_device(func, operands, args, kwargs, in_forward=False)
     return _run_on_device(func, operands, args, kwargs, in_forward=True)
 
 
-def recorded_outside(owner: Owner) -> contextlib.AbstractContextManager[None]:
+def outside(
+    operands: list[ManagedTensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> contextlib.AbstractContextManager[None]:
     """Around an operator outside of a managed forward. If autograd records it, parameters are saved as handles, as in
     one; and one begins with it, where none has."""
-    if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+    owner = operands[0].owner
+    if torch._C._current_graph_task_id() != -1:
+        return _NOTHING
+    if (part := called_part(owner.device)) is not None:
+        owner.note_part(part)
+    records = torch.is_grad_enabled() and (
+        any(tensor.parameter.requires_grad for tensor in operands)
+        or any(tensor.requires_grad for tensor in tensors_in((*args, *kwargs.values())))
+    )
+    if not records:
         return _NOTHING
     owner.begin_outside()
     return saved_tensors_as_handles() if _are_hooks_allowed() else _NOTHING
@@ -379,7 +390,7 @@ def _belongs_on_device(device: torch.device, args: tuple[Any, ...], kwargs: dict
         on_host = on_host or tensor.dim() > 0
     if on_host:
         return False
-    return torch._C._current_graph_task_id() != -1 or part_computes(device)
+    return torch._C._current_graph_task_id() != -1 or called_part(device) is not None
 
 
 def collect(values: Any, operands: list[ManagedTensor]) -> None:

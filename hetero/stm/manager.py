@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from hetero.config import Config
 from hetero.devices import Accelerator, CopyEngine, HostArena, LinkSpeeds
@@ -82,6 +83,8 @@ class StatefulTensorMgr:
         self._budget = config.device_budget
         # The optimizer of ours whose step runs.
         self.stepping: torch.optim.Optimizer | None = None
+        # Learns of modules that are called by themselves; `hetero.stm.modelcalls` sets this.
+        self.part_called: Callable[[nn.Module], None] = lambda part: None
         # May begin a parameter's update as soon as its gradient leaves; `hetero.stm.speculation` sets this.
         self.try_early: Callable[[ManagedTensor, torch.Tensor], None] | None = None
         self.trials = TrialCounts()
@@ -206,6 +209,10 @@ class StatefulTensorMgr:
             return {} if plan is None else plan.first_uses
 
     # -- what interception calls (`hetero.stm.owner.Owner`) ---------------------------------------
+
+    def note_part(self, part: nn.Module) -> None:
+        """A module of the model has been called by itself."""
+        self.part_called(part)
 
     def begin_outside(self) -> None:
         """Autograd records an operator outside of the model's forward."""

@@ -7,6 +7,7 @@ how, is said where they are implemented.
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from torch import nn
 
 if TYPE_CHECKING:
     from hetero.stm.onlookers import Onlookers
@@ -71,6 +72,9 @@ class Owner(Protocol):
     @property
     def grads(self) -> GradientOwner:
         """Who is asked before anybody touches ``p.grad``."""
+
+    def note_part(self, part: nn.Module) -> None:
+        """A module of the model has been called by itself."""
 
     def begin_outside(self) -> None:
         """Autograd records an operator outside of the model's forward: unless one has begun, this begins one."""

@@ -1,8 +1,8 @@
 """The modules of managed models, and those that are called by themselves: ``model.encoder(x)``.
 
-Owns which they are, and how such a call is told. Nothing of ours is in it, and a wrapper around every submodule would
-cost each call within the model's own forward; so only an operator that no other operand decides (``self.w.t()``) asks,
-of Python's stack: ``nn.Module.__call__`` has a frame there for as long as the module runs.
+Owns which they are, and how the first such call is told: by an operator that meets a managed parameter outside of any
+forward, of Python's stack, where ``nn.Module.__call__`` has a frame for as long as the module runs. From then on such
+calls are ours (`hetero.stm.modelcalls`); a wrapper around every submodule would cost each call within the model's own.
 """
 
 import sys
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["forget_model", "managed_modules", "note_model", "part_computes", "tensors_in"]
+__all__ = ["called_part", "forget_model", "managed_modules", "note_model", "tensors_in"]
 
 _CALL: CodeType = nn.Module._call_impl.__code__
 
@@ -36,17 +36,18 @@ def managed_modules() -> frozenset[int]:
     return frozenset(id(part) for model in _models for part in model.modules())
 
 
-def part_computes(device: torch.device) -> bool:
-    """A module of a managed model is being called on this thread, with a tensor on ``device``."""
+def called_part(device: torch.device) -> nn.Module | None:
+    """The outermost module of a managed model that is being called on this thread, with a tensor on ``device``."""
+    found = None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is _CALL:
             called = frame.f_locals
             given = (*called["args"], *called["kwargs"].values())
             if any(value.device == device for value in tensors_in(given)) and _is_part(called["self"]):
-                return True
+                found = called["self"]
         frame = frame.f_back
-    return False
+    return found
 
 
 def _is_part(module: nn.Module) -> bool:

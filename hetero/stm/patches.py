@@ -52,7 +52,7 @@ from hetero.stm.intercept import (
     in_scope,
     is_managed,
     managed_of,
-    recorded_outside,
+    outside,
     replace_one,
     substituted,
     write_back,
@@ -328,7 +328,8 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     if not in_scope() and keeps_its_type(operands):
         with plain(), full_copies(operands) as copies, torch._C._EnableTorchFunction():
             return original(*(replace_one(value, copies) for value in args), **kwargs)
-    saving = contextlib.nullcontext() if in_scope() else recorded_outside(operands[0].owner)
+    with plain():
+        saving = contextlib.nullcontext() if in_scope() else outside(operands, args, kwargs)
     with plain(), saving, substituted(operands, cls.__name__) as copies:
         ahead = ahead_of_home(operands)
         args = tuple(replace_one(value, copies) for value in args)

@@ -1,11 +1,13 @@
 """A submodule that is called by itself computes on the device, what it makes of parameters alone included."""
 
+import copy
+
 import pytest
 import torch
 from accelerators import device
 from torch import nn
 from torch.nn.utils import parametrizations
-from twins import assert_twins
+from twins import assert_twins, managed, unmanaged
 
 import hetero
 
@@ -127,6 +129,48 @@ def by_methods(model, x):
 def test_methods_train_in_less_memory_than_the_weights_take():
     weights = sum(p.nbytes for p in Coder().parameters())
     assert_twins(Coder, coded(by_methods), budget=weights * 2 // 3)
+
+
+def wide(model, optimizer, device):
+    """Activations of 512 rows take far more than the weights."""
+    losses = []
+    for _ in range(6):
+        x = torch.randn(512, 128).to(device)
+        loss = (model.up(model.down(x)) - x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss)
+    return losses
+
+
+def test_what_parts_save_for_backward_leaves_as_well():
+    _, _, peak = unmanaged(Coder, wide)
+    with pytest.raises(torch.OutOfMemoryError):
+        managed(Coder, wide, peak // 2, activations=False)
+    assert_twins(Coder, wide, share=0.5)
+
+
+def calls_of_ours(model):
+    return [name for name, part in model.named_modules() if "_compiled_call_impl" in vars(part)]
+
+
+def test_calls_are_replaced_where_parts_are_called_and_as_long_as_that_is_needed():
+    torch.manual_seed(0)
+    model = Coder()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    target = device()
+    with hetero.manage(model, optimizer, device=target, device_budget="64MiB") as manager:
+        assert calls_of_ours(model) == ["", "down", "up"]
+        model.down[1](torch.randn(2, 128).to(target))  # nobody could know
+        assert calls_of_ours(model) == ["", "down", "down.1", "up"]
+        coded(lambda model, x: model(x))(model, optimizer, target)
+        assert manager.plan.everything_fits
+        assert calls_of_ours(model) == [""]
+        manager.trim("1MiB")
+        assert calls_of_ours(model) == ["", "down", "down.1", "up"]
+        assert calls_of_ours(copy.deepcopy(model)) == []
+    assert calls_of_ours(model) == []
 
 
 def test_what_methods_call_moves_no_more_than_the_model():

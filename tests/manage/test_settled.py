@@ -100,7 +100,7 @@ def test_no_operator_is_hooked_and_what_is_left_is_one_check_of_the_forward():
             checks.append(our_calls(lambda: square_loss_of(model, x)))  # noqa: B023
     assert checks[0] == checks[1]  # whatever the number of operators and parameters
     assert {name.split(".")[0] for name in checks[0]} <= {
-        "manager",
+        "modelcalls",
         "signatures",
         "settled",
         "accelerator",

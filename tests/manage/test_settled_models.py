@@ -18,7 +18,7 @@ pytestmark = [
 
 PLENTY = 64 << 20
 STEPS = 9
-CHECK = {"manager", "signatures", "settled", "accelerator"}
+CHECK = {"modelcalls", "signatures", "settled", "accelerator"}
 MOST_CALLS = (
     7  # the call, its signature (two, three with keywords), the check, the counters, the user's forward
 )
