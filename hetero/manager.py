@@ -4,6 +4,7 @@ Owns what is changed on the user's objects and its undoing. Invariant: `manage` 
 everything as it was; after `Manager.close` nothing shows that it was there.
 """
 
+import _thread
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -393,9 +394,22 @@ def _abandon(manager: stm.StatefulTensorMgr, properties: DeviceProperties) -> No
     """A manager was dropped with its model: nothing of it may stay, on the device or in torch."""
     if manager.is_in_child:
         return  # neither is there
-    if manager.settled is not None:
-        manager.settled.abandon()
-    manager.close()
-    properties.detach()
-    _make_plain(manager)
-    patches.remove(manager.segments)
+    # Python's collector runs on any thread, in the middle of anything. What holds the lock may wait for this thread,
+    # and what the queue's thread is doing cannot be ended from within.
+    if manager.updates.is_here() or not manager.lock.acquire(blocking=False):
+        _thread.start_new_thread(_let_go, (manager, properties))
+        return
+    try:
+        _let_go(manager, properties)
+    finally:
+        manager.lock.release()
+
+
+def _let_go(manager: stm.StatefulTensorMgr, properties: DeviceProperties) -> None:
+    with manager.lock:
+        if manager.settled is not None:
+            manager.settled.abandon()
+        manager.close()
+        properties.detach()
+        _make_plain(manager)
+        patches.remove(manager.segments)

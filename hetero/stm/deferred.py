@@ -189,8 +189,12 @@ class UpdateQueue:
         """Return once nothing is queued or running. Raises nothing."""
         with self._changed:
             self._attempts.clear()
-            if threading.get_ident() != self._ident:  # as when Python's collector drops a model on our thread
+            if not self.is_here():
                 self._changed.wait_for(lambda: not self._waiting and self._current is None)
+
+    def is_here(self) -> bool:
+        """The caller runs on the queue's thread: an update is being made, and cannot be waited for."""
+        return threading.get_ident() == self._ident
 
     def hold(self) -> None:
         """Keep the thread out until `release`: a child that is forked meanwhile finds the queue free."""

@@ -183,13 +183,14 @@ def _announced_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
     if torch._C._current_graph_task_id() != -1:  # a backward within a backward: a reentrant checkpoint
         result = _run(outputs, args, kwargs)
         if captures:  # what it returns is about to be read
-            for listener in _listeners:
+            for listener in tuple(_listeners):
                 listener.wait_for_gradients()
         return result
     with contextlib.ExitStack() as stack:
-        for listener in _listeners:
+        listeners = tuple(_listeners)  # Python's collector may let go of one in between
+        for listener in listeners:
             stack.enter_context(listener.backward(captures=captures))
-        for listener in _listeners:
+        for listener in listeners:
             if (device := listener.mixed_device) is not None:
                 return run_on_device_thread(device, lambda: _run(outputs, args, kwargs))
         return _run(outputs, args, kwargs)

@@ -1,0 +1,100 @@
+"""Python's collector finds a managed model that nobody holds: on any thread, in the middle of anything."""
+
+import contextlib
+import gc
+import threading
+import weakref
+
+import pytest
+from lateness import managed_mlp
+from loops import batch, two_steps
+
+from hetero.stm import patches
+from hetero.stm.deferred import Update
+from hetero.stm.manager import StatefulTensorMgr
+
+# Who hangs fails, and does not stop the suite.
+PATIENCE = 60.0
+
+
+def dropped_model():
+    """A weak reference to a managed model that only Python's collector can find, and its manager's lower part."""
+    model, optimizer, manager, target = managed_mlp()
+    two_steps(model, optimizer, target)
+    manager.stats  # noqa: B018  # nothing is queued
+    model.__dict__["everything"] = [model, optimizer, manager]
+    return weakref.ref(model), manager._stm
+
+
+@pytest.fixture
+def closings(monkeypatch):
+    """The threads that end management."""
+    original, threads, ended = StatefulTensorMgr.close, [], threading.Event()
+
+    def close(self):
+        threads.append(threading.get_ident())
+        original(self)
+        ended.set()
+
+    monkeypatch.setattr(StatefulTensorMgr, "close", close)
+    gc.collect()
+    gc.disable()
+    yield threads, ended
+    gc.enable()
+
+
+def test_the_collector_ends_management_not_on_the_queues_thread(closings):
+    # Which may be in the middle of an addition, and has its lock.
+    threads, ended = closings
+    model, stm = dropped_model()
+    queues = []
+
+    def collect():
+        queues.append(threading.get_ident())
+        gc.collect()
+
+    update = Update(collect)
+    stm.updates.submit([update])
+    stm.updates.finish(update)
+    assert ended.wait(PATIENCE)
+    assert model() is None
+    assert len(threads) == 1
+    assert threads != queues
+
+
+def test_the_collector_waits_for_no_lock(closings):
+    # Whoever has it may wait for the thread that the collector runs on: before a fork, for the queue's.
+    _, ended = closings
+    model, stm = dropped_model()
+    with stm.lock:
+        thread = threading.Thread(target=gc.collect, daemon=True)
+        thread.start()
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+        assert model() is None
+        assert not ended.is_set()
+    assert ended.wait(PATIENCE)
+
+
+def test_a_backward_is_announced_to_all_though_one_of_them_is_let_go_meanwhile(monkeypatch):
+    first, second = (managed_mlp() for _ in range(2))
+    segments = first[2]._stm.segments
+    announced = []
+
+    @contextlib.contextmanager
+    def leaving(*, captures):
+        patches.rest(segments)
+        yield
+        patches.wake(segments)
+
+    original = second[2]._stm.segments.backward
+
+    def noting(*, captures):
+        announced.append(captures)
+        return original(captures=captures)
+
+    monkeypatch.setattr(segments, "backward", leaving)
+    monkeypatch.setattr(second[2]._stm.segments, "backward", noting)
+    with first[2], second[2]:
+        second[0](batch(second[3])).sum().backward()
+    assert announced == [False]
