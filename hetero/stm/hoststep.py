@@ -12,6 +12,11 @@ stepped at once. There, and only there, interception is off.
 [Note: when a step is queued]
 Where its optimizer treats each parameter by itself; not under modes that a thread does not inherit, nor inside a
 forward or a backward. Which of its parameters: [Note: what is queued] in `hetero.stm.capture`.
+
+[Note: other threads]
+May look at parameters, gradients and states meanwhile, to log or to save them. What is ours of a step, at its begin and
+at its end, it does with the lock: an update that is announced and not queued would be waited for, with the lock, for
+ever; a copy that is being written on the device would come home in pieces and pass for up to date.
 """
 
 import sys
@@ -267,41 +272,43 @@ class HostStep:
         self._depth += 1
         if self._depth > 1:  # a step that calls another class's, hooks and all
             return
-        self._stm.finish_updates()
-        self.capture.commit()
-        bring_home(optimizer)
-        self._bring_states_home()
-        defers = self._may_defer(optimizer, args, kwargs)
-        self.speculation.begin_step(optimizer, defers=defers)
-        later = self.capture.choose() if defers else {}
-        with plain():
-            here = self.device_homes.take(later)
-        ours = {t.index: t for t in self.capture.managed() if t.index not in later}
-        if later:
-            self.capture.take(later, here)
-        self._stm.before_home_writes(list(ours.values()))
-        with plain():
-            self._stepped_now |= {i for i, t in ours.items() if t.parameter.grad is not None}
-            self.capture.use_kernels()
-        self.queued += len(later)
-        self.at_once += len(self._stepped_now)
-        self._plain = plain()
-        self._plain.__enter__()
+        with self._stm.lock:  # [Note: other threads]
+            self._stm.finish_updates()
+            self.capture.commit()
+            bring_home(optimizer)
+            self._bring_states_home()
+            defers = self._may_defer(optimizer, args, kwargs)
+            self.speculation.begin_step(optimizer, defers=defers)
+            later = self.capture.choose() if defers else {}
+            with plain():
+                here = self.device_homes.take(later)
+            ours = {t.index: t for t in self.capture.managed() if t.index not in later}
+            if later:
+                self.capture.take(later, here)
+            self._stm.before_home_writes(list(ours.values()))
+            with plain():
+                self._stepped_now |= {i for i, t in ours.items() if t.parameter.grad is not None}
+                self.capture.use_kernels()
+            self.queued += len(later)
+            self.at_once += len(self._stepped_now)
+            self._plain = plain()
+            self._plain.__enter__()
 
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """The first post-hook: queue."""
         self._depth -= 1
         if self._depth > 0:
             return
-        self._leave()
-        self.capture.move_versions()
-        captured, here = self.capture.end()
-        ranks = self._stm.by_first_use()
-        captured.sort(key=lambda item: (ranks.get(item.tensor.index, len(ranks)), item.tensor.index))
-        surroundings = Surroundings.of_this_thread()
-        self.speculation.end_step(captured, surroundings)
-        with plain():
-            self.device_homes.run(here, self._note_update)
+        with self._stm.lock:
+            self._leave()
+            self.capture.move_versions()
+            captured, here = self.capture.end()
+            ranks = self._stm.by_first_use()
+            captured.sort(key=lambda item: (ranks.get(item.tensor.index, len(ranks)), item.tensor.index))
+            surroundings = Surroundings.of_this_thread()
+            self.speculation.end_step(captured, surroundings)
+            with plain():
+                self.device_homes.run(here, self._note_update)
 
     def _note_update(self, tensor: ManagedTensor, update: ParameterUpdate) -> None:
         """One on the device is done. Where nothing was kept so far, it may have made the first state."""
@@ -362,21 +369,23 @@ class HostStep:
         return True
 
     def _before_state_access(self, writes: bool) -> None:
-        if self.capture.is_under_way or self._plain is not None or not self._attached:
-            return  # the step itself
-        self._stm.roll_back()
-        self._stm.finish_updates()
-        self.capture.commit()
-        self.device_homes.bring_states_home(None)
-        self.device_homes.note_moves()
-        self._has_looked = True
-        if writes:
-            self._stepped.clear()
+        with self._stm.lock:
+            if self.capture.is_under_way or self._plain is not None or not self._attached:
+                return  # the step itself
+            self._stm.roll_back()
+            self._stm.finish_updates()
+            self.capture.commit()
+            self.device_homes.bring_states_home(None)
+            self.device_homes.note_moves()
+            self._has_looked = True
+            if writes:
+                self._stepped.clear()
 
     def _after_state_access(self, parameter: Any) -> None:
         """Loops that move all states to the device (after resuming, say) need no more memory there than one's take."""
-        if self._plain is None and self._attached and is_managed(parameter):
-            self.device_homes.keep_home(managed_of(parameter))
+        with self._stm.lock:
+            if self._plain is None and self._attached and is_managed(parameter):
+                self.device_homes.keep_home(managed_of(parameter))
 
     def _bring_states_home(self) -> None:
         if self._has_looked or not isinstance(self._optimizer.state, WatchedState):

@@ -6,6 +6,7 @@ happens within a segment is `hetero.stm.executor`'s.
 """
 
 import contextlib
+import threading
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -52,6 +53,8 @@ class Segments:
         self._clocks_before_step: list[int] = []
         # Of the backwards that run now, on any thread: whether they return gradients.
         self._backwards: list[bool] = []
+        # The threads of forwards and backwards that run now, once for each.
+        self._threads: list[int] = []
 
     def begin_forward(self, signature: object, *, trains: bool, is_open: bool = False) -> None:
         """The managed model's forward begins. ``trains``: it may have a backward; ``is_open``: as in
@@ -64,6 +67,8 @@ class Segments:
             self._executor.begin_segment(key, is_open=is_open)
             if trains:
                 self._pending_forwards.append(key)
+            if not is_open:
+                self._threads.append(threading.get_ident())
 
     def begin_outside(self) -> None:
         """Autograd records an operator outside of the model's forward (`model.encoder(x)`, a penalty in the loss): if
@@ -80,6 +85,7 @@ class Segments:
     def end_forward(self, *, complete: bool) -> None:
         """It ended; ``complete`` False: by an exception."""
         with self._lock:
+            self._threads.remove(threading.get_ident())
             refused = None
             try:
                 self._residency.write_back_all()
@@ -149,6 +155,7 @@ class Segments:
             if self._pending_forwards:
                 self._executor.before_backward()
             self._backwards.append(captures)
+            self._threads.append(threading.get_ident())
             self._gradients.kept.keeps = not any(self._backwards)
         complete = False
         try:
@@ -158,6 +165,7 @@ class Segments:
         finally:
             with self._lock:
                 self._backwards.remove(captures)
+                self._threads.remove(threading.get_ident())
                 self._gradients.kept.keeps = bool(self._backwards) and not any(self._backwards)
                 self._gradients.additions.flush()
                 segment = self._executor.segment
@@ -205,8 +213,9 @@ class Segments:
             segment.complete = False
         self._executor.finish_segment()
         self._pending_forwards.clear()
-        for tensor in self._tensors:
-            tensor.abandon_compute()
+        if not set(self._threads) - {threading.get_ident()}:  # else it may be another's operator that runs
+            for tensor in self._tensors:
+                tensor.abandon_compute()
         self._residency.await_copies()
         self._activations.await_copies()
 

@@ -1,0 +1,177 @@
+"""Several threads: each of them leaves the others alone, and may look at what another trains."""
+
+import threading
+
+import pytest
+import torch
+from accelerators import clear_races, races
+from lateness import managed_mlp
+from loops import backward, mlp, two_steps
+from torch import nn
+from twins import adamw, device
+
+import hetero
+from hetero.stm import devicehomes
+from hetero.stm.devicehomes import DeviceHomes
+from hetero.stm.manager import StatefulTensorMgr
+
+# Who hangs fails, and does not stop the suite.
+PATIENCE = 60.0
+
+
+def is_locked_for_others(lock):
+    """Another thread could not have it now."""
+    got = []
+
+    def ask():
+        got.append(lock.acquire(blocking=False))
+        if got[0]:
+            lock.release()
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    return not got[0]
+
+
+class Pausing(torch.autograd.Function):
+    """In the thread of that name, it runs until it may go on."""
+
+    began, may_go_on = threading.Event(), threading.Event()
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        if threading.current_thread().name == "pausing":
+            Pausing.began.set()
+            assert Pausing.may_go_on.wait(PATIENCE)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, w = ctx.saved_tensors
+        return gradient * w, (gradient * x).sum(0)
+
+
+def failing(gradient=None):
+    if threading.current_thread().name != "pausing":
+        raise ValueError("of the other thread")
+
+
+class Net(nn.Module):
+    def __init__(self, fails_in):
+        super().__init__()
+        self.first, self.scale, self.last = nn.Linear(64, 64), nn.Parameter(torch.ones(64)), nn.Linear(64, 64)
+        self.fails_in = fails_in
+
+    def forward(self, x):
+        x = Pausing.apply(self.first(x), self.scale)
+        if self.fails_in == "forward":
+            failing()
+        elif self.fails_in == "backward":
+            x.register_hook(failing)
+        return self.last(x)
+
+
+def run_beside(pausing, other):
+    """``other()`` raises, from begin to end, in the middle of an operator of ``pausing()``. Returns what that does."""
+    Pausing.began.clear()
+    Pausing.may_go_on.clear()
+    found = []
+
+    def run():
+        try:
+            found.append(pausing())
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run, name="pausing")
+    thread.start()
+    assert Pausing.began.wait(PATIENCE)
+    with pytest.raises(ValueError, match="of the other thread"):
+        other()
+    Pausing.may_go_on.set()
+    thread.join()
+    return found[0]
+
+
+def test_a_forward_that_fails_does_not_disturb_another_threads():
+    target = device()
+    model = Net("forward")
+    x = torch.randn(4, 64)
+
+    def infer():
+        with torch.no_grad():
+            return model(x.to(target)).cpu()
+
+    with hetero.manage(model, device=target, device_budget="128KiB"):
+        result = run_beside(infer, infer)
+    model.fails_in = None
+    with torch.no_grad():
+        assert torch.equal(result, model(x))
+
+
+def test_a_backward_that_fails_does_not_disturb_another_threads_model():
+    target = device()
+    model, other = Net(None), Net("backward")
+    x = torch.randn(4, 64)
+
+    def train(net):
+        net(x.to(target)).sum().backward()
+        return net.scale.grad
+
+    with (
+        hetero.manage(model, torch.optim.SGD(model.parameters()), device=target, device_budget="1MiB"),
+        hetero.manage(other, torch.optim.SGD(other.parameters()), device=target, device_budget="1MiB"),
+    ):
+        result = run_beside(lambda: train(model), lambda: train(other))
+        assert isinstance(result, torch.Tensor), result
+    model.zero_grad()
+    model(x).sum().backward()
+    assert torch.equal(result, model.scale.grad)
+
+
+@pytest.mark.usefixtures("speculating")
+def test_nobody_can_wait_for_an_update_that_is_announced_and_not_queued(monkeypatch):
+    # Who waits has the lock, which whoever queues it needs.
+    original, locked = StatefulTensorMgr.await_updates, []
+
+    def asking(self, updates):
+        locked.append(is_locked_for_others(self.lock))
+        original(self, updates)
+
+    monkeypatch.setattr(StatefulTensorMgr, "await_updates", asking)
+    model, optimizer, manager, target = managed_mlp(device_homes=False)
+    with manager:
+        for _ in range(3):
+            two_steps(model, optimizer, target)
+    assert locked
+    assert all(locked)
+
+
+@pytest.mark.usefixtures("homes_on_device")
+@pytest.mark.parametrize("place", [(devicehomes, "run_together"), (DeviceHomes, "bring_states_home")])
+def test_what_lives_on_the_device_is_stepped_and_brought_home_by_one_thread_at_a_time(monkeypatch, place):
+    original, locked = getattr(*place), []
+
+    def asking(*args):
+        locked.append(is_locked_for_others(manager._stm.lock))
+        return original(*args)
+
+    monkeypatch.setattr(*place, asking)
+    target = device()
+    clear_races()
+    model = mlp()
+    optimizer = adamw(model)
+    manager = hetero.manage(model, optimizer, device=target, device_budget="512KiB")
+    with manager:
+        for _ in range(4):
+            two_steps(model, optimizer, target)
+        assert manager._host_step.on_device
+        locked.clear()
+        backward(model, target)
+        optimizer.step()
+        optimizer.state_dict()
+    assert locked
+    assert all(locked)
+    assert not races()
