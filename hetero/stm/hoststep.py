@@ -229,6 +229,8 @@ class HostStep:
             self._stm.stepping = None
             self._leave()
             self._abandon()
+            if not complete:
+                self._note_writes(self._stm.tensors[index] for index in self._stepped_now)
             self._stm.segments.end_step(complete=complete)
             self.device_homes.note_moves(always=bool(self._stepped_now) or not complete)
             if complete:
@@ -261,6 +263,9 @@ class HostStep:
         self.device_homes.take({})
         try:
             result = inner(evaluate, *args[1:], **{k: v for k, v in kwargs.items() if k != "closure"})
+        except BaseException:
+            self._note_writes(self.capture.managed())
+            raise
         finally:
             self._leave()
         self.capture.move_versions()
@@ -329,6 +334,13 @@ class HostStep:
         for item in captured:
             wait(self._stm.engine, item)
             change(self._stm.engine, item)
+
+    @staticmethod
+    def _note_writes(tensors: Iterable[ManagedTensor]) -> None:
+        """A step has failed, and may have stepped these before. Kernels that move no versions cannot be asked."""
+        for tensor in tensors:
+            tensor.note_write()
+            tensor.owner.after_home_write(tensor)
 
     # -- what is queued -------------------------------------------------------------------------------
 

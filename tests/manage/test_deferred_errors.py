@@ -100,3 +100,34 @@ def test_an_error_within_the_step_leaves_nothing_queued():
     with manager:
         loop(model, optimizer, target)
         assert not manager._host_step.capture.queued
+
+
+@pytest.mark.parametrize("with_closure", [False, True])
+@pytest.mark.parametrize("fused", [None, True])
+def test_what_a_step_has_written_before_it_failed_is_seen_on_the_device(fused, with_closure):
+    # Fused kernels move no versions, and what runs after a step does not after one that fails.
+    def make_optimizer(model):
+        groups = [{"params": list(model[2].parameters())}, {"params": list(model[4].parameters())}]
+        optimizer = torch.optim.AdamW(groups, lr=1e-2, fused=fused)
+        if with_closure:  # with a hook, it is not called before the step
+            optimizer.register_step_pre_hook(lambda *_: None)
+        return optimizer
+
+    model, optimizer, manager, target = managed_mlp(make_optimizer)
+    x = batch(target)
+
+    def gradients():
+        model(x).square().mean().backward()
+        model[4].weight.grad = model[4].weight.grad.to_sparse()
+
+    with manager:
+        before = model[2].weight.detach().clone()
+        if not with_closure:
+            gradients()
+        with pytest.raises(RuntimeError, match="sparse"):
+            optimizer.step(gradients if with_closure else None)
+        assert not torch.equal(model[2].weight, before)
+        optimizer.zero_grad()
+        got = model(x).detach().cpu()
+    with torch.no_grad():
+        assert torch.equal(got, model(x.cpu()))
