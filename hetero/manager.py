@@ -337,8 +337,8 @@ class Manager:
         if self._optimizer is not None:
             self._homes.send_states(self._optimizer)
         if self._patched:
-            patches.remove(self._stm.segments)
             self._patched = False
+            patches.remove(self._stm.segments)
 
     def _rest(self) -> None:
         """Everything fits: nothing is intercepted."""

@@ -117,11 +117,11 @@ _INHERITED = object()
 def install(listener: BackwardListener) -> None:
     """One more manager is active."""
     global _managers
+    interrupts.install()  # first: they are put off from now on
     if not _managers:
         _replace(_REPLACED_ALWAYS, _replaced_always)
         _registration_hooks.append(register_module_module_registration_hook(note_registered))
     wake(listener)
-    interrupts.install()
     _managers += 1
 
 
@@ -130,10 +130,10 @@ def remove(listener: BackwardListener) -> None:
     global _managers
     _managers -= 1
     rest(listener)
-    interrupts.remove()
     if not _managers:
         _put_back(_replaced_always)
         _registration_hooks.pop().remove()
+    interrupts.remove()  # last: from now on they come at once
 
 
 def wake(listener: BackwardListener) -> None:

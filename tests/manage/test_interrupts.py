@@ -189,3 +189,27 @@ def test_the_users_own_handler_decides_and_is_theirs_again_afterwards():
     finally:
         signal.signal(signal.SIGINT, ours)
     assert pressed == [signal.SIGINT]
+
+
+def test_an_interrupt_at_the_very_end_of_management_leaves_nothing_of_it():
+    """From there on nothing is put off."""
+    model = layers()
+    manager = hetero.manage(model, device=device())
+
+    def press(frame, event, arg):
+        if event == "call" and (frame.f_globals["__name__"], frame.f_code.co_name) == ("signal", "signal"):
+            sys.setprofile(None)
+            signal.getsignal(signal.SIGINT)(signal.SIGINT, frame)
+
+    loading = nn.Module.load_state_dict
+    sys.setprofile(press)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            manager.close()
+    finally:
+        sys.setprofile(None)
+    manager.close()
+    assert nn.Module.load_state_dict is not loading
+    with hetero.manage(model, device=device()):
+        assert nn.Module.load_state_dict is loading
+    assert nn.Module.load_state_dict is not loading
