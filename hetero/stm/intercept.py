@@ -29,7 +29,7 @@ from hetero.stm.fetch import Fetch, plain
 from hetero.stm.outside import full_copies, keeps_its_type, note_outside
 from hetero.stm.owner import Owner
 from hetero.stm.parts import called_part, tensors_in
-from hetero.stm.saved import saved_tensors_as_handles
+from hetero.stm.saved import may_save_again, saved_tensors_as_handles
 from hetero.stm.tensors import ManagedTensor
 
 __all__ = [
@@ -220,7 +220,7 @@ def _run(
             break
         except torch.OutOfMemoryError:
             # An in-place operator may have done half its work; everything else can be tried again.
-            if _writes_in_place(func) or not operands[0].owner.relieve():
+            if _writes_in_place(func) or not may_save_again() or not operands[0].owner.relieve():
                 raise
             operands[0].owner.note_answered()
     for tensor in operands:

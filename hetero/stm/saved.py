@@ -29,7 +29,7 @@ from hetero.stm.records import Saved
 from hetero.stm.residency import RESIDENT
 from hetero.stm.tensors import Layout, ManagedTensor
 
-__all__ = ["saved_tensors_as_handles"]
+__all__ = ["may_save_again", "saved_tensors_as_handles"]
 
 
 @dataclass(slots=True)
@@ -68,6 +68,16 @@ def saved_tensors_as_handles(activations: Activations | None = None) -> Iterator
         yield
 
 
+def may_save_again() -> bool:
+    """An operator that failed, after autograd had saved its operands, may be run again: nobody but us has seen them. A
+    checkpoint counts what is saved, and would give what comes later the tensors of what came before."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is None or hasattr(hooks[0], _SEES_ALL)
+
+
+_SEES_ALL = "_hetero_sees_all"  # of a hook that hands nothing on to the caller's own
+
+
 def _outer_packer(
     outer_pack: Callable[[torch.Tensor], Any], outer_unpack: Callable[[Any], Any]
 ) -> Callable[..., Any]:
@@ -103,6 +113,7 @@ def _packer(activations: Activations | None) -> Callable[..., Any]:
         # is shared.
         return _Kept(saved if saved.is_leaf else saved.detach(), saved._version)
 
+    pack.__dict__[_SEES_ALL] = True
     return _never_compiled(pack)
 
 

@@ -1,0 +1,78 @@
+"""Memory that runs out while a checkpoint watches what operators save: an error that is true, and no wrong gradient."""
+
+import copy
+
+import pytest
+import torch
+from accelerators import ON_CUDA, SEGMENTS, set_memory_limit
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from twins import device
+
+import hetero
+
+WIDTH = 64
+MEMORY = 256 << 20
+
+
+class Block(nn.Module):
+    """All that it saves is of one shape, so that a checkpoint could not tell one from another."""
+
+    short_in = None  # "forward" or "recompute": its second operator finds no memory, once
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(WIDTH, WIDTH) / 8) for _ in range(4))
+
+    def forward(self, x):
+        now = "forward" if torch._C._current_graph_task_id() == -1 else "recompute"
+        for place, weight in enumerate(self.weights):
+            if place == 1 and self.short_in == now:
+                self.short_in = None
+                set_memory_limit(torch.accelerator.memory_allocated())
+            x = torch.mm(x, weight)
+        return x
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+@pytest.mark.skipif(ON_CUDA or SEGMENTS, reason="the limit is the virtual device's")
+@pytest.mark.parametrize("phase", ["forward", "recompute"])
+def test_an_operator_within_a_checkpoint_is_not_run_again_where_that_would_be_seen(phase):
+    torch.manual_seed(0)
+    target = device()
+    model = Net()
+    plain = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, foreach=False)
+    x = torch.randn(WIDTH, WIDTH)
+
+    def gradients(net, x):
+        net.zero_grad()
+        net(x).square().mean().backward()
+        return [p.grad for p in net.parameters()]
+
+    with hetero.manage(
+        model, optimizer, device=target, device_budget="400KiB", device_homes=False
+    ) as manager:
+        for _ in range(8):
+            gradients(model, x.to(target))
+            optimizer.step()
+        assert not manager._stm.executor.is_guarded
+        model.blocks[2].short_in = phase
+        try:
+            with pytest.raises(torch.OutOfMemoryError):
+                gradients(model, x.to(target))
+        finally:
+            set_memory_limit(MEMORY)
+        assert model.blocks[2].short_in is None
+        for one, other in zip(gradients(model, x.to(target)), gradients(plain, x), strict=True):
+            assert torch.equal(one, other)
