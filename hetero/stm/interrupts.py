@@ -9,7 +9,8 @@ Invariant: whatever handler was there decides what an interrupt does, and is the
 [Note: on our behalf]
 Whatever we call may be in the middle of something that we rely on: a hook that is registered and whose handle nobody
 has yet, a job that is not in the executor's queue yet, a dispatch mode that is off its stack. What runs for long, a
-module's forward and an optimizer's step, is the user's, whoever calls it, and we are prepared for whatever it raises.
+module's forward, a backward and an optimizer's step, is the user's, whoever calls it, and we are prepared for whatever
+it raises.
 """
 
 import _thread
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import graph
 
 __all__ = ["install", "remove"]
 
@@ -33,6 +35,7 @@ _ON_BEHALF = sys.stdlib_module_names - {"__main__"} | {"numpy", "scipy", "torch"
 # But not what torch calls for the user.
 _FOR_THE_USER = (
     nn.Module._call_impl.__code__,
+    graph._engine_run_backward.__code__,
     torch.optim.Optimizer.profile_hook_step(lambda optimizer: None).__code__,
 )
 # Called by the interpreter when objects die: what is raised there is printed and lost.
