@@ -413,7 +413,7 @@ class StatefulTensorMgr:
         with self._lock:
             self.activations.settle()
             segment = self.executor.segment
-            if segment is not None and segment.key.phase is Phase.STEP:
+            if segment is not None and segment.key.phase is Phase.STEP and segment.complete:
                 self.executor.finish_segment()
                 self.cycles.finish()
 

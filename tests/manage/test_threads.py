@@ -175,3 +175,21 @@ def test_what_lives_on_the_device_is_stepped_and_brought_home_by_one_thread_at_a
     assert locked
     assert all(locked)
     assert not races()
+
+
+def test_statistics_that_are_asked_for_amid_a_step_do_not_end_it():
+    model, optimizer, manager, target = managed_mlp()
+    segments = []
+
+    def look(*_):
+        before = manager._stm.executor.segment
+        thread = threading.Thread(target=lambda: manager.stats)
+        thread.start()
+        thread.join()
+        segments.append((before, manager._stm.executor.segment))
+
+    optimizer.register_step_post_hook(look)
+    with manager:
+        two_steps(model, optimizer, target)
+    assert len(segments) == 2
+    assert all(before is after is not None for before, after in segments)
