@@ -7,7 +7,7 @@ sequences (an eval loop, another shape, another number of micro-batches) live be
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from hetero.eviction import (
@@ -24,6 +24,7 @@ from hetero.msc import Phase, Segment, SegmentKey
 from hetero.stm.outgrown import Outgrown
 from hetero.stm.plans import CyclePlan, PlanMaker
 from hetero.stm.samples import Samples
+from hetero.stm.succession import Succession
 from hetero.stm.tensors import ManagedTensor
 
 __all__ = ["Cycles", "Place"]
@@ -104,6 +105,8 @@ class Cycles:
         self._training = _History([], [])
         self._inference = _History([], [])
         self._current = self._training
+        self._succession = Succession()
+        self._coming: Hashable | None = None  # the keys that the iteration under way is expected to have
         self.outgrown = Outgrown()
         self._margin = 0  # of every plan, and of what runs without one: given to others by `trim`
         # Parameters that live on the device, in all plans alike (`hetero.stm.devicehomes`), and the most bytes that
@@ -159,6 +162,8 @@ class Cycles:
         if len(history.keys) >= _LONGEST_CYCLE:
             self.abandon()
         history.keys.append(key)
+        if len(self._plans) > 1 and history is self._training and len(history.keys) == 1:
+            self._coming = self._succession.following()
         plan = self._matching(tuple(history.keys))
         sampled = not self.samples.want(key, history.keys.count(key))
         if plan is None:
@@ -255,6 +260,8 @@ class Cycles:
         keys, segments, has_left_plan = tuple(history.keys), list(history.segments), history.has_left_plan
         self.abandon()
         if len(segments) == len(keys):
+            if history is self._training:
+                self._succession.add(keys)
             before = self.device_homes
             self._learn(keys, segments)
             if has_left_plan:
@@ -444,6 +451,10 @@ class Cycles:
     # -- finding plans --------------------------------------------------------------------------------
 
     def _matching(self, keys: tuple[SegmentKey, ...]) -> CyclePlan | None:
+        """A plan whose iterations begin so: the one that is expected, else the one before, else the latest."""
+        coming = self._plans.get(self._coming)  # type: ignore[call-overload]
+        if coming is not None and coming.keys[: len(keys)] == keys:
+            self.last_plan = coming
         if self.last_plan is not None and self.last_plan.keys[: len(keys)] == keys:
             return self.last_plan
         for candidate in reversed(self._plans.values()):

@@ -1,0 +1,42 @@
+"""Which kind of iteration comes next.
+
+Owns the order in which kinds came: a critic's steps, some with the generator's pass before them; seven micro-batches a
+step, and at an epoch's end three. Such kinds begin alike, and which one it is shows only when its plan is half over. It
+is a guess, for speed; plans are a hint in any case.
+"""
+
+from collections.abc import Hashable
+
+__all__ = ["Succession"]
+
+_MEMORY = 48  # iterations
+
+
+class Succession:
+    """Of one manager's iterations."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Hashable, int] = {}
+        self._kinds: list[Hashable] = []
+        self._past: list[int] = []
+
+    def add(self, kind: Hashable) -> None:
+        """An iteration of this kind is over."""
+        number = self._numbers.setdefault(kind, len(self._kinds))
+        if number == len(self._kinds):
+            self._kinds.append(kind)
+        self._past.append(number)
+        del self._past[:-_MEMORY]
+
+    def following(self) -> Hashable | None:
+        """What came after the longest stretch of the past that ended as the present one does; of equally long ones,
+        the latest. None if the last kind is a new one."""
+        past = self._past
+        best, longest = None, 0
+        for place in range(len(past) - 1, 0, -1):
+            length = 0
+            while length < place and past[place - 1 - length] == past[-1 - length]:
+                length += 1
+            if length > longest:
+                best, longest = past[place], length
+        return None if best is None else self._kinds[best]
