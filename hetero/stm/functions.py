@@ -143,7 +143,7 @@ def _get_data(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     if not in_scope():
         tensor.owner.before_home_write(tensor)  # whoever takes it may write
         if tensor.owner.settled is not None:
-            tensor.owner.settled.onlookers.have_looked = True
+            tensor.owner.settled.onlookers.note_look()
         return tensor.data_alias()
     with substituted([tensor], func):
         assert tensor.data is not None

@@ -344,7 +344,7 @@ def _at_home(
     # Numbers may be combined with tensors on any device.
     tensors = [value for value in results if value.dim()]
     if settled is not None and tensors:
-        settled.onlookers.have_looked = True
+        settled.onlookers.note_look()
         if any(value.requires_grad for value in tensors):
             settled.forbid()  # a loss of them is made at home, and may be again
     return result

@@ -5,9 +5,10 @@ Owns the answer, as far as it takes more than a parameter's own reference counts
 [Note: who looks]
 A settled parameter's device is another than before, so whoever combined it with a tensor on the host no longer can.
 Nobody settles who was seen to do so, or to keep a copy of home, in the iteration before; a copy of the model, and
-another optimizer over its parameters, count for good. Gradients are plain tensors: what is done with them is not seen.
-So where they have been given to somebody, everything on the host that might be one of them, or made from some, keeps
-parameters at home, unless it was there before, and as it is now.
+another optimizer over its parameters, count for good. What is done with copies of home, such as an average that is
+brought up to date every tenth step, or with gradients, is not seen: these are plain tensors. So where somebody has been
+given some, everything on the host that might be one of them, or made from some, keeps parameters at home, unless it was
+there before, and as it is now.
 """
 
 import gc
@@ -28,23 +29,29 @@ class Onlookers:
 
     Attributes:
         have_looked: somebody has combined home with a tensor on the host, or may do so, since this was False.
-        have_gradients: somebody has been given some at home, and may have kept something made from them.
+        have_values, have_gradients: somebody has been given some at home, and may have kept something made from them.
     """
 
     def __init__(self) -> None:
-        self.have_looked = self.have_gradients = False
+        self.have_looked = self.have_values = self.have_gradients = False
         self._before = {
             id(found): (weakref.ref(found), found._version)
             for found in _host_tensors()
             if not found.is_inference()
         }
 
-    def keep_something_like_gradients(self, tensors: Sequence[ManagedTensor]) -> bool:
-        """On the host is a tensor that may be a gradient of these, or made from some: of the shape of a parameter, or
-        as large as all together, none of ours, and not there before."""
-        trained = [tensor.home for tensor in tensors if tensor.parameter.requires_grad]
-        dtypes, shapes = {home.dtype for home in trained}, {home.shape for home in trained if home.dim()}
-        total = sum(home.numel() for home in trained)
+    def note_look(self) -> None:
+        """Somebody has been given home, or what an operator made of it."""
+        self.have_looked = self.have_values = True
+
+    def keep_something(self, tensors: Sequence[ManagedTensor]) -> bool:
+        """On the host is a tensor that may be a copy or a gradient of these that somebody was given, or made from some:
+        of the shape of a parameter, or as large as all together, none of ours, and not there before."""
+        if not (self.have_values or self.have_gradients):
+            return False
+        seen = [t.home for t in tensors if self.have_values or t.parameter.requires_grad]
+        dtypes, shapes = {home.dtype for home in seen}, {home.shape for home in seen if home.dim()}
+        total = sum(home.numel() for home in seen)
         ours = {home.untyped_storage()._cdata for home in (tensor.home for tensor in tensors)}
         for tensor in tensors:
             if tensor.parameter.grad is not None and tensor.parameter.grad.layout is torch.strided:

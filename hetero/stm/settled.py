@@ -279,7 +279,7 @@ class Settled:
             if tensor.parameter.grad is not None and not gradient_is_private(tensor.parameter):
                 return False
             self.onlookers.have_gradients |= bool(tensor.parameter._backward_hooks)
-        if self.onlookers.have_gradients and self.onlookers.keep_something_like_gradients(stm.tensors):
+        if self.onlookers.keep_something(stm.tensors):
             return False
         try:
             stm.residency.require(stm.tensors, limit=self._budget, operator=lambda: "settling")

@@ -158,3 +158,53 @@ def test_after_close_parameters_can_be_swapped():
     with torch.no_grad():
         torch.utils.swap_tensors(model[0].weight, nn.Parameter(torch.zeros_like(model[0].weight)))
     assert not model[0].weight.any()
+
+
+@pytest.mark.parametrize("kept", ["detached", "data", "state_dict", "cpu", "frozen too"])
+def test_an_average_of_parameters_that_is_brought_up_to_date_now_and_then_keeps_them_at_home(kept):
+    """Between two such iterations nobody looks. Where nothing is kept, everything fits and is settled."""
+
+    def values(model):
+        if kept == "state_dict":
+            return list(model.state_dict().values())
+        if kept == "data":
+            return [p.data for p in model.parameters()]
+        return [p.detach().cpu() if kept == "cpu" else p.detach() for p in model.parameters()]
+
+    def build():
+        model = mlp()
+        if kept == "frozen too":
+            model[0].requires_grad_(False)
+        return model
+
+    def loop(model, optimizer, target):
+        seen, average = [], [value.clone() for value in values(model)]
+        for number in range(12):
+            loss = model(batch(target)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number % 4 == 3:
+                for mean, value in zip(average, values(model), strict=True):
+                    mean.lerp_(value, 0.1)
+            seen.append(loss)
+        return [seen, average]
+
+    manager = assert_twins(build, loop, share=3.0)
+    assert manager.stats.settled_forwards == 0
+
+
+def test_after_a_look_of_which_nothing_is_kept_parameters_settle():
+    def loop(model, optimizer, target):
+        seen = []
+        for number in range(12):
+            loss = model(batch(target)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number % 4 == 3:
+                seen.append([p.detach().clone().mul_(2.0).norm().item() for p in model.parameters()])
+            seen.append(loss)
+        return seen
+
+    assert assert_twins(mlp, loop, share=3.0).stats.settled_forwards > 0
