@@ -15,6 +15,7 @@ from hetero.errors import ManageError
 from hetero.msc import MemStatsCollector, Phase, SegmentKey
 from hetero.stm.activations import Activations
 from hetero.stm.executor import Executor
+from hetero.stm.fetch import plain
 from hetero.stm.gradients import Gradients
 from hetero.stm.residency import Residency
 from hetero.stm.tensors import ManagedTensor
@@ -61,7 +62,7 @@ class Segments:
         `Executor.begin_segment`."""
         with self._lock:
             self._residency.follow_homes()  # may raise, and then nothing has begun
-            key = SegmentKey(Phase.FORWARD, trains, (signature, len(self._pending_forwards) if trains else 0))
+            key = SegmentKey(Phase.FORWARD, trains, (signature, *(self._graph() if trains else (0,))))
             if trains:
                 self._activations.begin_forward(len(self._pending_forwards))
             self._executor.begin_segment(key, is_open=is_open)
@@ -201,6 +202,12 @@ class Segments:
         if segment is None or segment.key.phase is not _BACKWARD:
             self._executor.begin_segment(self._backward_key())
             self._pending_forwards.clear()
+
+    def _graph(self) -> tuple[object, ...]:
+        """What decides which graph a forward makes: how many others wait for their backward, and who is frozen."""
+        with plain():
+            frozen = tuple(t.index for t in self._tensors if not t.parameter.requires_grad)
+        return len(self._pending_forwards), frozen
 
     def forget_forwards(self) -> None:
         """None waits for its backward."""

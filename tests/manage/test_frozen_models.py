@@ -1,4 +1,5 @@
-"""Models of which nothing is trained: teachers, references, losses made of networks."""
+"""Models of which nothing is trained: teachers, references, losses made of networks. And those that are unfrozen layer
+by layer."""
 
 import gc
 
@@ -54,3 +55,38 @@ def test_a_teacher_without_a_backward_is_planned_after_its_first_forward(share):
         assert manager.plan is not None
         assert manager.plan.everything_fits == (share > 1)
         assert len(manager._stm.cycles.samples) == 1, "each forward counts as another kind"
+
+
+def half_frozen():
+    model = mlp(depth=4)
+    for module in list(model)[:12]:
+        module.requires_grad_(False)
+    return model
+
+
+def unfreezing(model, optimizer, target):
+    seen = []
+    for number in range(20):
+        if number % 3 == 2 and number < 12:
+            for module in list(model)[12 - 4 * (number // 3 + 1) :]:
+                module.requires_grad_(True)
+        loss = model(batch(target)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss)
+    return seen
+
+
+def all_of_them(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 3.0])
+def test_what_is_unfrozen_makes_another_kind_of_iteration(share):
+    manager = assert_twins(half_frozen, unfreezing, share=share, make_optimizer=all_of_them)
+    if share == 0.5:
+        assert manager.stats.unplanned_fetches == 0
+    if share > 1:
+        # Within three iterations after the last was unfrozen: nothing of what was measured before is counted twice.
+        assert manager.stats.settled_forwards > 5
