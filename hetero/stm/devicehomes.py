@@ -152,9 +152,10 @@ class DeviceHomes:
             if not self._bring(candidates[index], groups):
                 break
         for index in wanted:
-            self._refused[index] = 0 if index in self._here else self._refused[index] + 1
-        if any(count == _PATIENCE for count in self._refused.values()):
-            self._stm.cycles.refuse_device_homes()
+            is_stepped = self._stm.tensors[index].parameter.requires_grad  # a frozen one may be again
+            self._refused[index] = self._refused[index] + 1 if is_stepped and index not in self._here else 0
+            if self._refused[index] == _PATIENCE:
+                self._stm.cycles.refuse_device_homes()
         self.note_moves()  # at once: what the books do not know of counts as the operators' own
         return dict(self._here)
 
