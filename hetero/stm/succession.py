@@ -10,6 +10,7 @@ from collections.abc import Hashable
 __all__ = ["Succession"]
 
 _MEMORY = 48  # iterations
+_MOST_KINDS = 4 * _MEMORY  # where each is another, as with lengths of all sizes, there is nothing to be guessed
 
 
 class Succession:
@@ -20,8 +21,15 @@ class Succession:
         self._kinds: list[Hashable] = []
         self._past: list[int] = []
 
+    def _forget(self) -> None:
+        self._numbers.clear()
+        self._kinds.clear()
+        self._past.clear()
+
     def add(self, kind: Hashable) -> None:
         """An iteration of this kind is over."""
+        if len(self._kinds) >= _MOST_KINDS:
+            self._forget()
         number = self._numbers.setdefault(kind, len(self._kinds))
         if number == len(self._kinds):
             self._kinds.append(kind)
