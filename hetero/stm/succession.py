@@ -10,7 +10,8 @@ from collections.abc import Hashable
 __all__ = ["Succession"]
 
 _MEMORY = 48  # iterations
-_MOST_KINDS = 4 * _MEMORY  # where each is another, as with lengths of all sizes, there is nothing to be guessed
+# Where each is another, as with lengths of all sizes, there is nothing to be guessed.
+_MOST_KINDS = 4 * _MEMORY
 
 
 class Succession:
