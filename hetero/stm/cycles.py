@@ -61,6 +61,7 @@ class _History:
     keys: list[SegmentKey]
     segments: list[Segment]
     has_left_plan: bool = False
+    is_outdated: bool = False
 
 
 class Cycles:
@@ -194,6 +195,10 @@ class Cycles:
         """Operators come that the plan does not know: a branch with the same shapes, a layer unfrozen."""
         self._current.has_left_plan = True
 
+    def note_outdated(self) -> None:
+        """The iteration follows its plan, and shows what that did not know of."""
+        self._current.is_outdated = True
+
     def end_segment(self, segment: Segment) -> None:
         """A segment is over; an incomplete one makes the cycle void."""
         if not segment.complete:
@@ -207,7 +212,7 @@ class Cycles:
         """The current cycle was left by an exception: forget how far it went."""
         self._current.keys.clear()
         self._current.segments.clear()
-        self._current.has_left_plan = False
+        self._current.has_left_plan = self._current.is_outdated = False
 
     def finish(self) -> None:
         """Close the cycle if its last segment is over."""
@@ -257,14 +262,15 @@ class Cycles:
             over = self._ends_with_backward and last is Phase.BACKWARD and coming is Phase.FORWARD
             if not over:
                 return
-        keys, segments, has_left_plan = tuple(history.keys), list(history.segments), history.has_left_plan
+        keys, segments = tuple(history.keys), list(history.segments)
+        is_outdated = history.has_left_plan or history.is_outdated
         self.abandon()
         if len(segments) == len(keys):
             if history is self._training:
                 self._succession.add(keys)
             before = self.device_homes
             self._learn(keys, segments)
-            if has_left_plan:
+            if is_outdated:
                 self._measure_again(keys)
             if gone := frozenset(before).difference(self.device_homes):
                 self.leave_device(gone)  # the new plan has given their room to others
@@ -305,8 +311,8 @@ class Cycles:
                 self._choose_homes(keys)
 
     def _measure_again(self, keys: tuple[SegmentKey, ...]) -> None:
-        """Iterations with these keys are no longer what they were: forget them at the 1st, 2nd, 4th, 8th ... that
-        left the plan, because some models take another path every time."""
+        """Iterations with these keys are no longer what they were: forget them at the 1st, 2nd, 4th, 8th ... that was
+        not, because some models take another path every time."""
         self._departures[keys] += 1
         if self._departures[keys].bit_count() == 1:
             plan = self._plans.pop(keys, None)
@@ -347,7 +353,8 @@ class Cycles:
     def _choose_homes(self, keys: tuple[SegmentKey, ...]) -> None:
         """Which parameters live on the device, and which others keep a place there."""
         plan = self._plans.get(keys)
-        costs = self.home_costs()
+        written = self._written_between(keys)
+        costs = {index: cost for index, cost in self.home_costs().items() if index not in written}
         if plan is None or not (costs or self._early):
             return
         order = sorted(plan.first_uses, key=plan.first_uses.__getitem__)
@@ -388,6 +395,13 @@ class Cycles:
         if not self._early or updates is None:
             return ()
         return tuple(index for index in updates.tensors if index in plan.first_uses)
+
+    def _written_between(self, keys: tuple[SegmentKey, ...]) -> set[int]:
+        """Parameters that the caller writes at home in such an iteration, besides the step: on the device they would go
+        home for that, and come back."""
+        forwards = (key for key in keys if key.phase is Phase.FORWARD)
+        periods = (period for key in forwards for s in self.samples.present(key)[-1:] for period in s.periods)
+        return {index for period in periods for index in period.invalidates}
 
     def _tried(
         self, keys: tuple[SegmentKey, ...], homes: tuple[int, ...], places: tuple[int, ...]

@@ -7,7 +7,7 @@ fetch of its own, counted. What is planned is decided in `hetero.stm.cycles`; by
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from hetero.devices import Accelerator
 from hetero.eviction import Actions
@@ -192,6 +192,14 @@ class Executor:
         if self._plan is not None:
             self._backlog.want(self._plan.renewed)
         self._change_layout([], (), "stepped")
+
+    def homes_overtook(self, indices: Iterable[int]) -> None:
+        """They have been written since the forward before began, by no step of ours: copies from before are worthless
+        in each such iteration, whether there are any now or not."""
+        for index in indices:
+            self._collector.count_stale(index)
+        if self._plan is not None and not self._plan.overtaken.issuperset(indices):
+            self._cycles.note_outdated()
 
     def make_room(self, nbytes: int) -> None:
         """For a saved tensor that comes back at an instant that no plan foresaw."""

@@ -100,6 +100,12 @@ class CyclePlan:
         return tuple(sorted({*copies, *self.renewed}, key=self.first_uses.__getitem__))
 
     @functools.cached_property
+    def overtaken(self) -> frozenset[int]:
+        """Tensors whose copies home is known to overtake in an iteration, and those that have none."""
+        known = (x for moment in self.trace.moments for x in moment.invalidates)
+        return frozenset((*known, *self.device_homes, *self.renewed))
+
+    @functools.cached_property
     def renewable(self) -> frozenset[int]:
         """Tensors without a place whose copies may be renewed before the step all the same."""
         return renewable(self.trace, self.schedule)

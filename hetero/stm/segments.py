@@ -52,6 +52,8 @@ class Segments:
         self._has_optimizer = has_optimizer
         self._pending_forwards: list[SegmentKey] = []
         self._clocks_before_step: list[int] = []
+        # Homes' clocks when the forward before began, by index; of those that were being updated then, none.
+        self._clocks: dict[int, int] = {}
         # Of the backwards that run now, on any thread: whether they return gradients.
         self._backwards: list[bool] = []
         # The threads of forwards and backwards that run now, once for each.
@@ -66,6 +68,7 @@ class Segments:
             if trains:
                 self._activations.begin_forward(len(self._pending_forwards))
             self._executor.begin_segment(key, is_open=is_open)
+            self._executor.homes_overtook(self._written())
             if trains:
                 self._pending_forwards.append(key)
             if not is_open:
@@ -120,6 +123,7 @@ class Segments:
             self._residency.write_back_all()  # through views that are held
             self._executor.begin_segment(SegmentKey(Phase.STEP, True, None))
             self._pending_forwards.clear()
+            self._clocks = {}
             self._gradients.reclaim(0)
             self._clocks_before_step = [tensor.home_clock for tensor in self._tensors]
 
@@ -208,6 +212,12 @@ class Segments:
         with plain():
             frozen = tuple(t.index for t in self._tensors if not t.parameter.requires_grad)
         return len(self._pending_forwards), frozen
+
+    def _written(self) -> list[int]:
+        """Whose home has been written since the forward before began, and not by a step of ours."""
+        before = self._clocks
+        self._clocks = {t.index: t.home_clock for t in self._tensors if t.pending is None}
+        return [index for index, clock in self._clocks.items() if before.get(index, clock) != clock]
 
     def forget_forwards(self) -> None:
         """None waits for its backward."""
