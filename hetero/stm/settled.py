@@ -386,7 +386,7 @@ class Settled:
             if (compiled := self._compiled()) is not None:
                 compiled.resume()
             for tensor, shadow in zip(stm.tensors, self._shadows, strict=True):
-                self._leave_one(tensor, shadow)
+                self._leave_one(tensor, shadow, amid=amid)
             self._end_step()
             self._shadows, self._versions, self._frozen, self._probe = [], [], [], None
             self._placeholders.clear()
@@ -401,7 +401,7 @@ class Settled:
             return False
         return may_go_back(self._stm.tensors, self._accelerator.device)
 
-    def _leave_one(self, tensor: ManagedTensor, shadow: nn.Parameter) -> None:
+    def _leave_one(self, tensor: ManagedTensor, shadow: nn.Parameter, *, amid: bool) -> None:
         parameter = tensor.parameter
         _by_id.pop(id(parameter), None)
         if not is_like(parameter, tensor.home, self._accelerator.device):
@@ -419,7 +419,8 @@ class Settled:
         if gradient is not None:
             self._stm.gradients.kept.adopt(tensor, gradient)
         redirect(shadow, tensor)
-        let_go(shadow, self._placeholder(shadow.dtype))
+        if not amid:  # else an operator may have been given it
+            let_go(shadow, self._placeholder(shadow.dtype))
 
     def _placeholder(self, dtype: torch.dtype) -> torch.Tensor:
         if dtype not in self._placeholders:
