@@ -38,55 +38,47 @@ class Autoencoder(nn.Module):
         return self.decoder(self.encoder(x).mean(1))
 
 
-def by_parts(model, optimizer, device):
-    losses = []
-    for step in range(6):
-        x = torch.randn(8, 16).to(device)
-        if step % 3 == 2:
-            with torch.no_grad():
-                losses.append(model.decoder(model.encoder(x).mean(1)).sum())
-        hidden = model.encoder(x)
-        loss = (model.decoder(hidden.mean(1)) - x).square().mean() + model.encoder(x=x).mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss)
-    return losses
+def trained(loss_of, *, rows=8, width=16, steps=6):
+    """A loop of these losses, clipped."""
+
+    def loop(model, optimizer, device):
+        losses = []
+        for step in range(steps):
+            loss = loss_of(model, torch.randn(rows, width).to(device), step)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss)
+        return losses
+
+    return loop
 
 
-def mixed(model, optimizer, device):
-    losses = []
-    for _ in range(6):
-        x = torch.randn(8, 16).to(device)
+def by_parts(model, x, step):
+    if step % 3 == 2:
         with torch.no_grad():
-            target = model.encoder(x).mean(1)
-        loss = (model(x) - target).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss)
-    return losses
+            x = x + model.decoder(model.encoder(x).mean(1))
+    hidden = model.encoder(x)
+    return (model.decoder(hidden.mean(1)) - x).square().mean() + model.encoder(x=x).mean()
 
 
-def beside(model, optimizer, device):
+def mixed(model, x, step):
+    with torch.no_grad():
+        target = model.encoder(x).mean(1)
+    return (model(x) - target).square().mean()
+
+
+def beside(model, x, step):
     """Parts before and after the model, all in one backward."""
-    losses = []
-    for _ in range(6):
-        x = torch.randn(8, 16).to(device)
-        hidden = model.encoder(x).mean(1)
-        loss = (model(hidden) - model.decoder(hidden)).square().mean()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss)
-    return losses
+    hidden = model.encoder(x).mean(1)
+    return (model(hidden) - model.decoder(hidden)).square().mean()
 
 
-@pytest.mark.parametrize("loop", [by_parts, mixed, beside])
+@pytest.mark.parametrize("loss_of", [by_parts, mixed, beside])
 @pytest.mark.parametrize("share", [0.8, 3.0])
-def test_a_part_makes_of_parameters_what_the_model_makes(loop, share):
-    assert_twins(Autoencoder, loop, share=share)
+def test_a_part_makes_of_parameters_what_the_model_makes(loss_of, share):
+    assert_twins(Autoencoder, trained(loss_of), share=share)
 
 
 class Coder(nn.Module):
@@ -106,45 +98,21 @@ class Coder(nn.Module):
         return self.decode(self.encode(x))
 
 
-def coded(forward, steps=8):
-    def loop(model, optimizer, device):
-        losses = []
-        for _ in range(steps):
-            x = torch.randn(8, 128).to(device)
-            loss = (forward(model, x) - x).square().mean()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss)
-        return losses
-
-    return loop
+def by_methods(model, x, step):
+    return (model.decode(model.encode(x)) - x).square().mean()
 
 
-def by_methods(model, x):
-    return model.decode(model.encode(x))
+def by_the_model(model, x, step):
+    return (model(x) - x).square().mean()
 
 
 def test_methods_train_in_less_memory_than_the_weights_take():
     weights = sum(p.nbytes for p in Coder().parameters())
-    assert_twins(Coder, coded(by_methods), budget=weights * 2 // 3)
-
-
-def wide(model, optimizer, device):
-    """Activations of 512 rows take far more than the weights."""
-    losses = []
-    for _ in range(6):
-        x = torch.randn(512, 128).to(device)
-        loss = (model.up(model.down(x)) - x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss)
-    return losses
+    assert_twins(Coder, trained(by_methods, width=128, steps=8), budget=weights * 2 // 3)
 
 
 def test_what_parts_save_for_backward_leaves_as_well():
+    wide = trained(lambda model, x, step: (model.up(model.down(x)) - x).square().mean(), rows=512, width=128)
     _, _, peak = unmanaged(Coder, wide)
     with pytest.raises(torch.OutOfMemoryError):
         managed(Coder, wide, peak // 2, activations=False)
@@ -164,7 +132,7 @@ def test_calls_are_replaced_where_parts_are_called_and_as_long_as_that_is_needed
         assert calls_of_ours(model) == ["", "down", "up"]
         model.down[1](torch.randn(2, 128).to(target))  # nobody could know
         assert calls_of_ours(model) == ["", "down", "down.1", "up"]
-        coded(lambda model, x: model(x))(model, optimizer, target)
+        trained(by_the_model, width=128, steps=8)(model, optimizer, target)
         assert manager.plan.everything_fits
         assert calls_of_ours(model) == [""]
         manager.trim("1MiB")
@@ -175,7 +143,7 @@ def test_calls_are_replaced_where_parts_are_called_and_as_long_as_that_is_needed
 
 def test_what_methods_call_moves_no_more_than_the_model():
     moved = []
-    for forward in (by_methods, lambda model, x: model(x)):
+    for loss_of in (by_methods, by_the_model):
         torch.manual_seed(0)
         model = Coder()
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -183,9 +151,9 @@ def test_what_methods_call_moves_no_more_than_the_model():
         with hetero.manage(
             model, optimizer, device=target, device_budget="800KiB", device_homes=False
         ) as manager:
-            coded(forward)(model, optimizer, target)
+            trained(loss_of, width=128, steps=8)(model, optimizer, target)
             before = manager.stats
-            coded(forward, 3)(model, optimizer, target)
+            trained(loss_of, width=128, steps=3)(model, optimizer, target)
             after = manager.stats
         moved.append(after.total_fetched_bytes - before.total_fetched_bytes)
         assert after.unplanned_fetches == before.unplanned_fetches
