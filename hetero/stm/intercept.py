@@ -29,7 +29,7 @@ from hetero.stm.fetch import Fetch, plain
 from hetero.stm.outside import full_copies, keeps_its_type, note_outside
 from hetero.stm.owner import Owner
 from hetero.stm.parts import called_part, tensors_in
-from hetero.stm.saved import may_save_again, saved_tensors_as_handles
+from hetero.stm.saved import may_save_again, part_saved_as_handles
 from hetero.stm.tensors import ManagedTensor
 
 __all__ = [
@@ -158,11 +158,10 @@ def outside(
     if not records:
         return _NOTHING
     owner.begin_outside()
-    return saved_tensors_as_handles() if _are_hooks_allowed() else _NOTHING
+    return part_saved_as_handles()
 
 
 _NOTHING = contextlib.nullcontext()
-_are_hooks_allowed: Callable[[], bool] = vars(torch._C._autograd)["_saved_tensors_hooks_is_enabled"]
 
 
 def _run_on_device(

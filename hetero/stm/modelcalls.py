@@ -11,7 +11,9 @@ forward as well. Those are its children that have children; any other is told by
 while everything fits, none.
 """
 
+import contextlib
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +34,7 @@ from hetero.stm.intercept import in_scope, scope
 from hetero.stm.manager import StatefulTensorMgr
 from hetero.stm.parts import tensors_in
 from hetero.stm.precision import cast_inputs
-from hetero.stm.saved import saved_tensors_as_handles
+from hetero.stm.saved import part_saved_as_handles, saved_tensors_as_handles
 from hetero.stm.settled import Settled
 from hetero.stm.signatures import may_record, signature_of
 from hetero.stm.transforms import check_transformed, is_transforming
@@ -44,7 +46,7 @@ _Call = Callable[..., Any]
 
 class ModelCalls:
     """Of one model. ``keeps`` lives as long as the model has these calls: who drops the manager and goes on training is
-    managed on."""
+    managed on. Who keeps a part alone, a trained encoder, keeps nothing else."""
 
     def __init__(
         self,
@@ -72,6 +74,9 @@ class ModelCalls:
         children = model.named_children() if self._precision is None else ()
         self._parts = {name: part for name, part in children if next(part.children(), None) is not None}
         self._are_parts_off = False
+
+    def __del__(self) -> None:
+        self.unwrap()  # parts may live on
 
     # -- putting them there, and taking them off ------------------------------------------------------
 
@@ -161,33 +166,44 @@ class ModelCalls:
                     args, kwargs = self._cast(args, kwargs)
                     return inner(*args, **kwargs)
             check_called_eagerly(model)
-            return self._run(inner, signature, trains, args, kwargs)
+            saving = saved_tensors_as_handles(self._activations)
+            return self._run(inner, signature, trains, saving, args, kwargs)
 
         return call
 
     def _of_part(self, name: str, part: nn.Module, inner: _Call) -> _Call:
         """[Note: parts]"""
         device = self._stm.device
+        reference = weakref.ref(self)  # the model's own call keeps us
 
         @functools.wraps(inner)
         def call(*args: Any, **kwargs: Any) -> Any:
+            calls = reference()
             if (
-                in_scope()
+                calls is None
+                or in_scope()
                 or torch._C._current_graph_task_id() != -1
                 or is_transforming()
                 or is_compiling()
                 or all(value.device != device for value in tensors_in((*args, *kwargs.values())))
             ):
                 return inner(*args, **kwargs)
-            self._stm.check_process()
+            calls._stm.check_process()
             signature = (name, *signature_of(part, device.type, args, kwargs))
-            trains = torch.is_grad_enabled() and may_record(self._stm.tensors, args, kwargs)
-            return self._run(inner, signature, trains, args, kwargs)
+            trains = torch.is_grad_enabled() and may_record(calls._stm.tensors, args, kwargs)
+            saving = part_saved_as_handles(calls._activations)
+            return calls._run(inner, signature, trains, saving, args, kwargs)
 
         return call
 
     def _run(
-        self, inner: _Call, signature: object, trains: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        inner: _Call,
+        signature: object,
+        trains: bool,
+        saving: contextlib.AbstractContextManager[None],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """As a segment of its own."""
         segments = self._stm.segments
@@ -195,7 +211,7 @@ class ModelCalls:
         complete = False
         try:
             explaining, guarded = self._compiled.explaining(args, kwargs), self._stm.executor.guarded()
-            with explaining, scope(), guarded, saved_tensors_as_handles(self._activations):
+            with explaining, scope(), guarded, saving:
                 args, kwargs = self._cast(args, kwargs)
                 result = inner(*args, **kwargs)
             complete = True

@@ -29,7 +29,7 @@ from hetero.stm.records import Saved
 from hetero.stm.residency import RESIDENT
 from hetero.stm.tensors import Layout, ManagedTensor
 
-__all__ = ["may_save_again", "saved_tensors_as_handles"]
+__all__ = ["may_save_again", "part_saved_as_handles", "saved_tensors_as_handles"]
 
 
 @dataclass(slots=True)
@@ -66,6 +66,18 @@ def saved_tensors_as_handles(activations: Activations | None = None) -> Iterator
     pack = _packer(activations) if outer is None else _outer_packer(*outer)
     with torch.autograd.graph.saved_tensors_hooks(pack, _never_compiled(_unpack)):
         yield
+
+
+def part_saved_as_handles(
+    activations: Activations | None = None,
+) -> contextlib.AbstractContextManager[None]:
+    """The same around what is called beside the model, if nobody else sees what is saved: a checkpoint calls it again
+    within backward, where such calls are not ours, and would count other tensors than in forward."""
+    ours_alone = _are_hooks_allowed() and may_save_again()
+    return saved_tensors_as_handles(activations) if ours_alone else contextlib.nullcontext()
+
+
+_are_hooks_allowed: Callable[[], bool] = vars(torch._C._autograd)["_saved_tensors_hooks_is_enabled"]
 
 
 def may_save_again() -> bool:

@@ -7,6 +7,7 @@ import torch
 from accelerators import device
 from torch import nn
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 from twins import assert_twins, managed, unmanaged
 
 import hetero
@@ -117,6 +118,22 @@ def test_what_parts_save_for_backward_leaves_as_well():
     with pytest.raises(torch.OutOfMemoryError):
         managed(Coder, wide, peak // 2, activations=False)
     assert_twins(Coder, wide, share=0.5)
+
+
+@pytest.mark.parametrize("share", [0.8, 3.0])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpoint_counts_what_a_part_saves_as_it_does_when_it_is_recomputed(use_reentrant, share):
+    def loss_of(model, x, step):
+        def with_an_operator(x):
+            return model.decode(x) @ model.up[0][0].weight
+
+        x.requires_grad_()
+        x = checkpoint(model.down, x, use_reentrant=use_reentrant)
+        # Told by its first operator, and called again before it is recomputed.
+        x = model.up[0][0](checkpoint(model.up[0][0], x, use_reentrant=use_reentrant))
+        return checkpoint(with_an_operator, x, use_reentrant=use_reentrant).square().mean()
+
+    assert_twins(Coder, trained(loss_of, width=128), share=share)
 
 
 def calls_of_ours(model):
