@@ -6,9 +6,13 @@ import threading
 import weakref
 
 import pytest
+import torch
+from accelerators import device
 from lateness import managed_mlp
 from loops import batch, two_steps
+from torch import nn
 
+import hetero
 from hetero.stm import patches
 from hetero.stm.deferred import Update
 from hetero.stm.manager import StatefulTensorMgr
@@ -24,6 +28,21 @@ def dropped_model():
     manager.stats  # noqa: B018  # nothing is queued
     model.__dict__["everything"] = [model, optimizer, manager]
     return weakref.ref(model), manager._stm
+
+
+def test_a_part_that_is_kept_keeps_no_model():
+    target = device()
+    model = nn.ModuleDict({"kept": nn.Sequential(nn.Linear(8, 8)), "dropped": nn.Linear(8, 8)})
+    manager = hetero.manage(model, device=target, device_budget="4MiB")
+    model["kept"](torch.randn(2, 8).to(target)).sum().backward()
+    kept, dropped = model["kept"], weakref.ref(model["dropped"].weight)
+    del model, manager
+    gc.collect()
+    gc.collect()  # the first lets go of the manager
+    assert dropped() is None
+    assert type(kept[0].weight) is nn.Parameter
+    assert vars(kept).get("_compiled_call_impl") is None
+    assert kept(torch.randn(2, 8)).is_cpu
 
 
 @pytest.fixture
