@@ -368,7 +368,7 @@ class StatefulTensorMgr:
                 return 0
             if urgent:
                 self.executor.await_release()
-            with plain(), self.collector.evicting(for_operator=False):
+            with plain(), self.residency.on_its_stream(), self.collector.evicting(for_operator=False):
                 return self.residency.room.give(nbytes, urgent=urgent)
         finally:
             self._lock.release()

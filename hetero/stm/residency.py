@@ -10,8 +10,9 @@ the compute stream, and the thread that writes home starts the upload right afte
 copy is attached but has no event, and nobody may read it: whoever uses it waits for the update first.
 """
 
+import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -173,6 +174,18 @@ class Residency:
                 self.evict_idle()
             stream.wait_event(before.record_event())
         self._stream = stream
+
+    @contextlib.contextmanager
+    def on_its_stream(self) -> Iterator[None]:
+        """Another manager asks, which may compute on another stream: what leaves is ordered on ours, and what they
+        compute comes after it."""
+        stream, ours = self._accelerator.compute_stream(), self._stream
+        if ours is None or stream == ours:
+            yield
+            return
+        with ours:
+            yield
+        stream.wait_event(ours.record_event())
 
     def await_copies(self) -> None:
         """After an interrupt, that may have come between a copy's start and our knowing of it: none is on its way."""

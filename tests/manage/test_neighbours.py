@@ -1,5 +1,6 @@
 """Several managers share a device and a budget: what one does not use is no obstacle to another."""
 
+import contextlib
 import gc
 
 import pytest
@@ -121,6 +122,25 @@ def test_a_model_that_has_settled_makes_way_and_goes_on():
 
     stats = twins(loop, two_that_are_trained, 720 << 10)
     assert stats[0].settled_forwards > 0
+
+
+def test_what_leaves_is_ordered_on_its_own_managers_stream():
+    def loop(models, optimizers, target):
+        apart = torch.Stream(device=target)
+        seen = []
+        for which, rows, steps in ((0, 8, 6), (1, 300, 3), (0, 8, 3), (1, 300, 3)):
+            with apart if which == 0 else contextlib.nullcontext():
+                for _ in range(steps):
+                    loss = models[which](batch(target, rows)).square().mean()
+                    loss.backward()
+                    optimizers[which].step()
+                    optimizers[which].zero_grad()
+                    seen.append(loss.detach())
+                del loss
+        torch.accelerator.synchronize()
+        return seen
+
+    twins(loop, two_that_are_trained, 720 << 10)
 
 
 def test_idle_saved_tensors_and_device_homes_make_way_within_anothers_forward():
