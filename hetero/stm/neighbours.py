@@ -35,7 +35,8 @@ def ask(asking: Neighbour, nbytes: int, *, urgent: bool) -> int:
     others have given."""
     given = 0
     others = [other for other in _managers if other is not asking and other.device == asking.device]
-    for beyond_idle in (False, True) if urgent else (False,):
+    rounds = [False, True] if urgent else [False]
+    for beyond_idle in rounds:
         for other in others:
             if given < nbytes:
                 given += other.give(nbytes - given, urgent=beyond_idle)
