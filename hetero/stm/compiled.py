@@ -22,11 +22,13 @@ import torch
 from torch import nn
 
 from hetero.errors import ManageError
+from hetero.stm.arguments import any_on
 from hetero.stm.fetch import plain
 from hetero.stm.guard import unguarded
 from hetero.stm.intercept import in_scope, is_managed, managed_of, substituted
 from hetero.stm.misplaced import note_misplaced
 from hetero.stm.outside import full_copies, keeps_its_type
+from hetero.stm.parts import is_part_of
 from hetero.stm.tensors import ManagedTensor
 
 __all__ = [
@@ -166,8 +168,8 @@ class CompiledCalls:
             raise
 
     def covers(self, module: nn.Module) -> bool:
-        """``module`` is the model, or one that it is made of now."""
-        return any(part is module for part in self._model.modules())
+        """`is_part_of` its model."""
+        return is_part_of(self._model, module)
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
@@ -291,5 +293,4 @@ def _managed_places(submodule: nn.Module) -> list[tuple[nn.Module, str, nn.Param
 def _on_device(parameter: nn.Parameter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if in_scope() or torch._C._current_graph_task_id() != -1:
         return True
-    device = managed_of(parameter).owner.device
-    return any(isinstance(v, torch.Tensor) and v.device == device for v in (*args, *kwargs.values()))
+    return any_on(managed_of(parameter).owner.device, args, kwargs)

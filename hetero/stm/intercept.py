@@ -24,11 +24,12 @@ import torch
 from torch import nn
 
 from hetero.errors import BudgetError
+from hetero.stm.arguments import tensors_in
 from hetero.stm.casts import drop_bytes, kept_casts
 from hetero.stm.fetch import Fetch, plain
 from hetero.stm.outside import full_copies, keeps_its_type, note_outside
 from hetero.stm.owner import Owner
-from hetero.stm.parts import called_part, tensors_in
+from hetero.stm.parts import called_part
 from hetero.stm.saved import may_save_again, part_saved_as_handles
 from hetero.stm.tensors import ManagedTensor
 

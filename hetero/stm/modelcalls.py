@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from hetero.config import Config
+from hetero.stm.arguments import any_on
 from hetero.stm.checkpoints import refuse_export
 from hetero.stm.compiled import (
     SLOT,
@@ -32,7 +33,6 @@ from hetero.stm.compiled import (
 )
 from hetero.stm.intercept import in_scope, scope
 from hetero.stm.manager import StatefulTensorMgr
-from hetero.stm.parts import tensors_in
 from hetero.stm.precision import cast_inputs
 from hetero.stm.saved import part_saved_as_handles, saved_tensors_as_handles
 from hetero.stm.settled import Settled
@@ -185,7 +185,7 @@ class ModelCalls:
                 or torch._C._current_graph_task_id() != -1
                 or is_transforming()
                 or is_compiling()
-                or all(value.device != device for value in tensors_in((*args, *kwargs.values())))
+                or not any_on(device, args, kwargs)
             ):
                 return inner(*args, **kwargs)
             calls._stm.check_process()

@@ -7,14 +7,14 @@ calls are ours (`hetero.stm.modelcalls`); a wrapper around every submodule would
 
 import sys
 import weakref
-from collections.abc import Iterator
 from types import CodeType, FrameType
-from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["called_part", "forget_model", "managed_modules", "note_model", "tensors_in"]
+from hetero.stm.arguments import any_on
+
+__all__ = ["called_part", "forget_model", "is_part_of", "managed_modules", "note_model"]
 
 _CALL: CodeType = nn.Module._call_impl.__code__
 
@@ -43,23 +43,16 @@ def called_part(device: torch.device) -> nn.Module | None:
     while frame is not None:
         if frame.f_code is _CALL:
             called = frame.f_locals
-            given = (*called["args"], *called["kwargs"].values())
-            if any(value.device == device for value in tensors_in(given)) and _is_part(called["self"]):
+            if any_on(device, called["args"], called["kwargs"]) and _is_part(called["self"]):
                 found = called["self"]
         frame = frame.f_back
     return found
 
 
+def is_part_of(model: nn.Module, module: nn.Module) -> bool:
+    """``module`` is ``model``, or one that it is made of now."""
+    return any(part is module for part in model.modules())
+
+
 def _is_part(module: nn.Module) -> bool:
-    return any(part is module for model in _models for part in model.modules())
-
-
-def tensors_in(values: Any) -> Iterator[torch.Tensor]:
-    """Tensors among ``values``, in lists, tuples and dictionaries as well."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from tensors_in(value)
-        elif isinstance(value, dict):
-            yield from tensors_in(value.values())
+    return any(is_part_of(model, module) for model in _models)

@@ -160,6 +160,24 @@ def test_after_close_parameters_can_be_swapped():
     assert not model[0].weight.any()
 
 
+def now_and_then(look):
+    """A loop that does it after every fourth step."""
+
+    def loop(model, optimizer, target):
+        seen = []
+        for number in range(12):
+            loss = model(batch(target)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number % 4 == 3:
+                seen.append(look(model))
+            seen.append(loss)
+        return seen
+
+    return loop
+
+
 @pytest.mark.parametrize("kept", ["detached", "data", "state_dict", "cpu", "frozen too"])
 def test_an_average_of_parameters_that_is_brought_up_to_date_now_and_then_keeps_them_at_home(kept):
     """Between two such iterations nobody looks. Where nothing is kept, everything fits and is settled."""
@@ -178,33 +196,20 @@ def test_an_average_of_parameters_that_is_brought_up_to_date_now_and_then_keeps_
         return model
 
     def loop(model, optimizer, target):
-        seen, average = [], [value.clone() for value in values(model)]
-        for number in range(12):
-            loss = model(batch(target)).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if number % 4 == 3:
-                for mean, value in zip(average, values(model), strict=True):
-                    mean.lerp_(value, 0.1)
-            seen.append(loss)
-        return [seen, average]
+        average = [value.clone() for value in values(model)]
+
+        def average_on(model):
+            for mean, value in zip(average, values(model), strict=True):
+                mean.lerp_(value, 0.1)
+
+        return [now_and_then(average_on)(model, optimizer, target), average]
 
     manager = assert_twins(build, loop, share=3.0)
     assert manager.stats.settled_forwards == 0
 
 
 def test_after_a_look_of_which_nothing_is_kept_parameters_settle():
-    def loop(model, optimizer, target):
-        seen = []
-        for number in range(12):
-            loss = model(batch(target)).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if number % 4 == 3:
-                seen.append([p.detach().clone().mul_(2.0).norm().item() for p in model.parameters()])
-            seen.append(loss)
-        return seen
-
-    assert assert_twins(mlp, loop, share=3.0).stats.settled_forwards > 0
+    look = now_and_then(
+        lambda model: [p.detach().clone().mul_(2.0).norm().item() for p in model.parameters()]
+    )
+    assert assert_twins(mlp, look, share=3.0).stats.settled_forwards > 0
