@@ -121,7 +121,7 @@ class _Run:
 
     @property
     def cycle(self) -> CyclePlan:
-        cycle = self.manager._stm.cycles.last_plan
+        cycle = self.manager._stm.plans.last
         assert cycle is not None, "nothing is planned yet: more warm-up steps are needed"
         return cycle
 

@@ -80,7 +80,7 @@ def _measure(mode: str, device: torch.device, *, blocks: int, width: int, repeat
         samples = interleaved({"unmanaged": plain, "managed": managed}, repeats=repeats)
         operators = _operators(manager)
         unplanned = manager.stats.unplanned_fetches - before
-        fetched = manager._stm.cycles.last_plan.schedule.fetched_bytes
+        fetched = manager._stm.plans.last.schedule.fetched_bytes
     settled = _measure_settled(mode, device, blocks=blocks, width=width, repeats=repeats)
     return {
         "mode": mode,
@@ -145,7 +145,7 @@ def _job(
 
 def _operators(manager: hetero.Manager) -> int:
     """Sampling moments of one iteration at which an operator uses managed parameters."""
-    plan = manager._stm.cycles.last_plan
+    plan = manager._stm.plans.last
     assert plan is not None, "warm-up was too short: nothing is planned"
     return sum(bool(operands) for operands in plan.operands)
 

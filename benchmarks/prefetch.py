@@ -64,9 +64,9 @@ class Job:
             before = manager.stats
             seconds = timed(self.step, steps)
             after = manager.stats
-            cycle = manager._stm.cycles.last_plan
+            cycle = manager._stm.plans.last
             assert cycle is not None
-            links = manager._stm.cycles._links
+            links = manager._stm.plans.timings.links(cycle.keys)
             return seconds, {
                 **traffic(before, after, steps),
                 "planned_bytes": cycle.schedule.moved_bytes,

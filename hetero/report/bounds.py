@@ -39,13 +39,13 @@ class TimeBounds:
 
 def bound_times(stm: StatefulTensorMgr, plan: CyclePlan) -> TimeBounds:
     """Of the iteration that ``plan`` is for."""
-    links = stm.cycles.timings.links(plan.keys)
+    links = stm.plans.timings.links(plan.keys)
     at_home = [t for t in stm.tensors if t.index not in set(plan.device_homes) and t.parameter.requires_grad]
     return TimeBounds(
         operators=sum(moment.seconds for moment in plan.trace.moments),
         copies=lower_bound_seconds(plan.whole_trace, links),
         gradients=sum(links.d2h_seconds(t.device_nbytes) for t in at_home if t.index in plan.first_uses),
-        host_step=_updated_bytes(stm, plan) * stm.cycles.timings.host_fastest(),
+        host_step=_updated_bytes(stm, plan) * stm.plans.timings.host_fastest(),
     )
 
 

@@ -140,7 +140,7 @@ def describe_plan(
 ) -> Plan | None:
     """Of the iteration that ran last, or one like it; None before there is a plan."""
     stm.settle()
-    plan = stm.cycles.last_plan
+    plan = stm.plans.last
     if plan is None:
         return None
     names = [tensor.name for tensor in stm.tensors]

@@ -141,10 +141,12 @@ def collect_stats(
     accelerator.synchronize()
     stm.settle()
     ledger, total = stm.ledger, stm.collector.total
-    segments = stm.cycles.last_sampled
+    segments = stm.plans.last_sampled
     is_settled = stm.settled is not None and stm.settled.is_on
-    moved = [] if is_settled else [period for segment in stm.cycles.last for period in segment.periods]
-    plan = stm.cycles.last_plan
+    moved = (
+        [] if is_settled else [period for segment in stm.plans.last_segments for period in segment.periods]
+    )
+    plan = stm.plans.last
     bound = 0 if plan is None else lower_bound(plan.whole_trace) + plan.gradient_bytes
     copies = ledger.nbytes(Tier.DEVICE, Kind.PARAMETER) + ledger.nbytes(Tier.DEVICE, Kind.GRADIENT)
     saved, saved_on_host = ledger.activation_bytes

@@ -1,8 +1,8 @@
 """StatefulTensorMgr: states, bytes, residency of managed tensors, and the interception of operators.
 
 Read bottom-up: `state` (what a tensor may be), `tensors` (one parameter), `residency` (device copies),
-`gradients` (the way home), `cycles` (plans), `executor` (following them), `manager` (the hub); `intercept`,
-`saved` and `patches` are where torch enters; `homes` is where tensors live.
+`gradients` (the way home), `planbook` (plans), `cycles` (which iteration it is), `executor` (following its plan),
+`manager` (the hub); `intercept`, `saved` and `patches` are where torch enters; `homes` is where tensors live.
 """
 
 from hetero.stm.homes import Homes

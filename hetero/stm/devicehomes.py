@@ -78,10 +78,10 @@ class DeviceHomes:
         # Weakly: identities keep `stm` where Python's collector cannot see it, and we reach the user's optimizer.
         me = weakref.ref(self)
         stm.residency.room.send_home = lambda nbytes: 0 if (here := me()) is None else here.send_home(nbytes)
-        stm.cycles.home_costs = lambda: {} if (here := me()) is None else here.costs()
-        stm.cycles.leave_device = lambda indices: None if (here := me()) is None else here.leave(indices)
-        stm.cycles.timings.host_fastest = lambda: 0.0 if (here := me()) is None else here._fastest or 0.0
-        stm.cycles.timings.host_work = lambda: (0, 0.0) if (here := me()) is None else here.host_work
+        stm.plans.home_costs = lambda: {} if (here := me()) is None else here.costs()
+        stm.home_choice.send_home = lambda indices: None if (here := me()) is None else here.leave(indices)
+        stm.plans.timings.host_fastest = lambda: 0.0 if (here := me()) is None else here._fastest or 0.0
+        stm.plans.timings.host_work = lambda: (0, 0.0) if (here := me()) is None else here.host_work
 
     @property
     def names(self) -> frozenset[str]:
@@ -155,7 +155,7 @@ class DeviceHomes:
             is_stepped = self._stm.tensors[index].parameter.requires_grad  # a frozen one may be again
             self._refused[index] = self._refused[index] + 1 if is_stepped and index not in self._here else 0
             if self._refused[index] == _PATIENCE:
-                self._stm.cycles.refuse_device_homes()
+                self._stm.home_choice.refuse()
         self.note_moves()  # at once: what the books do not know of counts as the operators' own
         return dict(self._here)
 
@@ -285,7 +285,7 @@ class DeviceHomes:
                     break
                 self._send(tensor, self._groups())
                 self._stm.residency.evict(tensor)
-                self._stm.cycles.lose_device_homes()
+                self._stm.home_choice.lose()
             self.note_moves()
         return before - self._accelerator.used_bytes()
 

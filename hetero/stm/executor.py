@@ -2,7 +2,7 @@
 
 Owns the position in the iteration. Invariant: the schedule is a hint for speed, never a condition: operands are
 made resident at every sampling moment whatever the schedule said, and an access that it did not foresee is a
-fetch of its own, counted. What is planned is decided in `hetero.stm.cycles`; bytes are moved by `Residency`.
+fetch of its own, counted. What is planned is decided in `hetero.stm.planbook`; bytes are moved by `Residency`.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ from hetero.stm.cycles import Cycles
 from hetero.stm.gradients import Gradients
 from hetero.stm.guard import arm, guarded, lifted
 from hetero.stm.kept import has_gradient
+from hetero.stm.planbook import PlanBook
 from hetero.stm.plans import CyclePlan
 from hetero.stm.residency import Residency
 from hetero.stm.tensors import ManagedTensor
@@ -40,6 +41,7 @@ class Executor:
         activations: Activations,
         collector: MemStatsCollector,
         cycles: Cycles,
+        plans: PlanBook,
         accelerator: Accelerator,
         *,
         relieve: Callable[[], int],
@@ -50,6 +52,7 @@ class Executor:
         self._activations = activations
         self._collector = collector
         self._cycles = cycles
+        self._plans = plans
         self._relieve = relieve
         self._accelerator = accelerator
         self._is_guarded = False
@@ -66,7 +69,7 @@ class Executor:
         self._room = residency.room
         self._room.next_use = self._next_use
         self._room.enough = self._enough
-        self._caller = CallersPart(self._room, collector.peaks, cycles.outgrown, cycles.budget)
+        self._caller = CallersPart(self._room, collector.peaks, plans.outgrown, plans.budget)
 
     @property
     def segment(self) -> Segment | None:
@@ -88,7 +91,7 @@ class Executor:
             self._cap(True)
         return guarded(
             self._relieve,
-            at_once=at_once or self._accelerator.may_fail_within(self._cycles.budget),
+            at_once=at_once or self._accelerator.may_fail_within(self._plans.budget),
             note_answered=self._accelerator.note_answered,
             explain=self._room.refused,
             uncapped=lambda error: lifted(self._cap, self._is_guarded and self._room.allows(error)),
@@ -126,7 +129,7 @@ class Executor:
         if place.sample:
             self._segment.has_gradients = any(has_gradient(tensor) for tensor in self._tensors)
         elif len(self._gradients.kept) and key.phase is not Phase.STEP:
-            self._cycles.samples.note_gradients(key)
+            self._plans.samples.note_gradients(key)
         self._drift = self._measure_drift(self._position)
         # What runs before the segment's first managed operator has a period too.
         self.before_operator([], key.phase.value)
@@ -209,7 +212,7 @@ class Executor:
         """Before what the caller does between forward and backward, unguarded: what was measured of it fits, and where
         nothing was, all that can leave does."""
         follows = self._plan is not None and not self._has_left_plan and not self._is_unsure
-        limit = self._limit() if follows else self._cycles.measured_limit(self._segment)
+        limit = self._limit() if follows else self._plans.measured_limit(self._segment)
         if self._is_unsure:
             limit = None
         plan, sampling = self._plan, self._collector.is_sampling
@@ -264,7 +267,7 @@ class Executor:
     # -- helpers --------------------------------------------------------------------------------------
 
     def _cap(self, on: bool) -> None:
-        self._accelerator.cap(self._cycles.budget if on and not self._is_open else None)
+        self._accelerator.cap(self._plans.budget if on and not self._is_open else None)
 
     def _change_layout(self, operands: list[ManagedTensor], indices: tuple[int, ...], name: object) -> None:
         actions = self._advance(indices)
@@ -392,7 +395,7 @@ class Executor:
             if given:
                 self._drift = self._measure_drift(max(0, self._position - 1))
             if given < short:
-                self._cycles.outgrown.note(self._drift)
+                self._plans.outgrown.note(self._drift)
 
     def _renew(self, limit: int) -> None:
         if self._backlog.may_renew:
@@ -402,7 +405,7 @@ class Executor:
 
     def _enough(self) -> int | None:
         """A budget for all that was measured, beside what there is now and was not then; None without a plan."""
-        plan, needs = self._plan, self._cycles.needs()
+        plan, needs = self._plan, self._plans.needs()
         if plan is None or needs is None:
             return None
         more = self._collector.non_model_bytes() - plan.non_model[max(0, self._position - 1)]

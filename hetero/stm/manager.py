@@ -2,8 +2,9 @@
 
 Owns the lock, and which part is asked what. The parts each own one thing: `Registry` which tensors there are, `Ledger`
 the count of bytes, `Residency` the device copies (`Room`: who leaves), `Gradients` the way home (`GradientAccess`: as
-the user meets it), `Activations` what forward saves, `Cycles` the plans, `Executor` the position in them, `Segments`
-their boundaries. Thread-safe: autograd runs backward on threads of its own, so one lock guards every entry.
+the user meets it), `Activations` what forward saves, `PlanBook` the plans, `Cycles` which iteration it is, `Executor`
+the position in its plan, `Segments` their boundaries. Thread-safe: autograd runs backward on threads of its own, so
+one lock guards every entry.
 """
 
 import threading
@@ -31,8 +32,10 @@ from hetero.stm.forks import in_child, watch
 from hetero.stm.gradaccess import GradientAccess
 from hetero.stm.gradients import Gradients
 from hetero.stm.gradmemory import owns_memory
+from hetero.stm.homechoice import HomeChoice
 from hetero.stm.neighbours import ask, join
 from hetero.stm.owner import SettledState
+from hetero.stm.planbook import PlanBook
 from hetero.stm.registry import Registry
 from hetero.stm.residency import Residency
 from hetero.stm.saved import modified_in_place
@@ -126,10 +129,9 @@ class StatefulTensorMgr:
         self.residency.room.reclaim = self._reclaim
         self.residency.room.shed = self.activations.shed
         self.residency.room.ask = lambda nbytes, urgent: ask(self, nbytes, urgent=urgent)
-        self.cycles = Cycles(
+        self.plans = PlanBook(
             self.tensors,
             budget=config.device_budget,
-            warmup_bytes=config.warmup_bytes,
             warmup_steps=config.warmup_steps,
             links=Links(
                 h2d_bandwidth=links.h2d_bandwidth, d2h_bandwidth=links.d2h_bandwidth, latency=links.latency
@@ -137,9 +139,15 @@ class StatefulTensorMgr:
             policy=policy,
             prefetch=config.prefetch,
             fixed_bytes=self.registry.buffer_bytes,
+            host_room=self.activations.host_room,
+        )
+        self.home_choice = HomeChoice(self.tensors, self.plans)
+        self.cycles = Cycles(
+            self.plans,
+            self.home_choice,
+            warmup_bytes=config.warmup_bytes,
             headroom=self.collector.headroom,
             activation_bytes=lambda: self.activations.device_bytes,
-            host_room=self.activations.host_room,
             ends_with_backward=not has_optimizer,
         )
         self.executor = Executor(
@@ -149,6 +157,7 @@ class StatefulTensorMgr:
             self.activations,
             self.collector,
             self.cycles,
+            self.plans,
             accelerator,
             relieve=self.relieve,
         )
@@ -200,12 +209,12 @@ class StatefulTensorMgr:
     def device_homes(self) -> frozenset[int]:
         """Parameters that the plans want to live on the device, by index."""
         with self._lock:
-            return frozenset(self.cycles.device_homes)
+            return frozenset(self.plans.device_homes)
 
     def by_first_use(self) -> dict[int, int]:
         """Rank of each parameter by when the planned iteration first uses it; by index. Empty without a plan."""
         with self._lock:
-            plan = self.cycles.last_plan
+            plan = self.plans.last
             return {} if plan is None else plan.first_uses
 
     # -- what interception calls (`hetero.stm.owner.Owner`) ---------------------------------------
@@ -394,7 +403,7 @@ class StatefulTensorMgr:
         with self._lock:
             self.settle()
             before = self._accelerator.reserved_bytes()
-            needs = self.cycles.needs()
+            needs = self.plans.needs()
             if needs is not None:
                 least, present = needs
                 if device_budget is not None and device_budget < least:
@@ -403,7 +412,8 @@ class StatefulTensorMgr:
                         f"of the device: pass at least {least} bytes"
                     )
                 budget = max(least, present if device_budget is None else device_budget)
-                self.cycles.trim(min(budget, self._budget))
+                self.plans.trim(min(budget, self._budget))
+                self.home_choice.choose_again()
             self.residency.evict_idle()
             self._accelerator.release_cached()
             return max(0, before - self._accelerator.reserved_bytes())

@@ -2,7 +2,7 @@
 
 Owns what was seen of it, and what follows: how much more to keep free from the next one on, and whether that one is to
 be measured again, because only measuring tells what it takes. Whoever sees it is `hetero.stm.executor`, and, while
-nothing is intercepted, `hetero.stm.settled`; plans are made in `hetero.stm.cycles`.
+nothing is intercepted, `hetero.stm.settled`; plans are made in `hetero.stm.planbook`.
 """
 
 from collections import Counter

@@ -2,7 +2,7 @@
 
 Owns `CyclePlan` and its arithmetic: what each moment leaves to model data (`hetero.stm.rows`: moment by moment), what
 lives on the device, what is kept free for gradients on their way. Which samples count, and when a plan is used, is
-decided in `hetero.stm.cycles`; the schedule is `hetero.eviction`'s.
+decided in `hetero.stm.planbook`; the schedule is `hetero.eviction`'s.
 """
 
 import bisect

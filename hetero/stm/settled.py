@@ -121,7 +121,7 @@ class Settled:
         # Of each parameter: its version for autograd before, and its own when it settled.
         self._versions: list[tuple[int, int]] = []
         stm.settled = self
-        stm.cycles.everything_fits = lambda: self._fits() is not None
+        stm.home_choice.everything_fits = lambda: self._fits() is not None
 
     # -- the model's forward --------------------------------------------------------------------------
 
@@ -144,7 +144,7 @@ class Settled:
                 and not any(map(_requires_grad, self._frozen))
             )
             return admits or not self.leave()
-        if not self._allowed or self._stm.cycles.last_plan is None:
+        if not self._allowed or self._stm.plans.last is None:
             return False
         if self._wait > 0:
             self._wait -= 1
@@ -176,14 +176,14 @@ class Settled:
         """It is another than at the last check; lower if somebody has reset it. Settled, it is ours alone to pass."""
         if peak > max(self._seen_peak, self._limit):
             self._must_leave = True
-            self._stm.cycles.outgrown.note(peak - self._limit, passes_budget=True)
+            self._stm.plans.outgrown.note(peak - self._limit, passes_budget=True)
         self._seen_peak = peak
 
     # -- whether --------------------------------------------------------------------------------------
 
     def _fits(self) -> Growth | None:
         """What iterations need beside model data, if that is there."""
-        plans = list(self._stm.cycles.plans)
+        plans = list(self._stm.plans)
         if len(plans) == len(self._too_much) and all(map(operator.is_, plans, self._too_much)):
             return None
         sizes = {id(t.parameter): t.device_nbytes for t in self._stm.tensors}
@@ -261,7 +261,7 @@ class Settled:
             return False
         missing = sum(t.device_nbytes for t in stm.tensors if not t.is_resident)
         most = max(each.without for each in growth.by_kind.values()) + missing
-        self._limit = self._budget - stm.cycles.margin
+        self._limit = self._budget - stm.plans.margin
         if self._accelerator.used_bytes() + most > self._limit:
             return False
         if not self._has_searched:

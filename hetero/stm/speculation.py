@@ -86,7 +86,7 @@ class Speculation:
                 None if (here := me()) is None else here.try_early(tensor, gradient)
             )
             stm.residency.roll_back = lambda tensor: _roll_back(stm, forecast, tensor)
-            stm.cycles.updates_early = lambda: False if (here := me()) is None else here.is_habit
+            stm.home_choice.updates_early = lambda: False if (here := me()) is None else here.is_habit
             homes = weakref.ref(device_homes)
             self._note = lambda nbytes, seconds: (
                 None if (here := homes()) is None else here.note_seconds(nbytes, seconds)
@@ -184,7 +184,7 @@ class Speculation:
 
     def _ranks(self) -> dict[int, int]:
         """Those whose copies have places of their own come first: the link can carry them while backward runs."""
-        ranks, plan = dict(self._stm.by_first_use()), self._stm.cycles.last_plan
+        ranks, plan = dict(self._stm.by_first_use()), self._stm.plans.last
         for index in () if plan is None else plan.renewed:
             ranks[index] -= len(ranks)
         return ranks
@@ -289,7 +289,7 @@ class Speculation:
 
     def _pays(self, nbytes: int) -> bool:
         """Updates of ``nbytes`` of parameters take longer than a good part of the forward that could hide them."""
-        forward = self._stm.cycles.forward_seconds()
+        forward = self._stm.plans.forward_seconds()
         seconds = self._device_homes.seconds_for(nbytes)
         return forward is not None and seconds is not None and seconds > _HIDDEN * forward
 

@@ -6,20 +6,23 @@ is a guess, for speed; plans are a hint in any case.
 """
 
 from collections.abc import Hashable
+from typing import Generic, TypeVar
 
 __all__ = ["Succession"]
+
+Kind = TypeVar("Kind", bound=Hashable)
 
 _MEMORY = 48  # iterations
 # Where each is another, as with lengths of all sizes, there is nothing to be guessed.
 _MOST_KINDS = 4 * _MEMORY
 
 
-class Succession:
+class Succession(Generic[Kind]):
     """Of one manager's iterations."""
 
     def __init__(self) -> None:
-        self._numbers: dict[Hashable, int] = {}
-        self._kinds: list[Hashable] = []
+        self._numbers: dict[Kind, int] = {}
+        self._kinds: list[Kind] = []
         self._past: list[int] = []
 
     def _forget(self) -> None:
@@ -27,7 +30,7 @@ class Succession:
         self._kinds.clear()
         self._past.clear()
 
-    def add(self, kind: Hashable) -> None:
+    def add(self, kind: Kind) -> None:
         """An iteration of this kind is over."""
         if len(self._kinds) >= _MOST_KINDS:
             self._forget()
@@ -37,7 +40,7 @@ class Succession:
         self._past.append(number)
         del self._past[:-_MEMORY]
 
-    def following(self) -> Hashable | None:
+    def following(self) -> Kind | None:
         """What came after the longest stretch of the past that ended as the present one does; of equally long ones,
         the latest. None if the last kind is a new one."""
         past = self._past

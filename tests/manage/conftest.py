@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import hetero
 from hetero.eviction import CapacityError, HomeStep, placement
 from hetero.eviction.renewal import spread
-from hetero.stm import cycles
+from hetero.stm import homechoice
 from hetero.stm.deferred import Update, UpdateQueue
 from hetero.stm.devicehomes import DeviceHomes
 from hetero.stm.forecast import Forecast
@@ -75,7 +75,7 @@ def places(monkeypatch: pytest.MonkeyPatch) -> None:
                 return chosen
         return ()
 
-    monkeypatch.setattr(cycles, "choose_renewed", most)
+    monkeypatch.setattr(homechoice, "choose_renewed", most)
     monkeypatch.setattr(placement, "choose_renewed", most)
     monkeypatch.setattr(placement, "_refined", lambda pairs, coarse, *limits: coarse)
     monkeypatch.setattr(

@@ -90,15 +90,15 @@ def test_a_plan_moves_no_more_than_it_must_and_foresees_all_of_it():
     got, got_state, manager = managed(deep, loop, int(0.5 * peak), link={"bandwidth": "4GiB/s"})
     assert_same(got, seen, "observed")
     assert_same(got_state, state, "state")
-    plan = manager._stm.cycles.last_plan
+    plan = manager._stm.plans.last
     assert plan is not None
     first = len(manager._stm.tensors)
     leaving = [x for actions in plan.schedule.actions for x in actions.evict if x >= first]
     nbytes = sum(plan.trace.sizes[x] for x in leaving)
-    planned = manager._stm.cycles.last
+    planned = manager._stm.plans.last_segments
     moved = sum(period.activation_out_bytes for segment in planned for period in segment.periods)
     assert 0 < moved <= nbytes < sum(plan.trace.sizes[first:])
-    assert manager._stm.cycles.last_plan.guarded == (False,) * len(plan.keys)
+    assert manager._stm.plans.last.guarded == (False,) * len(plan.keys)
 
 
 def test_everything_stays_where_there_is_room():
@@ -108,7 +108,7 @@ def test_everything_stays_where_there_is_room():
     seen, _, peak = unmanaged(deep, loop)
     got, _, manager = managed(deep, loop, 2 * peak)
     assert_same(got, seen, "observed")
-    last = manager._stm.cycles.last
+    last = manager._stm.plans.last_segments
     assert sum(period.activation_out_bytes for segment in last for period in segment.periods) == 0
 
 

@@ -115,7 +115,7 @@ def assert_left(manager):
     """In the last iteration, which had a plan, both kinds of tensors left, and came back."""
     stm = manager._stm
     stm.settle()
-    last, plan = stm.cycles.last, stm.cycles.last_plan
+    last, plan = stm.plans.last_segments, stm.plans.last
     assert plan is not None
     assert not any(segment.sampled for segment in last)
     periods = [period for segment in last for period in segment.periods]

@@ -49,12 +49,12 @@ def step(model, optimizer, target):
 @pytest.mark.parametrize("share", [0.5, 0.8, 1.5])
 def test_a_training_loop(share):
     manager = assert_twins(mlp, lambda m, o, t: losses(m, o, t, 8), share=share)
-    assert share < 1 or manager._stm.cycles.device_homes
+    assert share < 1 or manager._stm.plans.device_homes
 
 
 def test_gradients_that_somebody_holds_are_stepped_and_then_planned_at_home():
     manager = assert_twins(mlp, lambda m, o, t: train(m, o, t, 8), share=1.5)
-    assert not manager._stm.cycles.device_homes
+    assert not manager._stm.plans.device_homes
 
 
 def test_where_everything_fits_nothing_moves():
@@ -381,7 +381,7 @@ def test_optimizers_of_whole_matrices(build, make_optimizer, share):
     manager = assert_twins(
         build, lambda m, o, t: losses(m, o, t, 12), share=share, make_optimizer=make_optimizer
     )
-    assert manager._stm.cycles.device_homes
+    assert manager._stm.plans.device_homes
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -672,7 +672,7 @@ def test_those_that_were_there_in_vain_leave_before_the_next_plan_is_followed(mo
     monkeypatch.setattr(Timings, "was_in_vain", in_vain)
     model, optimizer, manager, target = managed_mlp("64MiB")
     manager._stm.settled.forbid()
-    monkeypatch.setattr(manager._stm.cycles, "everything_fits", lambda: False)
+    monkeypatch.setattr(manager._stm.home_choice, "everything_fits", lambda: False)
     lived = []
     with manager:
         for _ in range(8):

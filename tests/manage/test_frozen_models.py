@@ -54,7 +54,7 @@ def test_a_teacher_without_a_backward_is_planned_after_its_first_forward(share):
             model(batch(target))
         assert manager.plan is not None
         assert manager.plan.everything_fits == (share > 1)
-        assert len(manager._stm.cycles.samples) == 1, "each forward counts as another kind"
+        assert len(manager._stm.plans.samples) == 1, "each forward counts as another kind"
 
 
 def half_frozen():

@@ -68,7 +68,7 @@ def test_wherever_the_loop_drops_gradients_the_budget_holds(loop, share):
     got, got_state, manager = managed(mlp, loop, int(share * peak))  # asserts the budget
     assert_same(got, seen, "observed")
     assert_same(got_state, state, "state")
-    assert manager._stm.cycles.device_homes
+    assert manager._stm.plans.device_homes
 
 
 def scaled(scaler, model, optimizer):
@@ -123,7 +123,7 @@ def test_a_forward_leaves_their_room_to_copies():
     def room(loop):
         _, _, peak = unmanaged(mlp, loop)
         _, _, manager = managed(mlp, loop, int(0.65 * peak))
-        plan = manager._stm.cycles.last_plan
+        plan = manager._stm.plans.last
         forward, backward, step = plan.bounds[:3]
         assert plan.device_homes
         gradients = sum(manager._stm.tensors[index].device_nbytes for index in plan.device_homes)
@@ -150,7 +150,7 @@ def test_what_is_planned_for_is_what_there_is():
             there.append((after_forward, len(manager._stm.gradients.kept)))
             optimizer.step()
             optimizer.zero_grad()
-        homes = manager._stm.cycles.device_homes
+        homes = manager._stm.plans.device_homes
     assert homes
     assert there[-1] == (0, len(homes))
 
@@ -176,7 +176,7 @@ def test_what_has_landed_makes_room_where_no_more_gradients_go_home(held):
             optimizer.step()
             optimizer.zero_grad()
             assert torch.accelerator.max_memory_allocated() <= budget + GAPS
-        assert manager._stm.cycles.device_homes
+        assert manager._stm.plans.device_homes
 
 
 # -- the arithmetic ------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def held_in_an_evaluation(monkeypatch, *, let_go):
         with torch.no_grad():
             model(torch.cat([batch(target), batch(target)]))
         manager._stm.executor.finish_segment()
-        samples = manager._stm.cycles.samples
+        samples = manager._stm.plans.samples
         last = list(samples)[-1]
         return samples[last][-1].periods[0].held
 

@@ -109,7 +109,7 @@ def test_what_is_measured_again_is_not_kept_free_twice():
             wide_loss(model(torch.randn(ROWS, WIDTH).to(target)), 5 if step >= FIRST_WIDE else 1).backward()
             optimizer.step()
             optimizer.zero_grad()
-            plan = manager._stm.cycles.last_plan
+            plan = manager._stm.plans.last
             margins.append(0 if plan is None else plan.margin)
     assert max(margins) > 0
     assert margins[-1] <= max(margins) // 4  # what passes the budget by little for once may be added later
@@ -126,7 +126,7 @@ def test_what_the_caller_needs_between_iterations_is_no_growth():
             optimizer.zero_grad()
             if step > FIRST_WIDE:
                 torch.empty(BUDGET + (step << 10), dtype=torch.uint8, device=target)
-        assert manager._stm.cycles.last_plan.margin == 0
+        assert manager._stm.plans.last.margin == 0
 
 
 def test_settled_it_ends_that_and_the_budget_holds_again():

@@ -66,11 +66,11 @@ def test_a_tight_budget_and_places_give_the_bits_of_a_plain_run(pattern, momentu
     with hetero.manage(
         model, optimizer, device=target, device_budget=budget, speculate=True, device_homes=device_homes
     ) as manager:
-        cycles = manager._stm.cycles
+        plans = manager._stm.plans
 
         def look(step):
-            if cycles.last_plan is not None:
-                renewed.update(cycles.last_plan.renewed)
+            if plans.last is not None:
+                renewed.update(plans.last.renewed)
                 homes.update(manager._host_step.on_device)
 
         torch.accelerator.reset_peak_memory_stats()
@@ -110,13 +110,13 @@ def test_places_go_when_updates_begin_late_again(monkeypatch):
     with hetero.manage(
         model, optimizer, device=target, device_budget=budget, speculate=True, device_homes=False
     ) as manager:
-        cycles = manager._stm.cycles
+        plans = manager._stm.plans
         for _ in range(15):  # until times are final, and the last plan is that of training
             train(model, optimizer, target, "never", 4)
-            if cycles.last_plan.renewed:
+            if plans.last.renewed:
                 break
-        assert cycles.last_plan.renewed
-        monkeypatch.setattr(cycles, "updates_early", lambda: False)
+        assert plans.last.renewed
+        monkeypatch.setattr(manager._stm.home_choice, "updates_early", lambda: False)
         train(model, optimizer, target, "never", 4)
-        assert not cycles.last_plan.renewed
-        assert not cycles.last_plan.trace.updates.early
+        assert not plans.last.renewed
+        assert not plans.last.trace.updates.early

@@ -21,8 +21,8 @@ def test_the_plan_reports_lower_bounds_of_time_beside_its_own():
         plan = manager.plan
         assert plan is not None
         trace, links = (
-            manager._stm.cycles.last_plan.trace,
-            manager._stm.cycles.timings.links(manager._stm.cycles.last_plan.keys),
+            manager._stm.plans.last.trace,
+            manager._stm.plans.timings.links(manager._stm.plans.last.keys),
         )
         bounds = plan.lower_bounds
         assert bounds.operators == sum(moment.seconds for moment in trace.moments) > 0.0

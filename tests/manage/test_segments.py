@@ -55,7 +55,7 @@ def test_by_default_some_of_what_is_free_is_left_to_gaps(target):
     model = nn.Linear(8, 8)
     free = torch.get_device_module(target).mem_get_info(target)[0]
     with hetero.manage(model, device=target) as manager:
-        budget = manager._stm.cycles.budget
+        budget = manager._stm.plans.budget
         assert budget == pytest.approx(0.8 * free, rel=0.01)  # but for what the library itself takes
         assert not Accelerator(target).may_fail_within(budget)
         assert Accelerator(target).may_fail_within(free)

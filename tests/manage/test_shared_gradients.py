@@ -82,7 +82,7 @@ def test_writing_to_it_changes_nothing_at_home(way):
 @pytest.mark.usefixtures("homes_on_device")
 def test_writing_to_it_changes_nothing_on_the_device(way):
     manager = assert_twins(Model, loop_of(way), budget=4 << 20)
-    assert manager._stm.cycles.device_homes
+    assert manager._stm.plans.device_homes
 
 
 def test_those_of_ordinary_layers_are_nobody_elses(monkeypatch):

@@ -207,11 +207,11 @@ def planned():
 
 
 def test_the_prediction_is_the_simulation_of_what_was_timed(planned):
-    cycles = planned._stm.cycles
-    plan = cycles.last_plan
-    timing = cycles.timings.get(plan.keys)
+    plans = planned._stm.plans
+    plan = plans.last
+    timing = plans.timings.get(plan.keys)
     assert timing is not None
-    assert not cycles.timings.wants(plan.keys)
+    assert not plans.timings.wants(plan.keys)
     rows = [row for rows in timing.periods for row in rows]
     assert [moment.seconds for moment in plan.trace.moments] == [row.seconds for row in rows]
     result = simulate(plan.trace, plan.schedule, timing.links)
@@ -221,22 +221,20 @@ def test_the_prediction_is_the_simulation_of_what_was_timed(planned):
 
 def test_every_gradient_and_every_update_is_in_the_trace(planned):
     tensors = planned._stm.tensors
-    trace = planned._stm.cycles.last_plan.trace
+    trace = planned._stm.plans.last.trace
     everyone = {tensor.index for tensor in tensors}
     sent = [send for moment in trace.moments for send in moment.sends]
     assert {send.tensor for send in sent} == everyone
     assert sum(send.nbytes for send in sent) == sum(tensor.home.nbytes for tensor in tensors)
     assert set(trace.updates.tensors) == everyone
     assert all(seconds > 0.0 for seconds in trace.updates.seconds)
-    step = [
-        moment for moment, key in enumerate(planned._stm.cycles.last_plan.keys) if key.phase is Phase.STEP
-    ]
-    bounds = planned._stm.cycles.last_plan.bounds
+    step = [moment for moment, key in enumerate(planned._stm.plans.last.keys) if key.phase is Phase.STEP]
+    bounds = planned._stm.plans.last.bounds
     assert bounds[step[0]] == trace.updates.finished < trace.updates.queued == bounds[step[0] + 1] - 1
 
 
 def test_an_iteration_that_is_not_timed_records_nothing(planned):
-    for each in planned._stm.cycles.last:
+    for each in planned._stm.plans.last_segments:
         assert not each.timed
         assert each.copies == []
         assert all(not period.waits and period.begin is None for period in each.periods)
