@@ -20,7 +20,7 @@ import hetero
 from benchmarks.chain import CALIBRATION_BANDWIDTH, LATENCY, Chain, parse, settable_device, timed, traffic
 from benchmarks.record import median, write
 from hetero.devices import virtual
-from hetero.stm.additions import Additions
+from hetero.stm.gradients.additions import Additions
 
 _WARM_UP = 4
 _MICRO_BATCHES = (1, 2, 4)

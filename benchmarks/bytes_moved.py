@@ -22,7 +22,7 @@ from benchmarks.models import MODELS, adamw
 from benchmarks.record import write
 from hetero.cli.placing import choose_device
 from hetero.eviction import Links, Trace, check, lower_bound, lower_bound_seconds, plan, simulate
-from hetero.stm.plans import CyclePlan
+from hetero.stm.plans.plan import CyclePlan
 
 _POLICIES = ("opt", "cost-opt", "lru", "fifo")
 _SHARES = (0.8, 0.6, 0.4, 0.3, 0.2)

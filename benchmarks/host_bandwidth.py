@@ -20,9 +20,9 @@ from torch import nn
 
 from benchmarks.record import interleaved, median, write
 from hetero.stm.deferred import Kin, Update, UpdateQueue
-from hetero.stm.kernels import is_open, takes_fused
-from hetero.stm.optimizers import hyper_parameters, make_shell
-from hetero.stm.updates import ParameterUpdate, run_together
+from hetero.stm.updates.captured import ParameterUpdate, run_together
+from hetero.stm.updates.kernels import is_open, takes_fused
+from hetero.stm.updates.optimizers import hyper_parameters, make_shell
 
 _OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any], int]] = {
     # With how many numbers are read or written for each of the parameter's.

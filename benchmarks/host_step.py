@@ -36,8 +36,9 @@ from benchmarks.chain import CALIBRATION_BANDWIDTH, LATENCY, Chain, parser, sett
 from benchmarks.record import commit, median, read, write
 from benchmarks.step_bounds import Layers, least_seconds, least_with_homes
 from hetero.devices import virtual
-from hetero.stm import jobs, updates
-from hetero.stm.updates import ParameterUpdate
+from hetero.stm.step import jobs
+from hetero.stm.updates import captured
+from hetero.stm.updates.captured import ParameterUpdate
 
 _WARM_UP = 16
 # Of what `manage` is told, and whether the step is deferred.
@@ -55,13 +56,13 @@ _NEVER_CLIPS, _ALWAYS_CLIPS = 1e3, 1e-3
 @contextlib.contextmanager
 def slow_updates(seconds: float) -> Iterator[None]:
     """An update on the host takes ``seconds`` more."""
-    original = updates.run_together
+    original = captured.run_together
 
     def slow(batch: Sequence[ParameterUpdate]) -> None:
         time.sleep(seconds * sum(update._home.device.type == "cpu" for update in batch))
         original(batch)
 
-    places: list[Any] = [updates, jobs]
+    places: list[Any] = [captured, jobs]
     for module in places:
         module.run_together = slow
     try:

@@ -30,14 +30,14 @@ from hetero.errors import ConfigError
 from hetero.eviction import Policy, resolve_policy
 from hetero.report import MemoryStats, Plan, collect_stats, describe_plan, plot_stats
 from hetero.stm import patches
-from hetero.stm.compiled import CompiledCalls
-from hetero.stm.functions import give_back, take_over
-from hetero.stm.hoststep import HostStep
-from hetero.stm.kernels import GroupKernels
+from hetero.stm.interception.compiled import CompiledCalls
+from hetero.stm.interception.functions import give_back, take_over
+from hetero.stm.interception.parts import forget_model, note_model
+from hetero.stm.interception.whereabouts import DeviceProperties
 from hetero.stm.modelcalls import ModelCalls
-from hetero.stm.parts import forget_model, note_model
 from hetero.stm.settled import Settled
-from hetero.stm.whereabouts import DeviceProperties
+from hetero.stm.step.hoststep import HostStep
+from hetero.stm.updates.kernels import GroupKernels
 from hetero.units import format_bytes, parse_budget
 
 __all__ = ["Manager", "manage"]

@@ -24,7 +24,7 @@ from hetero.devices import Accelerator
 from hetero.errors import DeviceError
 from hetero.manager import manage
 from hetero.report import MemoryStats
-from hetero.stm.kernels import as_if_managed
+from hetero.stm.updates.kernels import as_if_managed
 
 __all__ = ["Job", "Outcome", "seed_everything", "train_managed", "train_unmanaged"]
 

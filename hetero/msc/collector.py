@@ -241,7 +241,7 @@ class MemStatsCollector:
             self._period.lost_own = True
 
     def note_saved(self, key: tuple[int, int], nbytes: int) -> None:
-        """Forward saved a record (`hetero.stm.activations`)."""
+        """Forward saved a record (`hetero.stm.activations.offload`)."""
         if self.is_sampling:
             self._period.saved.append((key, nbytes))
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from hetero.eviction import lower_bound_seconds
 from hetero.stm import StatefulTensorMgr
-from hetero.stm.plans import CyclePlan
+from hetero.stm.plans.plan import CyclePlan
 
 __all__ = ["TimeBounds", "bound_times"]
 

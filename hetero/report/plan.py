@@ -1,6 +1,6 @@
 """`Plan`: what is going to happen in an iteration, as one frozen value.
 
-Owns the user's view of a `hetero.stm.plans.CyclePlan`: names in the place of indices.
+Owns the user's view of a `hetero.stm.plans.plan.CyclePlan`: names in the place of indices.
 """
 
 import bisect
@@ -15,8 +15,8 @@ from hetero.eviction import lower_bound
 from hetero.report.bounds import TimeBounds, bound_times
 from hetero.report.text import as_text
 from hetero.stm import StatefulTensorMgr
-from hetero.stm.kernels import GroupKernels
-from hetero.stm.plans import CyclePlan
+from hetero.stm.plans.plan import CyclePlan
+from hetero.stm.updates.kernels import GroupKernels
 from hetero.units import format_bytes, format_seconds
 
 __all__ = ["Plan", "PlannedMoment", "describe_plan"]

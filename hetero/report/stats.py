@@ -1,6 +1,6 @@
 """`MemoryStats`: what a managed model used and moved, as one frozen value.
 
-Owns the user's view of the numbers; they are counted in `hetero.msc` and `hetero.stm.state`.
+Owns the user's view of the numbers; they are counted in `hetero.msc` and `hetero.stm.tensors.state`.
 """
 
 import dataclasses

@@ -1,12 +1,14 @@
 """StatefulTensorMgr: states, bytes, residency of managed tensors, and the interception of operators.
 
-Read bottom-up: `state` (what a tensor may be), `tensors` (one parameter), `residency` (device copies),
-`gradients` (the way home), `planbook` (plans), `cycles` (which iteration it is), `executor` (following its plan),
-`manager` (the hub); `intercept`, `saved` and `patches` are where torch enters; `homes` is where tensors live.
+From top to bottom, each of which imports only what stands below it: `patches`, `modelcalls`, `conversions`,
+`checkpoints` (where the user's calls come in); `settled` (everything fits: interception is off); `step` (the
+optimizer's); `manager` (the hub); `interception` (of operators); `running` (following a plan); `gradients`,
+`activations`, `plans`; `updates` (of one parameter); `copies` (which are on the device); `tensors` (one managed
+tensor); `deferred` (the queue of updates), `forks`, `neighbours`.
 """
 
-from hetero.stm.homes import Homes
 from hetero.stm.manager import StatefulTensorMgr
-from hetero.stm.state import Kind, Ledger, State, StatefulTensor, Tier
+from hetero.stm.tensors.homes import Homes
+from hetero.stm.tensors.state import Kind, Ledger, State, StatefulTensor, Tier
 
 __all__ = ["Homes", "Kind", "Ledger", "State", "StatefulTensor", "StatefulTensorMgr", "Tier"]

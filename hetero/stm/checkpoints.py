@@ -1,7 +1,7 @@
 """What loading and exporting may not do to a managed model.
 
 Owns the refusals. Everything else about checkpoints needs nothing of ours: ``state_dict()`` gives plain tensors of
-homes, loading copies into homes, and states that are loaded go home (`hetero.stm.hoststep`).
+homes, loading copies into homes, and states that are loaded go home (`hetero.stm.step.hoststep`).
 """
 
 import torch

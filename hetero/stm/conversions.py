@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from hetero.errors import ManageError
-from hetero.stm.fetch import plain
-from hetero.stm.parts import managed_modules
+from hetero.stm.interception.parts import managed_modules
 from hetero.stm.settled import bring_home, record_of
-from hetero.stm.tensors import ManagedTensor
+from hetero.stm.tensors.fetch import plain
+from hetero.stm.tensors.managed import ManagedTensor
 
 __all__ = ["REPLACEMENTS"]
 

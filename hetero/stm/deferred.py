@@ -2,12 +2,12 @@
 
 Owns the queue between `optimizer.step()` and the next use of each parameter. Invariant: updates run one after
 another, each is finished before anybody who waits for it goes on, and an error in one is raised by the next
-wait, whichever that is. It does not know what an update does (`hetero.stm.updates`), nor what it writes.
+wait, whichever that is. It does not know what an update does (`hetero.stm.updates.captured`), nor what it writes.
 
 The thread never asks for a lock that a waiting thread may hold, nor touches the books of the manager.
 
 An `Attempt` may be *tried* before it is submitted, while nothing that could be run is waiting: what it writes can be
-taken back until then (`hetero.stm.speculation`).
+taken back until then (`hetero.stm.step.speculation`).
 """
 
 import os

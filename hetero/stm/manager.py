@@ -19,30 +19,30 @@ from hetero.devices import Accelerator, CopyEngine, HostArena, LinkSpeeds
 from hetero.errors import BudgetError
 from hetero.eviction import Links, Policy
 from hetero.msc import MemStatsCollector, Phase
-from hetero.stm.activations import Activations
-from hetero.stm.additions import Additions
-from hetero.stm.changes import Change
-from hetero.stm.cycles import Cycles
+from hetero.stm.activations.offload import Activations
+from hetero.stm.activations.saved import modified_in_place
+from hetero.stm.activations.slots import HostSlots
+from hetero.stm.copies.residency import Residency
 from hetero.stm.deferred import Update, UpdateQueue
-from hetero.stm.executor import Executor
-from hetero.stm.exposure import measure_incoming
-from hetero.stm.fetch import make_identity, plain
-from hetero.stm.forecast import TrialCounts
 from hetero.stm.forks import in_child, watch
-from hetero.stm.gradaccess import GradientAccess
-from hetero.stm.gradients import Gradients
-from hetero.stm.gradmemory import owns_memory
-from hetero.stm.homechoice import HomeChoice
+from hetero.stm.gradients.access import GradientAccess
+from hetero.stm.gradients.additions import Additions
+from hetero.stm.gradients.changes import Change
+from hetero.stm.gradients.memory import owns_memory
+from hetero.stm.gradients.offload import Gradients
 from hetero.stm.neighbours import ask, join
-from hetero.stm.owner import SettledState
-from hetero.stm.planbook import PlanBook
-from hetero.stm.registry import Registry
-from hetero.stm.residency import Residency
-from hetero.stm.saved import modified_in_place
-from hetero.stm.segments import Segments
-from hetero.stm.slots import HostSlots
-from hetero.stm.state import Ledger, begin_compute, end_compute
-from hetero.stm.tensors import ManagedTensor
+from hetero.stm.plans.cycles import Cycles
+from hetero.stm.plans.homechoice import HomeChoice
+from hetero.stm.plans.planbook import PlanBook
+from hetero.stm.running.executor import Executor
+from hetero.stm.running.segments import Segments
+from hetero.stm.tensors.exposure import measure_incoming
+from hetero.stm.tensors.fetch import make_identity, plain
+from hetero.stm.tensors.managed import ManagedTensor
+from hetero.stm.tensors.owner import SettledState
+from hetero.stm.tensors.registry import Registry
+from hetero.stm.tensors.state import Ledger, begin_compute, end_compute
+from hetero.stm.updates.forecast import TrialCounts
 from hetero.units import format_bytes
 
 __all__ = ["Arrivals", "StatefulTensorMgr"]
@@ -88,7 +88,7 @@ class StatefulTensorMgr:
         self.stepping: torch.optim.Optimizer | None = None
         # Learns of modules that are called by themselves; `hetero.stm.modelcalls` sets this.
         self.part_called: Callable[[nn.Module], None] = lambda part: None
-        # May begin a parameter's update as soon as its gradient leaves; `hetero.stm.speculation` sets this.
+        # May begin a parameter's update as soon as its gradient leaves; `hetero.stm.step.speculation` sets this.
         self.try_early: Callable[[ManagedTensor, torch.Tensor], None] | None = None
         self.trials = TrialCounts()
         self.host_budget = config.host_budget
@@ -176,7 +176,7 @@ class StatefulTensorMgr:
         watch(self)
         join(self)
 
-    # -- the optimizer's step (`hetero.stm.hoststep`) --------------------------------------------------
+    # -- the optimizer's step (`hetero.stm.step.hoststep`) --------------------------------------------------
 
     def before_home_writes(self, tensors: Sequence[ManagedTensor]) -> None:
         """These homes are about to be written: their gradients have arrived, copies have been read."""
@@ -217,7 +217,7 @@ class StatefulTensorMgr:
             plan = self.plans.last
             return {} if plan is None else plan.first_uses
 
-    # -- what interception calls (`hetero.stm.owner.Owner`) ---------------------------------------
+    # -- what interception calls (`hetero.stm.tensors.owner.Owner`) ---------------------------------------
 
     def note_part(self, part: nn.Module) -> None:
         """A module of the model has been called by itself."""

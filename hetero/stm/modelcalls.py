@@ -7,8 +7,8 @@ from every module when management ends, unless somebody has replaced it since.
 
 [Note: parts] A module of the model that is called by itself (``model.encoder(x)``), with something on the device, is a
 forward as well. Those are its children that have children; any other is told by the first operator in it
-(`hetero.stm.parts`), and is one from its next call on. Within the model's own forward each then adds a call of ours;
-while everything fits, none.
+(`hetero.stm.interception.parts`), and is one from its next call on. Within the model's own forward each then adds a
+call of ours; while everything fits, none.
 """
 
 import contextlib
@@ -21,9 +21,10 @@ import torch
 from torch import nn
 
 from hetero.config import Config
-from hetero.stm.arguments import any_on
+from hetero.stm.activations.saved import part_saved_as_handles, saved_tensors_as_handles
 from hetero.stm.checkpoints import refuse_export
-from hetero.stm.compiled import (
+from hetero.stm.interception.arguments import any_on
+from hetero.stm.interception.compiled import (
     SLOT,
     CompiledCalls,
     check_called_eagerly,
@@ -31,13 +32,12 @@ from hetero.stm.compiled import (
     mark_as_ours,
     run_eagerly,
 )
-from hetero.stm.intercept import in_scope, scope
+from hetero.stm.interception.intercept import in_scope, scope
+from hetero.stm.interception.signatures import may_record, signature_of
+from hetero.stm.interception.transforms import check_transformed, is_transforming
 from hetero.stm.manager import StatefulTensorMgr
-from hetero.stm.precision import cast_inputs
-from hetero.stm.saved import part_saved_as_handles, saved_tensors_as_handles
 from hetero.stm.settled import Settled
-from hetero.stm.signatures import may_record, signature_of
-from hetero.stm.transforms import check_transformed, is_transforming
+from hetero.stm.tensors.precision import cast_inputs
 
 __all__ = ["ModelCalls"]
 
@@ -70,7 +70,7 @@ class ModelCalls:
         # Each module whose call is replaced, the model first: what stood in its slot, and what does.
         self._replaced: list[tuple[nn.Module, _Call | None, _Call]] = []
         # [Note: parts]. With ``precision``, what is called beside the model computes with home's values
-        # (`hetero.stm.outside`).
+        # (`hetero.stm.interception.outside`).
         children = model.named_children() if self._precision is None else ()
         self._parts = {name: part for name, part in children if next(part.children(), None) is not None}
         self._are_parts_off = False

@@ -12,11 +12,11 @@ as all managers rest (`hetero.stm.settled`).
   begins, ends, or fails.
 * ``torch.clear_autocast_cache``, which ``torch.autocast`` calls where its outermost region ends.
 * ``zero_grad`` of optimizers and modules looks whether there is a gradient, which would wait for it.
-* Clipping (`hetero.stm.clipping`).
-* ``Tensor.cpu`` and ``Tensor.to``, which copy what is on a device (`hetero.stm.hostcopies`).
+* Clipping (`hetero.stm.interception.clipping`).
+* ``Tensor.cpu`` and ``Tensor.to``, which copy what is on a device (`hetero.stm.tensors.hostcopies`).
 * ``torch.compiler``'s session: while one thread compiles, ``torch.compiler.is_compiling()`` answers True to all, and
   optimizers compute otherwise then. What is queued is done before.
-* ``Module.compile`` replaces a call that may be wrapped (`hetero.stm.compiled`).
+* ``Module.compile`` replaces a call that may be wrapped (`hetero.stm.interception.compiled`).
 * ``nn.Parameter(p)`` of a managed ``p``: an ordinary one over the same memory, as unmanaged.
 * ``Module.load_state_dict``, where it would put other tensors in the place of parameters (`hetero.stm.checkpoints`).
 * What ``torch.utils.checkpoint`` saves its arguments with: torch compares their versions around our hook, which would
@@ -39,14 +39,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from hetero.errors import DeviceError
-from hetero.stm import clipping, conversions, hostcopies, interrupts, scaling
-from hetero.stm.casts import begin_region
+from hetero.stm import conversions
 from hetero.stm.checkpoints import check_loads_in_place
-from hetero.stm.compiled import compile_module, note_registered
 from hetero.stm.deferred import finish_everything
-from hetero.stm.fetch import plain
-from hetero.stm.guard import formulas_kept
-from hetero.stm.intercept import (
+from hetero.stm.interception import clipping, interrupts, scaling
+from hetero.stm.interception.casts import begin_region
+from hetero.stm.interception.compiled import compile_module, note_registered
+from hetero.stm.interception.intercept import (
     ahead_of_home,
     collect,
     in_scope,
@@ -57,10 +56,13 @@ from hetero.stm.intercept import (
     substituted,
     write_back,
 )
-from hetero.stm.onethread import run_on_device_thread
-from hetero.stm.outside import full_copies, keeps_its_type
+from hetero.stm.interception.onethread import run_on_device_thread
+from hetero.stm.interception.outside import full_copies, keeps_its_type
+from hetero.stm.running.guard import formulas_kept
 from hetero.stm.settled import before_change, note_optimizer
-from hetero.stm.tensors import ManagedTensor
+from hetero.stm.tensors import hostcopies
+from hetero.stm.tensors.fetch import plain
+from hetero.stm.tensors.managed import ManagedTensor
 
 __all__ = ["install", "remove", "rest", "wake"]
 
@@ -91,7 +93,7 @@ _make_saved_tensor: Any = getattr(_checkpoint, "_make_saved_tensor", None)  # no
 
 
 class BackwardListener(Protocol):
-    """Who wants to know of every backward (`hetero.stm.segments.Segments`)."""
+    """Who wants to know of every backward (`hetero.stm.running.segments.Segments`)."""
 
     def backward(self, *, captures: bool) -> contextlib.AbstractContextManager[None]:
         """Surrounds a backward; ``captures``: it returns gradients instead of accumulating them."""

@@ -17,19 +17,19 @@ from torch import nn
 
 from hetero.devices import Accelerator
 from hetero.errors import BudgetError, ManageError
-from hetero.stm.compiled import CompiledCalls
-from hetero.stm.exchange import exchange, is_like, let_go, may_go_back, redirect
-from hetero.stm.exposure import gradient_is_private
-from hetero.stm.fetch import plain
-from hetero.stm.fits import Growth, Kind, read_growth
-from hetero.stm.functions import give_back, take_over
-from hetero.stm.hoststep import HostStep
-from hetero.stm.intercept import in_scope, is_managed, managed_of
+from hetero.stm.interception.compiled import CompiledCalls
+from hetero.stm.interception.exchange import exchange, is_like, let_go, may_go_back, redirect
+from hetero.stm.interception.functions import give_back, take_over
+from hetero.stm.interception.intercept import in_scope, is_managed, managed_of
 from hetero.stm.manager import StatefulTensorMgr
-from hetero.stm.onlookers import Onlookers, has_other_optimizer
-from hetero.stm.ownstep import OwnStep, step_bytes
-from hetero.stm.plans import CyclePlan
-from hetero.stm.tensors import ManagedTensor
+from hetero.stm.plans.fits import Growth, Kind, read_growth
+from hetero.stm.plans.plan import CyclePlan
+from hetero.stm.step.hoststep import HostStep
+from hetero.stm.step.ownstep import OwnStep, step_bytes
+from hetero.stm.tensors.exposure import gradient_is_private
+from hetero.stm.tensors.fetch import plain
+from hetero.stm.tensors.managed import ManagedTensor
+from hetero.stm.tensors.onlookers import Onlookers, has_other_optimizer
 
 __all__ = ["Settled", "before_change", "bring_home", "note_optimizer", "record_of"]
 
@@ -435,14 +435,14 @@ class Settled:
         return before + tensor.parameter._version - then
 
     def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """``optimizer`` has parameters of ours. `hetero.stm.onlookers`"""
+        """``optimizer`` has parameters of ours. `hetero.stm.tensors.onlookers`"""
         if optimizer is not self.optimizer:
             self._must_leave, self._allowed = True, False
         elif self._step is not None:
             self._step.watch()
 
     def forbid(self) -> None:
-        """`hetero.stm.onlookers`: for good."""
+        """`hetero.stm.tensors.onlookers`: for good."""
         self._must_leave, self._allowed = True, False
 
     def close(self) -> None:

@@ -12,12 +12,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import hetero
 from hetero.eviction import CapacityError, HomeStep, placement
 from hetero.eviction.renewal import spread
-from hetero.stm import homechoice
 from hetero.stm.deferred import Update, UpdateQueue
-from hetero.stm.devicehomes import DeviceHomes
-from hetero.stm.forecast import Forecast
-from hetero.stm.speculation import Speculation
-from hetero.stm.timings import Timings
+from hetero.stm.plans import homechoice
+from hetero.stm.plans.timings import Timings
+from hetero.stm.step.devicehomes import DeviceHomes
+from hetero.stm.step.speculation import Speculation
+from hetero.stm.updates.forecast import Forecast
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -12,7 +12,7 @@ from twins import adamw, device
 
 import hetero
 from hetero.stm.deferred import UpdateQueue
-from hetero.stm.hoststep import HostStep
+from hetero.stm.step.hoststep import HostStep
 
 
 def managed_mlp(make_optimizer=adamw, *, depth=2, device_homes=False, **keywords):

@@ -16,8 +16,8 @@ from twins import adamw, assert_same, assert_twins, at_home, device, plain
 
 import hetero
 from hetero.devices import Wait
-from hetero.stm import additions
-from hetero.stm.slots import HostSlots
+from hetero.stm.activations.slots import HostSlots
+from hetero.stm.gradients import additions
 
 SLOW = {"bandwidth": "64MiB/s", "latency": "200us"}
 

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from twins import assert_twins
 
 import hetero
-from hetero.stm import casts
+from hetero.stm.interception import casts
 
 WIDTH = 64
 

@@ -8,7 +8,7 @@ from torch import nn
 from twins import assert_same, assert_twins, at_home, device, plain
 
 import hetero
-from hetero.stm.norms import GradientNorms
+from hetero.stm.gradients.norms import GradientNorms
 
 pytestmark = pytest.mark.usefixtures("late_queue")
 

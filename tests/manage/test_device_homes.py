@@ -19,8 +19,8 @@ from twins import adamw, assert_same, assert_twins, device
 
 import hetero
 from hetero.stm import Kind, Tier
-from hetero.stm.devicehomes import DeviceHomes, can_step_on_device
-from hetero.stm.timings import Timings
+from hetero.stm.plans.timings import Timings
+from hetero.stm.step.devicehomes import DeviceHomes, can_step_on_device
 
 pytestmark = pytest.mark.usefixtures("homes_on_device", "late_queue")
 

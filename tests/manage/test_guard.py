@@ -8,8 +8,9 @@ from torch import nn
 from twins import assert_same, assert_twins, device, plain
 
 import hetero
-from hetero.stm import Kind, State, Tier, guard
+from hetero.stm import Kind, State, Tier
 from hetero.stm.manager import StatefulTensorMgr
+from hetero.stm.running import guard
 
 WIDTH = 64
 

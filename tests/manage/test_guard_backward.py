@@ -11,7 +11,7 @@ from twins import assert_twins
 
 import hetero
 from hetero.devices import virtual
-from hetero.stm.guard import arm, formulas_kept, guarded
+from hetero.stm.running.guard import arm, formulas_kept, guarded
 
 NUMBERS = 1 << 14
 
@@ -88,7 +88,9 @@ def test_what_backward_keeps_in_a_planned_iteration_makes_copies_leave():
 
     with pytest.MonkeyPatch.context() as patch:
         armed = []
-        original = hetero.stm.guard._arm_nodes
-        patch.setattr(hetero.stm.guard, "_arm_nodes", lambda *args: (armed.append(1), original(*args)))
+        original = hetero.stm.running.guard._arm_nodes
+        patch.setattr(
+            hetero.stm.running.guard, "_arm_nodes", lambda *args: (armed.append(1), original(*args))
+        )
         assert_twins(Keeping, loop, budget=1600 << 10, device_homes=False)
     assert armed

@@ -16,8 +16,8 @@ from hetero.eviction import Links
 from hetero.msc import Period, PeriodTimes, Phase, Segment, SegmentKey
 from hetero.msc.periods import HandedOver
 from hetero.stm import Kind, Tier
-from hetero.stm.intercept import is_managed, managed_of
-from hetero.stm.rows import home_gradients, on_their_way, sends_to_come
+from hetero.stm.interception.intercept import is_managed, managed_of
+from hetero.stm.plans.rows import home_gradients, on_their_way, sends_to_come
 
 pytestmark = pytest.mark.usefixtures("homes_on_device")
 

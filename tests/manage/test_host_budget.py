@@ -12,7 +12,7 @@ import hetero
 from hetero.devices import Accelerator, HostArena
 from hetero.errors import BudgetError
 from hetero.stm import Kind, Ledger, Tier
-from hetero.stm.slots import HostSlots
+from hetero.stm.activations.slots import HostSlots
 
 
 def homes_of(model):

@@ -8,7 +8,7 @@ from loops import backward, mlp
 from twins import assert_twins, device
 
 import hetero
-from hetero.stm import hostcopies
+from hetero.stm.tensors import hostcopies
 
 TAKES = {
     "p.detach().cpu()": lambda p, o: p.detach().cpu(),

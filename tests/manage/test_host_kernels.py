@@ -8,13 +8,13 @@ from equality import as_chosen, assert_identical, device, on_host, values_of
 from torch import nn
 
 import hetero
-from hetero.stm import capture
-from hetero.stm import slices as slicing
 from hetero.stm.deferred import Kin, Update, UpdateQueue
-from hetero.stm.kernels import GroupKernels, is_open, split, takes_fused
 from hetero.stm.manager import StatefulTensorMgr
-from hetero.stm.optimizers import hyper_parameters, make_shell
-from hetero.stm.updates import ParameterUpdate, run_together
+from hetero.stm.step import capture
+from hetero.stm.updates import slices as slicing
+from hetero.stm.updates.captured import ParameterUpdate, run_together
+from hetero.stm.updates.kernels import GroupKernels, is_open, split, takes_fused
+from hetero.stm.updates.optimizers import hyper_parameters, make_shell
 
 KINDS = {
     torch.optim.AdamW: {"lr": 0.01},
@@ -264,7 +264,7 @@ def test_slices_have_the_bits_of_the_whole(kind, keywords, dtype, monkeypatch):
     monkeypatch.setattr(slicing, "_ELEMENTS", 100)
     used = []
     cut = slicing.slices
-    monkeypatch.setattr("hetero.stm.updates.slices", lambda *given: used.append(1) or cut(*given))
+    monkeypatch.setattr("hetero.stm.updates.captured.slices", lambda *given: used.append(1) or cut(*given))
     generator = torch.Generator().manual_seed(0)
     for shape, order in (((7, 331), (7, 331)), ((331, 7), (7, 331))):
         start = torch.randn(shape, generator=generator, dtype=dtype)
@@ -343,7 +343,7 @@ def test_a_managed_step_calls_torch_less_often_than_it_has_parameters(monkeypatc
     calls = []
     run = run_together
     monkeypatch.setattr(
-        "hetero.stm.jobs.run_together", lambda updates: calls.append(len(updates)) or run(updates)
+        "hetero.stm.step.jobs.run_together", lambda updates: calls.append(len(updates)) or run(updates)
     )
     got, *_ = managed(torch.optim.AdamW, {})
     assert_identical(got, unmanaged(torch.optim.AdamW, {"fused": True}))

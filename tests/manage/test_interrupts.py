@@ -84,7 +84,7 @@ def train_until_pressed(model, optimizer, target):
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_training_goes_on_after_interrupts_at_random_moments(seed):
-    # Without `hetero.stm.interrupts`, a few dozen of them leave a lock, a queue or a state half changed.
+    # Without `hetero.stm.interception.interrupts`, a few dozen of them leave a lock, a queue or a state half changed.
     target = device()
     gc.collect()
     clear_races()

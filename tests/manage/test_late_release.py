@@ -8,7 +8,7 @@ from torch import nn
 from twins import adamw, device
 
 import hetero
-from hetero.stm import executor
+from hetero.stm.running import executor
 
 
 def held_in_an_evaluation(monkeypatch, *, let_go):

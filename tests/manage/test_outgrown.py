@@ -15,9 +15,9 @@ from twins import adamw, assert_same, assert_twins, device, plain
 import hetero
 from hetero.devices import Accelerator
 from hetero.msc.peaks import PeakKeeper
-from hetero.stm.executor import Executor
 from hetero.stm.manager import StatefulTensorMgr
-from hetero.stm.outgrown import Outgrown
+from hetero.stm.plans.outgrown import Outgrown
+from hetero.stm.running.executor import Executor
 
 WIDTH, ROWS, LAYERS = 128, 32, 6
 BUDGET = 480 << 10

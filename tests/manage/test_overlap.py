@@ -10,7 +10,7 @@ from torch import nn
 from twins import assert_twins
 
 import hetero
-from hetero.stm.overlap import first_overlap
+from hetero.stm.tensors.overlap import first_overlap
 
 
 class Two(nn.Module):

@@ -15,7 +15,7 @@ from torch.distributed.utils import _apply_to_tensors
 from torch.utils.checkpoint import checkpoint
 from twins import assert_same, managed
 
-from hetero.stm.precision import cast_inputs
+from hetero.stm.tensors.precision import cast_inputs
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 

@@ -13,7 +13,7 @@ from twins import adamw, assert_same, assert_twins, device
 import hetero
 from hetero.devices import Wait, virtual
 from hetero.errors import BudgetError, ConfigError, ManageError, StreamRaceError
-from hetero.stm.precision import LowTwin
+from hetero.stm.tensors.precision import LowTwin
 
 WIDTH, DEPTH = 256, 12
 WEIGHT = WIDTH * WIDTH  # numbers; in either type a whole number of what devices allocate

@@ -12,8 +12,8 @@ from twins import adamw
 
 import hetero
 from hetero.devices import Accelerator, virtual
-from hetero.stm.guard import guarded, lifted
-from hetero.stm.shortage import no_room
+from hetero.stm.copies.shortage import no_room
+from hetero.stm.running.guard import guarded, lifted
 
 pytestmark = pytest.mark.skipif(ON_CUDA, reason="imitates what is there on a real device")
 MIB = 1 << 20

@@ -11,7 +11,7 @@ from torch import nn
 from twins import assert_twins, device
 
 import hetero
-from hetero.stm.residency import Residency
+from hetero.stm.copies.residency import Residency
 
 
 def test_plain_training():

@@ -17,7 +17,7 @@ from twins import adamw, assert_same, assert_twins, device, plain
 
 import hetero
 from hetero.stm import Kind, Tier
-from hetero.stm.watched import WatchedState
+from hetero.stm.step.watched import WatchedState
 
 pytestmark = pytest.mark.usefixtures("homes_on_device")
 

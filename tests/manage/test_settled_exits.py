@@ -16,7 +16,7 @@ from torch import nn
 from twins import adamw, assert_same, assert_twins, device, managed, plain, unmanaged
 
 import hetero
-from hetero.stm.intercept import ManagedParameter
+from hetero.stm.interception.intercept import ManagedParameter
 
 pytestmark = pytest.mark.usefixtures("homes_on_device")
 

@@ -6,7 +6,7 @@ from loops import backward, batch, losses, mlp
 from torch import nn
 from twins import assert_twins
 
-from hetero.stm.gradients import Gradients
+from hetero.stm.gradients.offload import Gradients
 
 pytestmark = pytest.mark.usefixtures("late_queue")
 

@@ -13,8 +13,8 @@ from torch import nn
 from twins import adamw, assert_same, at_home, device, plain
 
 import hetero
-from hetero.stm.forecast import Forecast
-from hetero.stm.speculation import Speculation
+from hetero.stm.step.speculation import Speculation
+from hetero.stm.updates.forecast import Forecast
 
 pytestmark = pytest.mark.usefixtures("speculates")
 speculating = pytest.mark.usefixtures("speculating")

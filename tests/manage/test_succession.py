@@ -11,7 +11,7 @@ from loops import batch, mlp
 from twins import adamw, assert_twins
 
 import hetero
-from hetero.stm.succession import Succession
+from hetero.stm.plans.succession import Succession
 
 
 def guesses(kinds):

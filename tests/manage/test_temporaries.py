@@ -7,9 +7,9 @@ import pytest
 import torch
 from twins import device
 
-from hetero.stm.optimizers import ELEMENTWISE
-from hetero.stm.ownstep import step_bytes
-from hetero.stm.temporaries import temporaries
+from hetero.stm.step.ownstep import step_bytes
+from hetero.stm.updates.optimizers import ELEMENTWISE
+from hetero.stm.updates.temporaries import temporaries
 
 NUMBERS = 1 << 16
 STEPS = 8  # RAdam's kernel changes at the sixth

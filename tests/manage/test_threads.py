@@ -11,9 +11,9 @@ from torch import nn
 from twins import adamw, device
 
 import hetero
-from hetero.stm import devicehomes
-from hetero.stm.devicehomes import DeviceHomes
 from hetero.stm.manager import StatefulTensorMgr
+from hetero.stm.step import devicehomes
+from hetero.stm.step.devicehomes import DeviceHomes
 
 # Who hangs fails, and does not stop the suite.
 PATIENCE = 60.0

@@ -23,8 +23,8 @@ from hetero.msc import (
     read_times,
 )
 from hetero.msc.collector import Copy
-from hetero.stm import timings
-from hetero.stm.timings import Timings, fit_links
+from hetero.stm.plans import timings
+from hetero.stm.plans.timings import Timings, fit_links
 
 PROBED = Links(h2d_bandwidth=100.0, d2h_bandwidth=50.0, latency=0.5)
 KEY = SegmentKey(Phase.FORWARD, True, None)
@@ -143,7 +143,7 @@ def times_of(seconds, *, queued=()):
 
 def test_plans_are_made_anew_after_the_first_timed_iteration_and_after_three_more(monkeypatch):
     rounds = iter([times_of(5.0), times_of(1.0), None, times_of(3.0), times_of(2.0, queued=(4,))])
-    monkeypatch.setattr("hetero.stm.timings.read_times", lambda segments: next(rounds))
+    monkeypatch.setattr("hetero.stm.plans.timings.read_times", lambda segments: next(rounds))
     timings = Timings(PROBED)
     work = iter([(10, 2.0), (10, 2.0), (10, 2.0), (10, 2.0), (40, 17.0)])
     timings.host_work = lambda: next(work)
@@ -169,7 +169,7 @@ def test_plans_are_made_anew_after_the_first_timed_iteration_and_after_three_mor
 def test_what_moves_on_trial_has_to_make_iterations_shorter(monkeypatch, with_it, in_vain):
     without = [times_of(seconds) for seconds in (9.0, 2.0, 3.0, 1.0)]
     rounds = iter([*without, *(times_of(with_it + off) for off in (-0.25, 0.0, 0.25))])
-    monkeypatch.setattr("hetero.stm.timings.read_times", lambda segments: next(rounds))
+    monkeypatch.setattr("hetero.stm.plans.timings.read_times", lambda segments: next(rounds))
     timings = Timings(PROBED)
     keys = (KEY,)
     assert timings.wants(keys)

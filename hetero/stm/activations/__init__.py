@@ -1,0 +1,1 @@
+"""What autograd saves for backward: tensors that may leave the device, and handles of parameters."""

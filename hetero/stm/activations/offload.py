@@ -1,0 +1,424 @@
+"""Saved tensors that may leave the device.
+
+Owns every move of what forward saved for backward and is no parameter (`hetero.stm.activations.records`).
+Invariant: what backward reads has the bytes that forward saved; a storage leaves only while nobody but the graph
+holds it, so that leaving frees its memory and nobody can write to it meanwhile. It decides nothing about the future:
+who leaves is the plan's answer, or, where memory is short, whoever was saved first: backward needs it last.
+
+[Note: model data]
+While it is on the device a record counts as model data, of a kind of its own, from the moment it is saved. So what is
+measured as non-model data does not depend on which records were away. A period's own new records are non-model data
+until the next sampling moment, because the period's peak holds them whatever the plan says.
+"""
+
+import contextlib
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from hetero.devices import Accelerator, CopyEngine
+from hetero.msc import MemStatsCollector
+from hetero.stm.activations.records import Account, Activation, Flight, Key, Saved
+from hetero.stm.activations.slots import HostSlots
+from hetero.stm.tensors.exposure import listed_alone
+from hetero.stm.tensors.managed import WRAPPER_USES
+from hetero.stm.tensors.state import Kind, Ledger, Tier
+
+__all__ = ["Activations"]
+
+# Ordinary numbers: their bytes say everything (a quantized tensor has a scale beside them).
+_DTYPES = frozenset(
+    {
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+        *(torch.float8_e4m3fn, torch.float8_e5m2, torch.bool, torch.uint8),
+        *(torch.int8, torch.int16, torch.int32, torch.int64),
+    }
+)
+# Shares of the device budget: below the first a transfer's latency is worth more than its bytes; above the second
+# a record has sampling moments of its own, when it is saved and when it is needed.
+_WORTH_MOVING = 1 << 14
+_WORTH_A_MOMENT = 1 << 6
+
+
+class Activations:
+    """The saved tensors of one model. ``lock``: the manager's."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        engine: CopyEngine,
+        slots: HostSlots,
+        ledger: Ledger,
+        collector: MemStatsCollector,
+        *,
+        lock: contextlib.AbstractContextManager[bool],
+        device_budget: int,
+    ) -> None:
+        self._accelerator = accelerator
+        self._device = accelerator.device
+        self._engine = engine
+        self._ledger = ledger
+        self._collector = collector
+        self._lock = lock
+        self._slots = slots
+        self.least = device_budget // _WORTH_MOVING  # bytes of a storage that is worth a record
+        self._large = max(1, device_budget // _WORTH_A_MOMENT)
+        self._by_storage: dict[int, weakref.ref[Activation]] = {}
+        self._live: dict[weakref.ref[Activation], Account] = {}  # in the order in which they were saved
+        self._gone: deque[weakref.ref[Activation]] = deque()
+        self._by_index: dict[int, weakref.ref[Activation]] = {}
+        self._flights: dict[int, Flight] = {}
+        self._starting: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._forward = 0
+        self._ordinal = 0
+        self._indices: tuple[int, ...] = ()
+        self._sizes: tuple[int, ...] = ()
+        self._closed = False
+        self.kept = 0  # tensors that were saved as they are
+        # Set by the manager: what a sampling moment is, and who makes room.
+        self.moment: Callable[[str], None] = lambda name: None
+        self.make_room: Callable[[int], None] = lambda nbytes: None
+
+    # -- saving and reading ----------------------------------------------------------------------------
+
+    def save(self, tensor: torch.Tensor, storage_key: int, nbytes: int) -> Saved | None:
+        """A handle for ``tensor``, which autograd saves, in a storage of at least `least` ``nbytes``; None if it is to
+        be kept as it is."""
+        if tensor.device != self._device:
+            return None
+        if nbytes % tensor.itemsize or not _may_move(tensor):
+            self.kept += 1
+            return None
+        reference = self._by_storage.get(storage_key)
+        record = None if reference is None else reference()
+        if record is not None and record.aliases is not None:
+            return Saved(record, record.add(tensor.detach()), tensor._version)
+        with self._lock:
+            if self._closed:
+                return None
+            record = self._register(storage_key, nbytes)
+            # Without its node: an operator's own output would hold the node that holds what we return.
+            saved = Saved(record, record.add(tensor.detach()), tensor._version)
+            if nbytes >= self._large:
+                self.moment("saved")
+        return saved
+
+    def load(self, saved: Saved) -> tuple[torch.Tensor, int]:
+        """The tensor again, on the device, and its version."""
+        record = saved.record
+        account = record.account
+        with self._lock:
+            if not self._closed:
+                if account.device_nbytes >= self._large and torch._C._current_graph_task_id() != -1:
+                    self.moment("saved")
+                if not account.is_retired:
+                    self._collector.note_used(account.key)
+            if record.aliases is None:
+                self._bring(record)
+            if account.flight is not None:
+                self._await(account.flight)
+            return record.read(saved.place)
+
+    def _register(self, storage_key: int, nbytes: int) -> Activation:
+        if self._gone:
+            self.settle()
+        ordinal = self._ordinal
+        self._ordinal = ordinal + 1
+        device_nbytes = self._accelerator.allocated_size(nbytes)
+        index = self._indices[ordinal] if ordinal < len(self._indices) else -1
+        if index >= 0 and self._sizes[index] != device_nbytes:
+            index = -1
+        account = Account(self._ledger, (self._forward, ordinal), device_nbytes, index)
+        account.storage_key = storage_key
+        record = Activation(self, account)
+        reference = weakref.ref(record, self._note_gone)
+        self._by_storage[storage_key] = reference
+        self._live[reference] = account
+        if index >= 0:
+            self._by_index[index] = reference
+        self._collector.note_saved(account.key, device_nbytes)
+        return record
+
+    # -- following the iteration ------------------------------------------------------------------------
+
+    def begin_iteration(self) -> None:
+        """What is left over from the one before is the caller's."""
+        self.settle()
+        self._by_index.clear()
+        for account in self._live.values():
+            account.retire()
+
+    def begin_forward(self, number: int) -> None:
+        """Forward ``number`` of those that wait for their backward begins. An earlier one of that number, whose graph
+        was kept, is the caller's from now on."""
+        self.settle()
+        for account in self._live.values():
+            if account.key[0] == number:
+                account.retire()
+        self._forward, self._ordinal = number, 0
+
+    def follow(self, indices: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+        """What the segment that begins saves is known to the plan as ``indices``, in that order; ``sizes`` are of
+        everything in the plan."""
+        self._indices, self._sizes = indices, sizes
+
+    def held(self) -> tuple[Key, ...]:
+        """The records that cannot leave now, because somebody besides the graph holds them."""
+        self.settle()
+        return tuple(
+            account.key
+            for reference, account in self._live.items()
+            if not account.is_retired and (record := reference()) is not None and self._is_held(record)
+        )
+
+    def settle(self) -> None:
+        """Close the accounts of records that are gone. Cheap if there are none."""
+        if self._gone:
+            self._settle()
+
+    def _settle(self) -> None:
+        while self._gone:
+            reference = self._gone.popleft()
+            account = self._live.pop(reference, None)
+            if account is None:
+                continue
+            if not account.is_retired:
+                self._collector.note_dropped(account.key)
+            if self._by_storage.get(account.storage_key) is reference:
+                del self._by_storage[account.storage_key]
+            if self._by_index.get(account.index) is reference:
+                del self._by_index[account.index]
+            if account.flight is None:
+                self._close(account)
+            else:
+                account.flight.is_orphan = True
+
+    def _note_gone(self, reference: "weakref.ref[Activation]") -> None:
+        # Runs wherever the last reference happens to go, perhaps while another thread has the lock.
+        self._gone.append(reference)
+
+    def _close(self, account: Account) -> None:
+        account.release()
+        if account.host is not None:
+            self._slots.give_back(account.host)
+            account.host = None
+
+    # -- what the plan asks for (`hetero.stm.running.executor`) ---------------------------------------------------
+
+    def is_resident(self, index: int) -> bool:
+        """The plan's record ``index`` is on the device, perhaps still on its way, or is needed no more."""
+        record = self._planned(index)
+        return record is None or record.aliases is not None
+
+    def evict(self, index: int) -> bool:
+        """Start the plan's record ``index`` on its way out; False if it cannot leave yet."""
+        record = self._planned(index)
+        if record is None or record.aliases is None:
+            return True
+        return self._leave(record, at_once=False) > 0
+
+    def prefetch(self, index: int, *, limit: int) -> bool:
+        """Start bringing the plan's record ``index`` back if it fits as things are; False if it does not."""
+        record = self._planned(index)
+        if record is None or record.aliases is not None:
+            return True
+        account = record.account
+        if account.flight is None:
+            excess = self._ledger.device_bytes + account.device_nbytes - limit
+            if excess > 0:
+                self.reclaim(excess)
+                if self._ledger.device_bytes + account.device_nbytes > limit:
+                    return False
+        try:
+            self._start_back(record)
+        except torch.OutOfMemoryError:  # somebody else's, on the same device: it can wait
+            self._accelerator.note_answered()
+            return False
+        return True
+
+    def _planned(self, index: int) -> Activation | None:
+        reference = self._by_index.get(index)
+        return None if reference is None else reference()
+
+    # -- making room -------------------------------------------------------------------------------------
+
+    def shed(self, nbytes: int) -> int:
+        """Free at least ``nbytes`` if idle records have as many, the first saved first; returns how many."""
+        self.settle()
+        freed = self.reclaim(nbytes)
+        for reference in list(self._live):
+            if freed >= nbytes:
+                break
+            record = reference()
+            if record is not None:
+                freed += self._leave(record, at_once=True)
+        return freed
+
+    def reclaim(self, nbytes: int) -> int:
+        """Give back at least ``nbytes`` of what is on its way out, if there is as much; returns how many. What has
+        arrived is given back in any case."""
+        freed = 0
+        for flight in list(self._flights.values()):
+            if not (flight.is_download or flight.is_orphan):
+                continue
+            if freed >= nbytes and not flight.event.query():
+                continue
+            freed += flight.account.device_nbytes
+            self._land(flight)
+        return freed
+
+    @property
+    def has_records(self) -> bool:
+        """A graph is alive that has saved some."""
+        self.settle()
+        return bool(self._live)
+
+    @property
+    def device_bytes(self) -> int:
+        """Of all records that count, on the device now."""
+        return self._ledger.nbytes(Tier.DEVICE, Kind.ACTIVATION)
+
+    def host_room(self) -> int:
+        """Bytes of host memory that records may take in all."""
+        return self._slots.most_bytes
+
+    def close(self) -> None:
+        """Nothing is on its way. Graphs that are left can still be read."""
+        self.settle()
+        for flight in list(self._flights.values()):
+            self._land(flight)
+        for account in self._live.values():
+            account.retire()
+        self._by_index.clear()
+        self._closed = True
+
+    def await_copies(self) -> None:
+        """After an interrupt, and a wait for the whole device: nothing is being started."""
+        self._starting = None
+
+    # -- moves -------------------------------------------------------------------------------------------
+
+    def _is_held(self, record: Activation) -> bool:
+        aliases = record.aliases
+        if aliases is None:
+            return False
+        if record.account.flight is not None:
+            return False
+        # Of what needs no gradient, autograd gives out the alias itself.
+        uses: int = torch._C._storage_Use_Count(record.account.storage_key)
+        return uses > len(aliases) + WRAPPER_USES or not listed_alone(aliases)
+
+    def _leave(self, record: Activation, *, at_once: bool) -> int:
+        """Free its device memory, ``at_once`` or when the copy has ended; returns how many bytes (0: it cannot)."""
+        account = record.account
+        if record.aliases is None or account.flight is not None or self._is_held(record):
+            return 0
+        if record.is_clean():
+            self._forget_storage(account)
+            record.fold()
+            account.count(Tier.DEVICE, 0)
+            self._collector.note_shed(account.key)
+            return account.device_nbytes
+        with torch.inference_mode(False):
+            memory = _flat(record.aliases[0])
+            if account.host is None:
+                account.host = self._slots.take(memory.numel())
+                if account.host is None:
+                    return 0
+                account.count(Tier.HOST, account.host.nbytes)
+            self._starting = (memory, account.host)
+            event = self._engine.download(memory, account.host)
+            flight = account.flight = Flight(account, memory, event, is_download=True)
+            self._flights[id(account)] = flight
+            self._starting = None
+            self._forget_storage(account)
+            record.fold()
+        self._collector.count_activation_out(account.device_nbytes)
+        del memory
+        if at_once:
+            self._collector.note_shed(account.key)
+            self._land(flight)
+        return account.device_nbytes
+
+    def _land(self, flight: Flight) -> None:
+        """Let go of a flight's memory, after compute has been told to wait for the copy."""
+        account = flight.account
+        if flight.is_download:
+            self._engine.free_after_download(flight.event)
+            account.count(Tier.DEVICE, 0)
+        else:
+            self._engine.compute_after_upload(flight.event)
+        del self._flights[id(account)]
+        account.flight = None
+        if flight.is_orphan:
+            self._close(account)
+
+    def _bring(self, record: Activation) -> None:
+        account = record.account
+        if account.flight is None and not self._closed:
+            if account.index >= 0:
+                self._collector.count_unplanned(1)
+            self.make_room(account.device_nbytes)
+        try:
+            self._start_back(record)
+        except torch.OutOfMemoryError:
+            if self.shed(account.device_nbytes) == 0:
+                raise
+            self._accelerator.note_answered()
+            self._accelerator.release_cached()
+            self._start_back(record)
+
+    def _start_back(self, record: Activation) -> None:
+        """Its bytes are on the device again, or on their way there."""
+        account = record.account
+        flight = account.flight
+        with torch.inference_mode(False):
+            if flight is not None:  # it has not left yet
+                memory = flight.memory
+                self._engine.free_after_download(flight.event)
+                del self._flights[id(account)]
+                account.flight = None
+            else:
+                assert account.host is not None
+                memory = torch.empty(account.host.numel(), dtype=torch.uint8, device=self._accelerator.device)
+                self._starting = (memory, account.host)
+                event = self._engine.upload(account.host, memory)
+                flight = account.flight = Flight(account, memory, event, is_download=False)
+                self._flights[id(account)] = flight
+                self._starting = None
+                account.count(Tier.DEVICE, account.device_nbytes)
+                self._collector.count_activation_in(account.device_nbytes)
+            record.unfold(memory)
+        account.clean_version = memory._version
+        account.storage_key = memory.untyped_storage()._cdata
+
+    def _await(self, flight: Flight) -> None:
+        """A record that is on its way back is read next."""
+        begin = time.perf_counter()
+        self._land(flight)
+        self._collector.count_stall(time.perf_counter() - begin)
+
+    def _forget_storage(self, account: Account) -> None:
+        self._by_storage.pop(account.storage_key, None)
+        account.storage_key = 0
+
+
+def _may_move(tensor: torch.Tensor) -> bool:
+    """Whether its storage's bytes say all of it; the caller knows that it is on the device, and strided."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.dtype in _DTYPES
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not tensor.is_inference()
+    )
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """All bytes of its storage."""
+    storage = tensor.untyped_storage()
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return flat.set_(storage, 0, (storage.nbytes(),), (1,))

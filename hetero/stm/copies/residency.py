@@ -1,0 +1,402 @@
+"""Which device copies exist: fetching and evicting.
+
+Owns every transfer of parameters between home and device. Invariant: a copy that compute may read has arrived, and
+memory that a copy still reads or writes is not given back. It decides nothing about the future: when to prefetch is the
+schedule's answer, who leaves is `hetero.stm.copies.room`'s matter.
+
+[Note: copies on order]
+A parameter whose update is queued (`hetero.stm.deferred`) can be prefetched all the same: memory is taken now, on
+the compute stream, and the thread that writes home starts the upload right after. Until that is collected, the
+copy is attached but has no event, and nobody may read it: whoever uses it waits for the update first.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+
+from hetero.devices import Accelerator, CopyEngine
+from hetero.errors import ManageError
+from hetero.eviction import Policy
+from hetero.stm.copies.following import renew, written_twice
+from hetero.stm.copies.room import Room
+from hetero.stm.copies.uploads import TransferMeter, Uploads
+from hetero.stm.deferred import Update, UpdateQueue
+from hetero.stm.tensors.managed import ManagedTensor, refused_write
+from hetero.stm.tensors.state import Ledger, Tier
+
+__all__ = ["Residency"]
+
+# Storage identity -> whose copy it is. Shared by all managers of the process, so that the saved-tensor hooks of
+# one model recognise the weights of another that is used inside it.
+RESIDENT: dict[int, ManagedTensor] = {}
+
+
+class Residency:
+    """The device copies of one manager's parameters."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        engine: CopyEngine,
+        ledger: Ledger,
+        meter: TransferMeter,
+        policy: Policy,
+        device_budget: int,
+        updates: UpdateQueue,
+    ) -> None:
+        self._accelerator = accelerator
+        self._engine = engine
+        self._ledger = ledger
+        self._meter = meter
+        self._budget = device_budget
+        self._updates = updates
+        self._placeholders: dict[torch.dtype, torch.Tensor] = {}
+        self._clock = 0
+        self._stream: torch.Stream | None = None  # that copies were allocated for
+        # Operands that are being made resident: an allocation on the way may run out of memory, and must not be
+        # relieved by evicting them.
+        self.wanted: frozenset[int] = frozenset()
+        self.uploads = Uploads(engine)
+        self.resident: dict[int, ManagedTensor] = {}
+        self.room = Room(accelerator, ledger, policy, device_budget, resident=self.resident, evict=self.evict)
+        self._starting: torch.Tensor | None = None  # the destination of a copy that is being started
+        # Takes back an update that is being tried, or was; `hetero.stm.step.speculation` sets this.
+        self.roll_back: Callable[[ManagedTensor], None] = lambda tensor: None
+
+    def holds(self, operands: Sequence[ManagedTensor], *, limit: int) -> bool:
+        """`require` would have nothing to do, nor would `trim`."""
+        self._clock = clock = self._clock + 1
+        for tensor in operands:
+            if not tensor.can_be_read:
+                return False
+            tensor.last_use = clock
+        return self._ledger.device_bytes <= limit and not self._updates.has_failed
+
+    def require(self, operands: Sequence[ManagedTensor], *, limit: int, operator: Callable[[], str]) -> int:
+        """Make every operand resident and safe to read by compute. Returns how many had to be fetched now.
+
+        Raises `BudgetError` if they cannot fit; then no copy was made.
+        """
+        self._clock += 1
+        missing: dict[int, ManagedTensor] = {}
+        for tensor in operands:
+            if tensor.is_tried:
+                self.roll_back(tensor)
+            if tensor.is_stale:
+                self._meter.count_stale(tensor.index)
+                self.follow_home(tensor)
+            if tensor.data is None:
+                missing[tensor.index] = tensor
+            tensor.last_use = self._clock
+        if missing:
+            wanted = sum(tensor.device_nbytes for tensor in missing.values())
+            self.room.require(
+                wanted, limit=limit, keep=[tensor.index for tensor in operands], operator=operator
+            )
+            for tensor in missing.values():
+                self._fetch(tensor)
+        for tensor in operands:
+            if tensor.pending is not None or tensor.ready is not None:
+                self._wait(tensor)
+        self._updates.raise_error()
+        return len(missing)
+
+    def prefetch(self, tensor: ManagedTensor, *, limit: int) -> bool:
+        """Start fetching if it fits as things are; False if it does not."""
+        if tensor.is_stale:
+            self.follow_home(tensor)
+        if tensor.data is not None:
+            return True
+        if not self.room.claim(tensor.device_nbytes, limit=limit):
+            return False
+        try:
+            self._fetch(tensor)
+        except torch.OutOfMemoryError:  # somebody else's, on the same device: it can wait
+            self._accelerator.note_answered()
+            return False
+        return True
+
+    def evict(self, tensor: ManagedTensor) -> bool:
+        """Drop the device copy, written back first if it was written. False if it is in use or held, or lives there."""
+        if tensor.data is None or tensor.users or tensor.stays or tensor.index in self.wanted:
+            return False
+        self._withdraw(tensor)
+        if not tensor.is_resident:  # what it waited for has turned out to be wrong
+            return True
+        if tensor.is_held():
+            return False
+        written_back = self.write_back(tensor)
+        self._meter.count_eviction(tensor.device_nbytes, written_back)
+        self.drop(tensor)
+        return True
+
+    def discard(self, tensor: ManagedTensor) -> None:
+        """Forget a copy that home has overtaken. Whoever still holds it keeps it."""
+        if tensor.data is not None:
+            tensor.identity = None
+            self.drop(tensor)
+
+    def follow_home(self, tensor: ManagedTensor) -> None:
+        """Home has overtaken the copy: bring it up to date if somebody else holds it, else forget it."""
+        if not tensor.is_held():
+            self.discard(tensor)
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            self._refresh_low(tensor)
+            renew(tensor, self._engine, self.uploads)
+
+    def follow_homes(self) -> None:
+        """As `follow_home`, wherever home may have been written without our knowing."""
+        for tensor in list(self.resident.values()):
+            tensor.note_unknown_writes()
+            if tensor.is_stale:
+                self.follow_home(tensor)
+
+    def evict_idle(self) -> int:
+        """Evict whatever no operator uses; returns the bytes freed."""
+        before = self._ledger.device_bytes
+        self.room.reclaim(before)
+        for tensor in list(self.resident.values()):
+            self.evict(tensor)
+        return before - self._ledger.device_bytes
+
+    def follow_stream(self) -> None:
+        """Compute may have moved to another stream: nothing allocated for the one before is left to it.
+
+        Raises nothing; copies that are held stay, and are the caller's to order, as any tensor of theirs.
+        """
+        stream, before = self._accelerator.compute_stream(), self._stream
+        if before is not None and stream != before:
+            with before:
+                self.room.send_home(self._budget)
+                self.evict_idle()
+            stream.wait_event(before.record_event())
+        self._stream = stream
+
+    @contextlib.contextmanager
+    def on_its_stream(self) -> Iterator[None]:
+        """Another manager asks, which may compute on another stream: what leaves is ordered on ours, and what they
+        compute comes after it."""
+        stream, ours = self._accelerator.compute_stream(), self._stream
+        if ours is None or stream == ours:
+            yield
+            return
+        with ours:
+            yield
+        stream.wait_event(ours.record_event())
+
+    def await_copies(self) -> None:
+        """After an interrupt, that may have come between a copy's start and our knowing of it: none is on its way."""
+        self._accelerator.synchronize()
+
+    def write_back(self, tensor: ManagedTensor) -> int:
+        """Bring home up to date with writes to the device copy; returns the bytes moved."""
+        if not tensor.is_dirty:
+            return 0
+        assert tensor.data is not None
+        if tensor.low is not None:
+            self.discard(tensor)
+            raise refused_write(tensor)
+        if tensor.is_stale:
+            raise written_twice(tensor)
+        version = tensor.version
+        self.finish_update(tensor)
+        self.uploads.wait(tensor, tensor.home)
+        event = self._engine.download(tensor.data, tensor.home)
+        self._engine.host_after_download(event, tensor.home)
+        self._engine.free_after_download(event)
+        # The copy counts as one write; autograd's check must see as many as there were on the device.
+        torch._C._autograd._unsafe_set_version_counter((tensor.home,), (version,))
+        tensor.note_loaded()
+        return tensor.device_nbytes
+
+    def write_back_all(self, *, unseen: bool = False) -> None:
+        """What was written to copies is home afterwards, for every parameter that lives there; ``unseen``: also what
+        may have been written without our seeing it."""
+        refused = None
+        for tensor in list(self.resident.values()):
+            if (tensor.is_dirty if unseen else tensor.is_written) and not tensor.stays:
+                try:
+                    self._meter.count_eviction(0, self.write_back(tensor))
+                except ManageError as error:
+                    refused = error
+        if refused is not None:
+            raise refused
+
+    def before_host_write(self, tensor: ManagedTensor) -> None:
+        """Its home is about to be written: wait until it is settled and no copy reads it."""
+        self.settle(tensor)
+        self.uploads.wait(tensor, tensor.home)
+
+    def settle(self, tensor: ManagedTensor) -> None:
+        """Return once home is up to date, and the copy on order, if any, on its way.
+
+        Raises what failed in the queue, whichever parameter's update it was; all is settled then as well.
+        """
+        self.finish_update(tensor)
+        if tensor.is_dirty:
+            self._meter.count_eviction(0, self.write_back(tensor))
+
+    def finish_update(self, tensor: ManagedTensor) -> None:
+        """As `settle`, except that a home whose parameter lives on the device may stay behind."""
+        if tensor.pending is not None:
+            self._finish(tensor)
+        self._updates.raise_error()
+
+    def finish_updates(self, tensors: Iterable[ManagedTensor]) -> None:
+        """As `finish_update`, for all of ``tensors``, except that what is being tried may go on."""
+        for tensor in tensors:
+            if tensor.pending is not None and not tensor.is_tried:
+                self._finish(tensor)
+        self._updates.raise_error()
+
+    def stay(self, tensor: ManagedTensor) -> None:
+        """From now on it lives on the device. Raises `BudgetError` if it cannot be fetched."""
+        self.require([tensor], limit=self._budget, operator=lambda: f"fetching {tensor.name} for good")
+        tensor.stays = True
+
+    def move_home(self, tensor: ManagedTensor) -> None:
+        """It lives at home again; its copy is like any other."""
+        self.settle(tensor)
+        tensor.stays = False
+
+    def lend(self, tensor: ManagedTensor) -> None:
+        """Its copy has become the parameter itself (`hetero.stm.settled`). The bytes still count."""
+        del RESIDENT[tensor.storage_key], self.resident[tensor.index]
+        tensor.identity = None
+        tensor.detach(self._placeholder(tensor.origin.dtype))
+
+    def take_back(self, tensor: ManagedTensor, copy: torch.Tensor) -> None:
+        """``copy`` is its copy again."""
+        tensor.attach(copy)
+        RESIDENT[tensor.storage_key] = self.resident[tensor.index] = tensor
+
+    def collect(self, tensor: ManagedTensor) -> None:
+        """Its update, if it had one, is done: what was on order is an ordinary copy now."""
+        update = tensor.pending
+        if update is None:
+            return
+        assert update.done
+        tensor.pending = None
+        if update.arrival is not None:
+            self.uploads.note(update.arrival, tensor)
+            tensor.ready = update.arrival
+            tensor.note_arrived()
+        else:  # nothing was on order, or it could not be started
+            self.discard(tensor)
+
+    def await_update(self, tensor: ManagedTensor, update: Update) -> None:
+        """Home is about to be written, later, by ``update``: what was copied from it is worthless."""
+        if tensor.pending is not update:  # one that was tried has its copy already, or on order
+            self.discard(tensor)
+        tensor.identity = None
+        tensor.pending = update
+
+    def drop_stale(self, tensors: Iterable[ManagedTensor]) -> None:
+        """Forget the copies of ``tensors`` that home has overtaken, and their place in old graphs."""
+        for tensor in tensors:
+            if tensor.is_stale:
+                self.follow_home(tensor)
+            elif tensor.data is None:
+                tensor.identity = None
+
+    # -- helpers --------------------------------------------------------------------------------------
+
+    def _fetch(self, tensor: ManagedTensor) -> None:
+        tensor.follow_parameter()
+        if self._starting is not None:  # an interrupt came between the start of a copy and our knowing of it
+            self.await_copies()
+        # Copies made inside the user's inference_mode would be unusable for training later.
+        with torch.inference_mode(False), torch.no_grad():
+            if tensor.pending is None and tensor.low is not None:
+                self._refresh_low(tensor)
+            self._starting = copy = torch.empty_like(tensor.origin, device=self._accelerator.device)
+            if not self._order(tensor, copy):
+                tensor.ready = self._engine.upload(tensor.origin, copy)
+                self.uploads.note(tensor.ready, tensor)
+            tensor.attach(copy)
+        self._starting = None
+        RESIDENT[tensor.storage_key] = tensor
+        self.resident[tensor.index] = tensor
+        tensor.fetched_at = self._clock
+        tensor.place(Tier.DEVICE, tensor.device_nbytes)
+        self._meter.count_fetch(tensor.device_nbytes)
+
+    def _order(self, tensor: ManagedTensor, copy: torch.Tensor) -> bool:
+        """Have ``copy`` filled once home is up to date ([Note: copies on order]); False if it is already."""
+        update = tensor.pending
+        if update is None:
+            return False
+        # Not the copy itself: whoever writes through that is seen as a user who writes to the parameter.
+        destination, engine = copy.data, self._engine
+        allocated = engine.mark_compute()
+
+        def upload() -> torch.Event:
+            tensor.refresh_low()  # done, unless the update has failed
+            return engine.upload(tensor.origin, destination, after=allocated)
+
+        if self._updates.upload_after(update, upload):
+            return True
+        self.collect(tensor)
+        self._refresh_low(tensor)
+        return False
+
+    def _refresh_low(self, tensor: ManagedTensor) -> None:
+        """Home is settled: bring its low-precision twin, if it has one, up to date."""
+        if tensor.low_is_stale:
+            self.uploads.wait(tensor, tensor.origin)
+            tensor.refresh_low()
+
+    def _finish(self, tensor: ManagedTensor) -> None:
+        assert tensor.pending is not None
+        if tensor.is_tried:
+            self.roll_back(tensor)
+            return
+        self._updates.finish(tensor.pending)
+        self.collect(tensor)
+
+    def _withdraw(self, tensor: ManagedTensor) -> None:
+        """Nothing is on order for it any more."""
+        update = tensor.pending
+        if update is None or self._updates.withdraw(update):
+            return
+        if not update.tentative:
+            self._finish(tensor)
+        elif update.arrival is not None:  # what was on order is on its way
+            self.uploads.note(update.arrival, tensor)
+            if tensor.data is not None:
+                tensor.ready = update.arrival
+            update.arrival = None
+
+    def _wait(self, tensor: ManagedTensor) -> None:
+        begin = time.perf_counter()
+        if tensor.pending is not None:
+            with self._meter.waiting_for_host():
+                self._finish(tensor)
+            if tensor.data is None:
+                self._updates.raise_error()
+        assert tensor.ready is not None
+        self._engine.compute_after_upload(tensor.ready)
+        tensor.ready = None
+        self._meter.count_stall(time.perf_counter() - begin)
+
+    def drop(self, tensor: ManagedTensor) -> None:
+        """Forget the copy, but not its place in graphs."""
+        self._withdraw(tensor)
+        if tensor.ready is not None:
+            # Its memory goes back to compute, which must not write there before the copy has.
+            self._engine.compute_after_upload(tensor.ready)
+        RESIDENT.pop(tensor.storage_key, None)
+        self.resident.pop(tensor.index, None)
+        tensor.detach(self._placeholder(tensor.origin.dtype))
+        tensor.place(Tier.DEVICE, 0)
+
+    def _placeholder(self, dtype: torch.dtype) -> torch.Tensor:
+        placeholder = self._placeholders.get(dtype)
+        if placeholder is None:
+            with torch.inference_mode(False):
+                placeholder = torch.empty(0, dtype=dtype, device=self._accelerator.device)
+            self._placeholders[dtype] = placeholder
+        return placeholder

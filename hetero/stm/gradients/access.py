@@ -1,0 +1,117 @@
+"""What the user does with ``p.grad``, and clipping with all of them.
+
+Owns how a look at a gradient, a write and a norm meet what is still being done with it: its way down, changes, an
+update that is queued or being tried. Invariant: nobody can tell that it was under way, except by the clock.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+
+from hetero.stm.copies.residency import Residency
+from hetero.stm.gradients.changes import Clamp, Wish
+from hetero.stm.gradients.offload import Gradients
+from hetero.stm.tensors.exposure import gradient_has_one_name, gradient_is_private
+from hetero.stm.tensors.fetch import plain
+from hetero.stm.tensors.managed import ManagedTensor
+
+__all__ = ["GradientAccess"]
+
+
+class GradientAccess:
+    """To the gradients of one manager's parameters. ``roll_back``: as if no update of these had been tried."""
+
+    def __init__(
+        self,
+        gradients: Gradients,
+        residency: Residency,
+        *,
+        lock: threading.RLock,
+        parameters: Callable[[], int],
+        roll_back: Callable[[Sequence[ManagedTensor]], None],
+    ) -> None:
+        self._gradients = gradients
+        self._residency = residency
+        self._lock = lock
+        self._parameters = parameters
+        self._roll_back = roll_back
+
+    def wait(self, tensor: ManagedTensor) -> None:
+        """Somebody is about to read ``p.grad``."""
+        with self._lock, plain():
+            self._residency.finish_update(tensor)  # the queue reads it, and may write to it
+            self._gradients.wait(tensor)
+            self._gradients.norms.forget(tensor.index)  # whoever reads it may write to it
+
+    def on_device(self, tensor: ManagedTensor) -> torch.Tensor:
+        """For a parameter that lives there: its gradient, complete. The caller does not write to it."""
+        with self._lock:
+            return self._gradients.on_device(tensor)
+
+    def on_device_nbytes(self, tensor: ManagedTensor) -> int:
+        """What `on_device` allocates."""
+        with self._lock:
+            return self._gradients.on_device_nbytes(tensor)
+
+    def norms(self, tensors: list[ManagedTensor], norm_type: float) -> torch.Tensor:
+        """Norms of their gradients, on the device, in a vector. Of gradients at home, those that were not taken as
+        they left, or not of this order, are taken there: waiting for them."""
+        with self._lock, plain():
+            norms = self._gradients.norms
+            norms.want(norm_type, tensors[0].home.dtype, self._parameters())
+            at_home = {}
+            for tensor in tensors:
+                if tensor.pending is not None and not (
+                    tensor.is_tried and norms.knows(tensor.index, norm_type)
+                ):
+                    self._residency.finish_update(tensor)
+                    norms.forget(tensor.index)  # the optimizer may write to gradients
+                if norms.knows(tensor.index, norm_type):
+                    continue
+                if self._gradients.is_kept(tensor) and tensor.home.numel():
+                    self._residency.room.make(self._gradients.on_device_nbytes(tensor))
+                    norms.take(tensor.index, self._gradients.on_device(tensor))
+                else:
+                    self._gradients.wait(tensor)
+                    at_home[tensor.index] = cast(torch.Tensor, tensor.parameter.grad)
+            return norms.get([tensor.index for tensor in tensors], norm_type, at_home)
+
+    def scale(self, tensors: list[ManagedTensor], factor: torch.Tensor) -> None:
+        """Multiply their gradients: before anybody sees them, or now if somebody may be looking."""
+        with self._lock, plain():
+            self._change(tensors, self._gradients.changes.factor(factor))
+
+    def clamp(self, tensors: list[ManagedTensor], most: float) -> None:
+        """Bring all numbers of their gradients between ``-most`` and ``most``, likewise."""
+        with self._lock, plain():
+            self._change(tensors, Clamp(most))
+
+    def _change(self, tensors: list[ManagedTensor], wish: Wish) -> None:
+        for tensor in tensors:
+            # What is being tried stays right if it turns out to change nothing.
+            tried = tensor.is_tried and gradient_has_one_name(tensor.parameter)
+            if not tried:
+                self._residency.finish_update(tensor)
+            self._gradients.norms.forget(tensor.index)
+            self._gradients.changes.ask(tensor.index, wish)
+            if not tried and not gradient_is_private(tensor.parameter):
+                self._gradients.wait(tensor)
+
+    def drop(self, tensor: ManagedTensor) -> None:
+        """``p.grad = None``: the queue keeps what it needs of it."""
+        with self._lock, plain():
+            if tensor.parameter.grad is not None:
+                self._roll_back([tensor])
+                self._gradients.kept.forget(tensor)
+                self._gradients.wait(tensor)
+                self._gradients.forget(tensor)
+                tensor.parameter.grad = None
+
+    def replace(self, tensor: ManagedTensor, gradient: object) -> None:
+        """``p.grad`` is about to be ``gradient``."""
+        with self._lock, plain():
+            self._roll_back([tensor])
+            self._gradients.forget(tensor)
+            self._gradients.note_given(tensor, gradient)

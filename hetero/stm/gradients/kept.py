@@ -1,0 +1,168 @@
+"""Gradients that stay on the device: those of parameters that live there.
+
+Owns them until the step has taken them, or somebody looks at ``p.grad``. Autograd, which insists on a gradient at home,
+is given memory of which nothing is written until then; what later micro-batches contribute is added on the device, and
+autograd is told that there is none. Invariant: a kept gradient is ``p.grad``, less the changes that are still to be
+made, and what is at home is not.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hetero.devices import CopyEngine
+from hetero.stm.copies.uploads import TransferMeter
+from hetero.stm.gradients.changes import Changes
+from hetero.stm.gradients.memory import GradientMemory, as_home, owns_memory
+from hetero.stm.gradients.norms import GradientNorms
+from hetero.stm.tensors.exposure import gradient_is_private, holds_alone
+from hetero.stm.tensors.fetch import plain
+from hetero.stm.tensors.managed import ManagedTensor
+from hetero.stm.tensors.state import Tier
+
+__all__ = ["KeptGradients", "has_gradient"]
+
+
+@dataclass(slots=True)
+class _Kept:
+    """``is_ours``: nobody else can hold this tensor."""
+
+    gradient: torch.Tensor
+    is_ours: bool = False
+
+    def owns(self) -> bool:
+        """It may be written to: autograd has it for nobody else any more."""
+        self.is_ours = self.is_ours or holds_alone(self)
+        return self.is_ours
+
+
+class KeptGradients:
+    """Of one manager's parameters."""
+
+    def __init__(
+        self,
+        engine: CopyEngine,
+        memory: GradientMemory,
+        changes: Changes,
+        norms: GradientNorms,
+        meter: TransferMeter,
+    ) -> None:
+        self._engine = engine
+        self._memory = memory
+        self._changes = changes
+        self._norms = norms
+        self._meter = meter
+        self._kept: dict[int, _Kept] = {}
+        # False where nothing else tells apart what autograd returns from ``p.grad``.
+        self.keeps = False
+
+    def __contains__(self, tensor: ManagedTensor) -> bool:
+        return tensor.index in self._kept
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def indices(self) -> set[int]:
+        """Of the parameters whose gradients are kept."""
+        return set(self._kept)
+
+    def takes(self, tensor: ManagedTensor) -> bool:
+        """Its next gradient is to stay, as far as it is a matter of whoever looks at ``p.grad``."""
+        parameter = tensor.parameter
+        if not (tensor.stays and self.keeps) or parameter._post_accumulate_grad_hooks:
+            return False
+        if parameter.grad is None:
+            return True
+        return tensor in self and gradient_is_private(parameter)
+
+    def keep(self, tensor: ManagedTensor, gradient: torch.Tensor, *, is_shared: bool) -> torch.Tensor | None:
+        """``gradient`` stays; what autograd is given for it, None if it has been added to the one that was kept."""
+        kept = self._kept.get(tensor.index)
+        if kept is not None:
+            self._change(tensor, kept)
+            with torch.no_grad():
+                if kept.owns():
+                    kept.gradient.add_(gradient)
+                else:
+                    kept.gradient = kept.gradient + gradient
+                    kept.is_ours = True
+            self._norms.take(tensor.index, kept.gradient)
+            return None
+        copies = not owns_memory(gradient, is_shared=is_shared)
+        if copies:
+            gradient = gradient.clone()
+        # Many are views, such as the transposed product of a linear layer, and hold the tensor that they are a view of.
+        self._put(tensor, _Kept(gradient.data, is_ours=copies))
+        self._norms.take(tensor.index, gradient)
+        return self._memory.host_tensor(tensor, gradient)
+
+    def look(self, tensor: ManagedTensor) -> torch.Tensor | None:
+        """Its gradient on the device, complete, if it is kept. The caller does not write to it."""
+        kept = self._kept.get(tensor.index)
+        if kept is None:
+            return None
+        self._change(tensor, kept)
+        return kept.gradient
+
+    def look_nbytes(self, tensor: ManagedTensor) -> int:
+        """What `look` allocates."""
+        kept = self._kept[tensor.index]
+        copies = self._changes.has_any(tensor.index) and not kept.owns()
+        return tensor.device_nbytes if copies else 0
+
+    def is_shared(self, tensor: ManagedTensor) -> bool:
+        """Somebody else may hold the tensor that is kept."""
+        return tensor in self and not self._kept[tensor.index].owns()
+
+    def bring_home(self, tensor: ManagedTensor) -> None:
+        """Somebody looks at ``p.grad``: it is kept no longer. The caller makes the changes that are left."""
+        kept = self._kept[tensor.index]
+        if kept.owns():  # else changing it takes memory, and there may be none
+            self._change(tensor, kept)
+        host = tensor.parameter.grad
+        assert host is not None
+        event = self._engine.download(kept.gradient, host)
+        self._meter.count_eviction(0, kept.gradient.nbytes)
+        self._engine.host_after_download(event, host)
+        self._engine.free_after_download(event)
+        del self._kept[tensor.index]
+        self._memory.entry(tensor).place(Tier.DEVICE, 0)
+
+    def adopt(self, tensor: ManagedTensor, gradient: torch.Tensor) -> None:
+        """``gradient``, on the device and held by nobody else, is to be ``p.grad``."""
+        home = tensor.home
+        if gradient.layout is not torch.strided or gradient.dtype is not home.dtype:
+            tensor.parameter.grad = gradient.to(home.device)
+            return
+        gradient = as_home(gradient.detach(), home)
+        self._put(tensor, _Kept(gradient, is_ours=True))
+        tensor.parameter.grad = self._memory.host_tensor(tensor, gradient)
+
+    def forget(self, tensor: ManagedTensor) -> None:
+        """Nobody will look at it."""
+        if self._kept.pop(tensor.index, None) is not None:
+            self._changes.drop(tensor.index)
+            self._memory.entry(tensor).place(Tier.DEVICE, 0)
+
+    def forget_lost(self, tensors: Sequence[ManagedTensor]) -> None:
+        """No backward runs: those that autograd has not taken over by now it never will."""
+        for index in list(self._kept):
+            if not has_gradient(tensors[index]):
+                self.forget(tensors[index])
+
+    def _put(self, tensor: ManagedTensor, kept: _Kept) -> None:
+        self._kept[tensor.index] = kept
+        self._memory.entry(tensor).place(Tier.DEVICE, tensor.device_nbytes)
+
+    def _change(self, tensor: ManagedTensor, kept: _Kept) -> None:
+        while (wish := self._changes.first_wish(tensor.index)) is not None:
+            kept.gradient = wish.applied(kept.gradient, in_place=kept.owns())
+            kept.is_ours = True
+            self._changes.drop_first(tensor.index)
+
+
+def has_gradient(tensor: ManagedTensor) -> bool:
+    """``p.grad`` is not None."""
+    with plain():  # asking through dispatch would wait for it
+        return tensor.parameter.grad is not None

@@ -1,0 +1,120 @@
+"""Casts of weights under autocast: one node for all uses within a region, as autocast itself keeps for leaves.
+
+Owns the emulation of autocast's weight cache for parameters that it takes for activations, because what operators
+receive is no leaf. With a cast per use, the gradients of a weight that a region uses twice (two forwards of
+one model, shared layers) would be added in float32 where autocast adds them in low precision.
+
+Autocast keeps the bytes of all casts until the region ends. Here only the autograd identity stays: the bytes are
+dropped after each operator and made again by the next (`hetero.stm.tensors.managed`: [Note: identity]), unless somebody
+holds them (a graph whose tensors are not saved by our hooks, as of a checkpoint's recompute): then they are used again
+for as long as somebody does.
+"""
+
+import sys
+from typing import Any
+
+import torch
+from torch.utils.weak import TensorWeakRef
+
+from hetero.stm.tensors.fetch import run_early
+from hetero.stm.tensors.managed import Cast, ManagedTensor
+
+__all__ = ["begin_region", "drop_bytes", "kept_casts"]
+
+
+_region = 0
+
+
+def begin_region() -> None:
+    """Autocast has forgotten its casts: the outermost region was left (`hetero.stm.patches`)."""
+    global _region
+    _region += 1
+
+
+def kept_casts(
+    func: Any, operands: list[ManagedTensor], copies: dict[int, torch.Tensor]
+) -> list[ManagedTensor]:
+    """Put casts in the place of those ``copies`` (by id of parameter) that autocast would cast and keep for ``func``.
+    The caller calls `drop_bytes` with the result, holding none of them any more."""
+    device = operands[0].owner.device
+    if (
+        func not in _LOW_PRECISION
+        or not torch.is_autocast_enabled(device.type)
+        or not torch.is_autocast_cache_enabled()
+        or not torch.is_grad_enabled()
+    ):
+        return []
+    dtype = torch.get_autocast_dtype(device.type)
+    kept = []
+    for tensor in operands:
+        identity = tensor.identity
+        if (
+            identity is not None
+            and identity.dtype is torch.float32
+            and copies[id(tensor.parameter)] is identity
+        ):
+            copies[id(tensor.parameter)] = _cast(tensor, identity, dtype)
+            kept.append(tensor)
+    return kept
+
+
+def drop_bytes(kept: list[ManagedTensor]) -> None:
+    """The operator is done with its casts."""
+    for tensor in kept:
+        cast = tensor.cast
+        if cast is None:
+            continue
+        value = cast.value
+        if isinstance(value, TensorWeakRef):
+            continue
+        # This name, the attribute, and the argument of getrefcount.
+        if value._use_count() == 1 and sys.getrefcount(value) <= 3:  # type: ignore[attr-defined]
+            value.data = torch.empty(0, dtype=value.dtype, device=value.device)
+        else:
+            cast.value = TensorWeakRef(value)
+
+
+def _cast(tensor: ManagedTensor, identity: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    cast = tensor.cast
+    kept = None if cast is None or cast.region != _region else cast.value
+    value = kept() if isinstance(kept, TensorWeakRef) else kept
+    if value is None or value.dtype is not dtype or not _is_of(value, identity):
+        value = identity.to(dtype)
+        tensor.cast = Cast(_region, value)
+        # As for the fetch node: else the casts' gradients all wait until the backward of a later forward is over.
+        run_early(value)
+    elif not value.numel():
+        value.data = identity.detach().to(dtype)
+    return value
+
+
+def _is_of(value: Any, identity: torch.Tensor) -> bool:
+    # By the graph: a reference to the identity would hold its bytes.
+    return value.grad_fn.next_functions[0][0] is identity.grad_fn
+
+
+# The names under which ATen's lower-precision list for autocast is called from Python.
+_NAMES = (
+    *("conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+    *(
+        "convolution",
+        "_convolution",
+        "prelu",
+        "addmm",
+        "addmv",
+        "addr",
+        "matmul",
+        "mm",
+        "mv",
+        "linear",
+        "addbmm",
+    ),
+    *("baddbmm", "bmm", "einsum", "chain_matmul", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
+    *("scaled_dot_product_attention", "__matmul__", "__rmatmul__", "vecdot", "multi_dot"),
+)
+_LOW_PRECISION = frozenset(
+    getattr(place, name)
+    for name in _NAMES
+    for place in (torch, torch.Tensor, torch._C._nn, torch.nn.functional, torch.functional, torch.linalg)
+    if hasattr(place, name)
+)

@@ -1,0 +1,296 @@
+"""Compiled submodules: operators whose operands are all of a submodule's parameters.
+
+Owns the wrapping of `torch.compile`d submodules inside a managed model. Nothing can be intercepted inside a compiled
+region, so the call as a whole is the operator: device copies of every parameter below the submodule take their
+places in ``module._parameters`` while it runs, and the parameters return when it ends, however it ends.
+Invariant: outside of such a call ``_parameters`` holds the user's own parameters.
+
+What is compiled while the model is managed (``block.compile()``, ``model[0] = torch.compile(...)``) is wrapped as
+well, at once or before the next forward: `compile_module` and `note_registered` tell.
+
+Compile per block: all of a region's parameters are on the device at once, in forward and in backward.
+"""
+
+import contextlib
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from hetero.errors import ManageError
+from hetero.stm.interception.arguments import any_on
+from hetero.stm.interception.intercept import in_scope, is_managed, managed_of, substituted
+from hetero.stm.interception.misplaced import note_misplaced
+from hetero.stm.interception.outside import full_copies, keeps_its_type
+from hetero.stm.interception.parts import is_part_of
+from hetero.stm.running.guard import unguarded
+from hetero.stm.tensors.fetch import plain
+from hetero.stm.tensors.managed import ManagedTensor
+
+__all__ = [
+    "SLOT",
+    "CompiledCalls",
+    "check_called_eagerly",
+    "compile_module",
+    "is_compiling",
+    "mark_as_ours",
+    "note_registered",
+    "run_eagerly",
+]
+
+# In inference these take one fused kernel for the whole module, unless a parameter is intercepted.
+_FAST_IN_EVAL = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+
+# Not torch._dynamo, which takes longer to load than everything else of hetero.
+_FRAMES: Any = torch._C._dynamo.eval_frame
+
+SLOT = "_compiled_call_impl"  # torch's own slot for a replaced call; it is not copied nor pickled
+
+
+# Those that are attached: torch tells which module is compiled, not whose model it belongs to.
+_ATTACHED: "weakref.WeakSet[CompiledCalls]" = weakref.WeakSet()
+
+
+def compile_module(module: nn.Module, compile: Callable[[], None]) -> None:
+    """``compile`` is ``module``'s own ``compile()``, which replaces its call: ours is put around it again."""
+    with contextlib.ExitStack() as stack:
+        for calls in list(_ATTACHED):
+            if calls.covers(module):
+                stack.enter_context(calls.changing())
+        compile()
+
+
+def note_registered(parent: nn.Module, name: str, submodule: nn.Module | None) -> None:
+    """``submodule`` has become one of ``parent``'s: torch's hook for that."""
+    if submodule is not None and _is_compiled(submodule):
+        for calls in _ATTACHED:
+            calls.is_outdated = calls.is_outdated or calls.covers(parent)
+
+
+def run_eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiler that is on leaves ``function`` itself alone, not what it calls."""
+    action: Any = _FRAMES._FrameAction
+    _FRAMES.set_code_exec_strategy(function.__code__, _FRAMES._FrameExecStrategy(action.SKIP, action.DEFAULT))
+    return function
+
+
+def mark_as_ours(call: Callable[..., Any]) -> Callable[..., Any]:
+    """``call``, in a module's slot, does not make it a compiled one (`hetero.stm.modelcalls`)."""
+    call._is_ours = True  # type: ignore[attr-defined]
+    return call
+
+
+@run_eagerly
+def is_compiling() -> bool:
+    """Within a function that is compiled as a whole."""
+    return _FRAMES.get_eval_frame_callback() not in (None, False)
+
+
+@run_eagerly
+def check_called_eagerly(model: nn.Module) -> None:
+    """The managed ``model`` is called: raises `ManageError` within a function that is compiled as a whole."""
+    if is_compiling():
+        raise ManageError(
+            f"{type(model).__name__} is called within a function that was compiled with it (torch.compile(model) after "
+            f"hetero.manage?): a compiled region would want all its parameters at once. Call {type(model).__name__}."
+            "compile() or block.compile() instead, or pass the compiled model to hetero.manage"
+        )
+
+
+def refuse_late_compile(name: str) -> ManageError:
+    """The error for a forward that was compiled, as a function, while it was managed."""
+    return ManageError(
+        f"the forward of {name} was replaced by a compiled function while managed, which cannot be noticed in time: "
+        f"call {name}.compile() instead, or compile before hetero.manage"
+    )
+
+
+class CompiledCalls:
+    """The wrapped calls of one model's compiled submodules. `attach` once, `detach` once.
+
+    ``release`` and ``wrap``, set by the manager, take its wrapper off the model's call and put it on again.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.release: Callable[[], None] = lambda: None
+        self.wrap: Callable[[], None] = lambda: None
+        self.is_outdated = False
+        self._wrapped: list[tuple[nn.Module, Callable[..., Any] | None, Callable[..., Any]]] = []
+        # Parameters are ordinary ones on the device (`hetero.stm.settled`).
+        self._is_paused = False
+
+    def attach(self) -> None:
+        """Wrap every outermost compiled submodule (the model itself included)."""
+        self.is_outdated = False
+        _ATTACHED.add(self)
+        for name, submodule in _outermost_compiled(self._model, ""):
+            own = submodule.__dict__.get(SLOT)
+            inner = own or submodule._call_impl
+            label = f"compiled {name or type(submodule).__name__}"
+            call = _substituting(
+                submodule,
+                label,
+                inner,
+                inference_only=isinstance(submodule, _FAST_IN_EVAL),
+                is_paused=lambda: self._is_paused,
+            )
+            submodule.__dict__[SLOT] = (
+                call  # past OptimizedModule's __setattr__, which would set it on the original
+            )
+            self._wrapped.append((submodule, own, call))
+
+    def own_call(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The user's own, if ``call`` is one of ours."""
+        for submodule, own, ours in self._wrapped:
+            if ours is call:
+                return own or submodule._call_impl
+        return call
+
+    @contextlib.contextmanager
+    def explaining(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+        """Around a forward with these arguments: a compiler's error that is due to a call we did not wrap says so
+        (raises `ManageError`), and one about devices names what lies on the host."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, RuntimeError):
+                note_misplaced(error, self._model, args, kwargs)
+            if type(error).__module__.startswith("torch._dynamo"):
+                known = [self._model, *(submodule for submodule, _, _ in self._wrapped)]
+                for name, submodule in self._model.named_modules():
+                    if _is_compiled(submodule) and submodule not in known:
+                        raise refuse_late_compile(name) from error
+            raise
+
+    def covers(self, module: nn.Module) -> bool:
+        """`is_part_of` its model."""
+        return is_part_of(self._model, module)
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """Within it all calls are the user's own; afterwards those that are compiled then are wrapped."""
+        is_paused = self._is_paused
+        self.release()
+        self.detach()
+        try:
+            yield
+        finally:
+            self._is_paused = False
+            self.attach()
+            if is_paused:
+                self.pause()
+            self.wrap()
+
+    def follow(self) -> None:
+        """Wrap what has been compiled since."""
+        with self.changing():
+            pass
+
+    def pause(self) -> None:
+        """Calls are the user's own until `resume`; one that somebody has wrapped since hands on."""
+        self._is_paused = True
+        for submodule, own, call in self._wrapped:
+            if submodule.__dict__.get(SLOT) is call:
+                _set_slot(submodule, own)
+
+    def resume(self) -> None:
+        """They are ours again."""
+        self._is_paused = False
+        for submodule, own, call in self._wrapped:
+            if submodule.__dict__.get(SLOT) is own:
+                _set_slot(submodule, call)
+
+    def detach(self) -> None:
+        """Give back the calls as they were, where nobody has replaced ours since."""
+        _ATTACHED.discard(self)
+        for submodule, own, call in self._wrapped:
+            if submodule.__dict__.get(SLOT) is call:
+                _set_slot(submodule, own)
+        self._wrapped.clear()
+
+
+def _set_slot(module: nn.Module, call: Callable[..., Any] | None) -> None:
+    if call is None:
+        module.__dict__.pop(SLOT, None)
+    else:
+        module.__dict__[SLOT] = call
+
+
+def _outermost_compiled(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    if isinstance(module, _FAST_IN_EVAL) or _is_compiled(module):
+        yield name, module
+        return
+    for child_name, child in module.named_children():
+        yield from _outermost_compiled(child, f"{name}.{child_name}" if name else child_name)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    own = module.__dict__
+    compiled_forward = hasattr(own.get("forward"), "_torchdynamo_orig_callable")
+    call = own.get(SLOT)
+    replaced = call is not None and not getattr(call, "_is_ours", False)
+    return compiled_forward or replaced or _is_optimized(module)
+
+
+def _is_optimized(module: nn.Module) -> bool:
+    # Not imported for this: the compiler takes longer to load than everything else of hetero.
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    return compiler is not None and isinstance(module, compiler.OptimizedModule)
+
+
+def _substituting(
+    submodule: nn.Module,
+    label: str,
+    inner: Callable[..., Any],
+    *,
+    inference_only: bool,
+    is_paused: Callable[[], bool],
+) -> Callable[..., Any]:
+    @functools.wraps(inner)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if is_paused() or (inference_only and (submodule.training or torch.is_grad_enabled())):
+            return inner(*args, **kwargs)
+        places = _managed_places(submodule)
+        if not places or not _on_device(places[0][2], args, kwargs):
+            return inner(*args, **kwargs)
+        operands: list[ManagedTensor] = []
+        for _, _, parameter in places:
+            tensor = managed_of(parameter)
+            if tensor not in operands:
+                operands.append(tensor)
+        # Modes would make the compiler run everything eagerly, which is not the same arithmetic.
+        outside = not in_scope() and keeps_its_type(operands)
+        given = full_copies(operands) if outside else substituted(operands, label)
+        with plain(), given as copies, unguarded():
+            try:
+                for module, key, parameter in places:
+                    module._parameters[key] = copies[id(parameter)]  # type: ignore[assignment]
+                with torch._C._EnableTorchFunction():
+                    return inner(*args, **kwargs)
+            finally:
+                for module, key, parameter in places:
+                    module._parameters[key] = parameter
+
+    # What torch.compiler.disable(recursive=False) does, without loading the compiler.
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return call
+
+
+def _managed_places(submodule: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    return [
+        (module, key, parameter)
+        for module in submodule.modules()
+        for key, parameter in module._parameters.items()
+        if parameter is not None and is_managed(parameter)
+    ]
+
+
+def _on_device(parameter: nn.Parameter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if in_scope() or torch._C._current_graph_task_id() != -1:
+        return True
+    return any_on(managed_of(parameter).owner.device, args, kwargs)

@@ -1,0 +1,109 @@
+"""A parameter's two implementations, one at home and one on the device, and the exchange of them.
+
+Owns what torch needs for it, and whether it can be taken back.
+
+[Note: exchange]
+``p`` keeps its identity and exchanges its implementation with a shadow, as ``torch.utils.swap_tensors`` does: the one
+at home is kept for the way back, and is behind until then. No byte moves. A graph holds implementations; if it is
+still alive, what it accumulates into the shadow is handed on to ``p`` (`redirect`).
+"""
+
+import gc
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hetero.devices import storage_of
+from hetero.stm.interception.intercept import is_managed
+from hetero.stm.tensors.exposure import gradient_is_private, memory_is_private
+from hetero.stm.tensors.fetch import plain
+from hetero.stm.tensors.managed import ManagedTensor
+
+__all__ = ["exchange", "is_like", "let_go", "may_go_back", "redirect"]
+
+
+def exchange(parameter: nn.Parameter, shadow: nn.Parameter) -> None:
+    """Swap implementations ([Note: exchange]); what hangs on the Python objects stays with them."""
+    hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    torch._C._swap_tensor_impl(parameter, shadow)
+    parameter._backward_hooks = hooks[0]
+    _set_post_accumulate(parameter, hooks[1])
+
+
+def let_go(shadow: nn.Parameter, placeholder: torch.Tensor) -> None:
+    """Its memory is somebody else's now: a graph that has been gone through, of which losses that the user keeps hold
+    the ends, is not to keep it. ``placeholder``: one number of that type on that device."""
+    if shadow._use_count() == 2:  # type: ignore[attr-defined]  # the name and the end of a graph, which reads nothing
+        shadow.data = placeholder.expand(shadow.shape)
+
+
+def redirect(shadow: nn.Parameter, tensor: ManagedTensor) -> None:
+    """What graphs from before accumulate into the implementation that ``shadow`` has now is the parameter's."""
+    if not shadow.requires_grad or shadow._use_count() <= 1:  # type: ignore[attr-defined]
+        return
+
+    def hand_on(leaf: torch.Tensor) -> None:
+        with torch.no_grad(), plain():
+            gradient, leaf.grad = leaf.grad, None
+            parameter = tensor.parameter
+            if gradient is None:
+                return
+            gradient = gradient.to(parameter.device)
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                if is_managed(parameter):
+                    tensor.owner.grads.wait(tensor)
+                parameter.grad += gradient
+            for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+                hook(parameter)
+
+    _set_post_accumulate(shadow, None)
+    shadow.register_post_accumulate_grad_hook(hand_on)
+
+
+def _set_post_accumulate(parameter: nn.Parameter, hooks: Any) -> None:
+    if hooks is None:  # which alone would leave those that the implementation has
+        parameter._post_accumulate_grad_hooks = {}
+    parameter._post_accumulate_grad_hooks = hooks
+
+
+def may_go_back(tensors: Sequence[ManagedTensor], device: torch.device) -> bool:
+    """Nobody would be left with memory on ``device`` that is no parameter's, or gradient's, any more."""
+    held: set[int] = set()
+    has_graph = False
+    for tensor in tensors:
+        parameter = tensor.parameter
+        if not is_like(parameter, tensor.home, device):
+            return False
+        if parameter.grad is not None and not gradient_is_private(parameter):
+            return False
+        has_graph |= parameter._use_count() > 1  # type: ignore[attr-defined]
+        if not memory_is_private(parameter, 0):
+            held.add(parameter.untyped_storage()._cdata)
+    if not held:
+        return True
+    # Without a graph it is the user who holds them. With one it may be the graph: its views are not Python's.
+    return has_graph and not _has_alias(held, {id(tensor.parameter) for tensor in tensors})
+
+
+def is_like(parameter: torch.Tensor, home: torch.Tensor, device: torch.device) -> bool:
+    """``parameter`` could have been made from ``home``: nobody has put other data in its place."""
+    return (
+        parameter.device == device
+        and parameter.dtype == home.dtype
+        and parameter.shape == home.shape
+        and parameter.layout is torch.strided
+    )
+
+
+def _has_alias(storages: set[int], parameters: set[int]) -> bool:
+    """A tensor that Python knows shares one of these storages."""
+    for found in gc.get_objects():
+        if issubclass(type(found), torch.Tensor) and id(found) not in parameters:
+            storage = storage_of(found)
+            if storage is not None and storage._cdata in storages:
+                return True
+    return False

@@ -1,0 +1,447 @@
+"""Putting device copies in the place of managed parameters, operator by operator.
+
+Owns the parameter class, the fetch node, the saved-tensor handles and the table of functions that are not
+operators. Invariant: an operator that runs on the device receives a copy whose bytes are those of home; a
+function that only asks about a parameter moves nothing.
+
+Parameters are intercepted per operator and not per module, because modules lie: ``nn.MultiheadAttention`` never
+calls ``out_proj.forward``, a tied head uses another module's weight, parametrizations hide the leaf.
+
+[Note: where operators run] Inside a managed forward (`scope`) every operator on a parameter runs on the device.
+Elsewhere the other operands decide: a tensor on the device draws the parameter there, a tensor on the host keeps it at
+home. With no other tensor operand, an operator runs on the device during backward (a checkpoint recomputes its forward
+there) and in a part of the model that is called by itself with something on the device
+(`hetero.stm.interception.parts`), and at home otherwise.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from hetero.errors import BudgetError
+from hetero.stm.activations.saved import may_save_again, part_saved_as_handles
+from hetero.stm.interception.arguments import tensors_in
+from hetero.stm.interception.casts import drop_bytes, kept_casts
+from hetero.stm.interception.outside import full_copies, keeps_its_type, note_outside
+from hetero.stm.interception.parts import called_part
+from hetero.stm.tensors.fetch import Fetch, plain
+from hetero.stm.tensors.managed import ManagedTensor
+from hetero.stm.tensors.owner import Owner
+
+__all__ = [
+    "ManagedParameter",
+    "in_scope",
+    "is_managed",
+    "managed_of",
+    "outside",
+    "plain",
+    "scope",
+    "substituted",
+]
+
+
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+
+
+class _Scope(threading.local):
+    depth = 0
+
+
+_scope = _Scope()
+
+
+@contextlib.contextmanager
+def scope() -> Iterator[None]:
+    """Within it, operators on managed parameters run on the device. Per thread; may be nested."""
+    _scope.depth += 1
+    try:
+        yield
+    finally:
+        _scope.depth -= 1
+
+
+def in_scope() -> bool:
+    """A managed forward runs on this thread."""
+    return _scope.depth > 0
+
+
+Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+HANDLERS: dict[Any, Handler] = {}
+"""Functions that are not operators, and what is done instead (`hetero.stm.interception.functions` fills it)."""
+
+
+class ManagedParameter(nn.Parameter):
+    """What ``p.__class__`` is while `p` is managed. It remains a `nn.Parameter` whose data live at home."""
+
+    _hetero: ManagedTensor
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with plain():
+            handler = HANDLERS.get(func)
+            if handler is not None:
+                return handler(func, args, kwargs or {})
+            return run_operator(func, args, kwargs or {})
+
+    # A copy is an ordinary parameter: nobody manages it.
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        self._hetero.owner.settle_home(self._hetero)
+        if self._hetero.owner.settled is not None:
+            self._hetero.owner.settled.forbid()
+        with plain():
+            copy = nn.Parameter(self.detach().clone(memory_format=torch.preserve_format), self.requires_grad)
+        memo[id(self)] = copy
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._hetero.owner.settle_home(self._hetero)
+        with plain():
+            twin = nn.Parameter(self.detach(), self.requires_grad)
+            twin.__dict__.update({k: v for k, v in self.__dict__.items() if k != "_hetero"})
+            return twin.__reduce_ex__(protocol)
+
+
+def is_managed(value: object) -> bool:
+    """``value`` is a parameter under management."""
+    return type(value) is ManagedParameter
+
+
+def managed_of(parameter: Any) -> ManagedTensor:
+    """The record behind a managed parameter."""
+    tensor: ManagedTensor = parameter._hetero
+    return tensor
+
+
+# -- operators ---------------------------------------------------------------------------------------
+
+
+def run_operator(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``func(*args, **kwargs)`` with device copies in the place of parameters, where it belongs on the device."""
+    operands: list[ManagedTensor] = []
+    collect(args, operands)
+    if kwargs:
+        collect(kwargs.values(), operands)
+    in_forward = _scope.depth > 0
+    if not in_forward:
+        if not _belongs_on_device(operands[0].owner.device, args, kwargs):
+            return _at_home(func, operands, args, kwargs)
+        if keeps_its_type(operands):
+            with full_copies(operands) as copies:
+                kwargs = {key: replace_one(value, copies) for key, value in kwargs.items()}
+                return _restore(func(*_replace(args, copies), **kwargs), operands, copies)
+        with outside(operands, args, kwargs):
+            return _run_on_device(func, operands, args, kwargs, in_forward=False)
+    return _run_on_device(func, operands, args, kwargs, in_forward=True)
+
+
+def outside(
+    operands: list[ManagedTensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> contextlib.AbstractContextManager[None]:
+    """Around an operator outside of a managed forward. If autograd records it, parameters are saved as handles, as in
+    one; and one begins with it, where none has."""
+    owner = operands[0].owner
+    if torch._C._current_graph_task_id() != -1:
+        return _NOTHING
+    if (part := called_part(owner.device)) is not None:
+        owner.note_part(part)
+    records = torch.is_grad_enabled() and (
+        any(tensor.parameter.requires_grad for tensor in operands)
+        or any(tensor.requires_grad for tensor in tensors_in((*args, *kwargs.values())))
+    )
+    if not records:
+        return _NOTHING
+    owner.begin_outside()
+    return part_saved_as_handles()
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def _run_on_device(
+    func: Callable[..., Any],
+    operands: list[ManagedTensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    in_forward: bool,
+) -> Any:
+    owner = operands[0].owner
+    for tensor in operands:
+        if tensor.owner is not owner:
+            with substituted(operands, func) as copies:
+                return _run(func, operands, copies, args, kwargs, in_forward=in_forward)
+    # As `substituted` does it, written out: every operator of a managed model comes here.
+    try:
+        owner.begin_operator(operands, func)
+    except BudgetError as error:
+        if not in_forward:
+            note_outside(error)
+        raise
+    try:
+        copies = {}
+        for tensor in operands:
+            parameter = tensor.parameter
+            copy = tensor.identity
+            copies[id(parameter)] = (
+                owner.copy_for(tensor) if copy is None or not parameter.requires_grad else copy
+            )
+        del copy
+        return _run(func, operands, copies, args, kwargs, in_forward=in_forward)
+    finally:
+        owner.end_operator(operands)
+
+
+def _run(
+    func: Callable[..., Any],
+    operands: list[ManagedTensor],
+    copies: dict[int, torch.Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    in_forward: bool,
+) -> Any:
+    """``func`` with ``copies``, by id of parameter, in the place of ``operands``, which are in COMPUTE."""
+    casts = kept_casts(func, operands, copies) if _is_any_autocast_enabled() else None
+    ahead = {} if in_forward else ahead_of_home(operands)
+    args = _replace(args, copies)
+    if kwargs:
+        kwargs = {key: replace_one(value, copies) for key, value in kwargs.items()}
+    while True:
+        try:
+            result = func(*args, **kwargs)
+            break
+        except torch.OutOfMemoryError:
+            # An in-place operator may have done half its work; everything else can be tried again.
+            if _writes_in_place(func) or not may_save_again() or not operands[0].owner.relieve():
+                raise
+            operands[0].owner.note_answered()
+    for tensor in operands:
+        if tensor.is_written:
+            _refuse_write_to_leaf(tensor)
+    if not in_forward:
+        write_back(operands, ahead)
+    result = _restore(result, operands, copies)
+    if casts:
+        del args, kwargs  # which hold them
+        copies.clear()
+        drop_bytes(casts)
+    return result
+
+
+def ahead_of_home(operands: list[ManagedTensor]) -> dict[int, int]:
+    """Of those that live on the device and were stepped there: the versions of their copies, by id."""
+    return {
+        id(tensor): tensor.data._version for tensor in operands if tensor.is_ahead and tensor.data is not None
+    }
+
+
+def write_back(operands: list[ManagedTensor], ahead: dict[int, int]) -> None:
+    """After an operator outside a forward, home is the truth at once: the next reader, or the optimizer, looks there.
+    ``ahead``: by `ahead_of_home`, before the operator; for those whoever looks at home waits."""
+    for tensor in operands:
+        if tensor.is_written and tensor.data is not None and tensor.data._version != ahead.get(id(tensor)):
+            tensor.owner.write_back(tensor)
+
+
+class substituted:
+    """Context manager: device copies of ``operands``, by id of parameter, resident and in COMPUTE throughout."""
+
+    __slots__ = ("_begun", "_operands")
+
+    def __init__(self, operands: list[ManagedTensor], name: object) -> None:
+        self._operands = operands
+        self._begun: list[tuple[Owner, list[ManagedTensor]]] = []
+        try:
+            for owner, group in _by_owner(operands):
+                owner.begin_operator(group, name)
+                self._begun.append((owner, group))
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __enter__(self) -> dict[int, torch.Tensor]:
+        try:
+            return {id(tensor.parameter): tensor.owner.copy_for(tensor) for tensor in self._operands}
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        for owner, group in self._begun:
+            owner.end_operator(group)
+
+
+def _by_owner(operands: list[ManagedTensor]) -> list[tuple[Owner, list[ManagedTensor]]]:
+    first = operands[0].owner
+    for tensor in operands:
+        if tensor.owner is not first:
+            owners = {id(tensor.owner): tensor.owner for tensor in operands}.values()
+            return [(owner, [t for t in operands if t.owner is owner]) for owner in owners]
+    return [(first, operands)]
+
+
+def run_at_home(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``func(*args, **kwargs)`` on the parameters themselves."""
+    operands: list[ManagedTensor] = []
+    collect((*args, *kwargs.values()), operands)
+    return _at_home(func, operands, args, kwargs)
+
+
+_IN_PLACE = frozenset(
+    f"__{name}__"
+    for name in [
+        "iadd",
+        "isub",
+        "imul",
+        "idiv",
+        "itruediv",
+        "ifloordiv",
+        "imod",
+        "ipow",
+        "iand",
+        "ior",
+        "ixor",
+        "ilshift",
+        "irshift",
+        "setitem",
+        "set",
+    ]
+)
+
+
+def _writes_in_place(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
+
+
+def _at_home(
+    func: Callable[..., Any], operands: list[ManagedTensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    for tensor in operands:
+        tensor.owner.settle_home(tensor)
+    writes = _writes_in_place(func) or "out" in kwargs
+    if writes:
+        for tensor in operands:
+            tensor.owner.check_process()
+            tensor.owner.before_home_write(tensor)
+    result = func(*args, **kwargs)
+    if writes:
+        for tensor in operands:
+            tensor.owner.after_home_write(tensor)
+    # ``buffer[:] = p`` returns nothing.
+    written = (*args[:1], kwargs.get("out")) if writes else ()
+    results = [value for value in tensors_in((result, *written)) if not is_managed(value)]
+    note_use_at_home(operands, results)
+    settled = operands[0].owner.settled
+    # Numbers may be combined with tensors on any device.
+    tensors = [value for value in results if value.dim()]
+    if settled is not None and tensors:
+        settled.onlookers.note_look()
+        if any(value.requires_grad for value in tensors):
+            settled.forbid()  # a loss of them is made at home, and may be again
+    return result
+
+
+class _Mark:
+    """Lives as long as the nodes of a graph whose metadata hold it."""
+
+    __slots__ = ("__weakref__",)
+
+
+def note_use_at_home(operands: list[ManagedTensor], results: list[torch.Tensor]) -> None:
+    """Autograd may now reach these parameters from ``results`` (gradients: [Note: unread gradients])."""
+    # What ``detach()`` gives, in ``state_dict()``, does not.
+    made = [value for value in results if value.requires_grad]
+    if made and torch.is_grad_enabled():
+        mark = _mark(made)
+        for tensor in operands:
+            tensor.note_home_graph(mark)
+
+
+def _mark(results: list[torch.Tensor]) -> _Mark | None:
+    """Held by the nodes that made ``results``. None unless they are numbers, such as norms: views lead to a parameter's
+    accumulator, for hooks; and behind a view that was written to, it is its base that keeps the graph."""
+    mark = _Mark()
+    for value in results:
+        node = value.grad_fn
+        if node is None or value.dim() or value._is_view():
+            return None
+        metadata: dict[Any, Any] = node.metadata  # type: ignore[assignment]
+        metadata[_Mark] = mark
+    return mark
+
+
+def _belongs_on_device(device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """[Note: where operators run], outside a scope."""
+    on_host = False
+    for tensor in tensors_in((*args, *kwargs.values())):
+        if type(tensor) is ManagedParameter:
+            continue
+        if tensor.device == device:
+            return True
+        on_host = on_host or tensor.dim() > 0
+    if on_host:
+        return False
+    return torch._C._current_graph_task_id() != -1 or called_part(device) is not None
+
+
+def collect(values: Any, operands: list[ManagedTensor]) -> None:
+    for value in values:
+        kind = type(value)
+        if kind is ManagedParameter:
+            if value._hetero not in operands:
+                operands.append(value._hetero)
+        elif kind is list or kind is tuple:
+            collect(value, operands)
+        elif kind is dict:
+            collect(value.values(), operands)
+
+
+def _replace(values: Any, copies: dict[int, torch.Tensor]) -> Any:
+    return tuple(
+        [
+            copies[id(value)] if type(value) is ManagedParameter else replace_one(value, copies)
+            for value in values
+        ]
+    )
+
+
+def replace_one(value: Any, copies: dict[int, torch.Tensor]) -> Any:
+    kind = type(value)
+    if kind is ManagedParameter:
+        return copies[id(value)]
+    if kind is tuple:
+        return _replace(value, copies)
+    if kind is list:
+        return [replace_one(item, copies) for item in value]
+    if kind is dict:
+        return {key: replace_one(item, copies) for key, item in value.items()}
+    return value
+
+
+def _restore(result: Any, operands: list[ManagedTensor], copies: dict[int, torch.Tensor]) -> Any:
+    """An operator that returns an operand as it is (``p.contiguous()``, ``p.add_()``) returns the parameter."""
+    if isinstance(result, torch.Tensor):
+        for tensor in operands:
+            if result is copies[id(tensor.parameter)]:
+                return tensor.parameter
+    elif type(result) is tuple or type(result) is list:
+        return type(result)([_restore(item, operands, copies) for item in result])
+    return result
+
+
+def _refuse_write_to_leaf(tensor: ManagedTensor) -> None:
+    """Its copy was written."""
+    if tensor.low is not None:
+        tensor.owner.write_back(tensor)  # which raises
+    identity = tensor.identity
+    if identity is not None and not isinstance(identity.grad_fn, Fetch._backward_cls):
+        tensor.owner.rebind_home(tensor, tensor.home)
+        raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")

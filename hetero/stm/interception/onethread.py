@@ -1,0 +1,48 @@
+"""A backward in which nodes at home and on the device run on one thread, in autograd's own order.
+
+Owns that way of running one. Autograd has a thread for each device and uses the caller's for the host; whichever of two
+contributions to a gradient is there first is added first, and the sum of three depends on the order in its last bit.
+Unmanaged, all nodes are on the device, and one thread takes them by their sequence numbers. Managed, a loss on
+parameters' gradients (``create_graph=True``) or on parameters at home (a penalty) has nodes on both.
+
+A backward that is begun within a node of the device's thread runs on that thread, nodes of the host included, in the
+order of one queue. So here it is: torch's own way for reentrant backward, used as it is.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["run_on_device_thread"]
+
+
+class _Begin(torch.autograd.Function):
+    """Its backward runs ``call``, and puts the result into ``box``."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, call: Callable[[], Any], box: list[Any]) -> torch.Tensor:
+        ctx.call, ctx.box = call, box
+        return anchor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None]:
+        call, ctx.call = ctx.call, None
+        ctx.box.append(call())
+        return None, None, None
+
+
+# Straight to the C implementation, as for `hetero.stm.tensors.fetch.Fetch`.
+_apply_begin = super(torch.autograd.function._SingleLevelFunction, _Begin).apply
+_autograd: Any = torch.autograd
+_run_backward = _autograd._engine_run_backward  # before it is replaced by `hetero.stm.patches`
+
+
+def run_on_device_thread(device: torch.device, call: Callable[[], Any]) -> Any:
+    """``call()``, which runs a backward, on autograd's thread for ``device``. Raises what it raises."""
+    box: list[Any] = []
+    with torch.inference_mode(False), torch.enable_grad():
+        anchor = torch.empty(0, device=device, requires_grad=True)
+        root = _apply_begin(anchor, call, box)
+    _run_backward((root,), (root.detach(),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    return box[0]

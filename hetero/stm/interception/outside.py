@@ -1,0 +1,56 @@
+"""Operators on parameters outside the model's forward and backward.
+
+Owns the rule that under ``precision`` a parameter is there what it says it is: computed with in home's type, wherever
+the other operands lie, as an FSDP2 parameter is between steps. Low-precision copies belong to the model's own forward
+and backward. And what is said where there is no room: that activations do not leave there.
+
+The copies made here are ordinary tensors of the caller's: of the whole parameter, neither planned nor evicted.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from hetero.errors import BudgetError
+from hetero.stm.tensors.managed import ManagedTensor
+
+__all__ = ["full_copies", "keeps_its_type", "note_outside"]
+
+
+def keeps_its_type(operands: Sequence[ManagedTensor]) -> bool:
+    """An operator outside a managed forward has to compute with home's values as they are."""
+    return torch._C._current_graph_task_id() == -1 and any(tensor.low is not None for tensor in operands)
+
+
+def note_outside(error: BudgetError) -> None:
+    """Add a note to ``error``, raised for an operator there, if autograd keeps what such operators read."""
+    if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+        error.add_note(
+            "hetero: this ran outside of a call of the managed model. There what is saved for backward stays on the "
+            "device, but for parameters. Call the model itself, not its methods or parts; or manage what is called"
+        )
+
+
+@contextlib.contextmanager
+def full_copies(operands: Sequence[ManagedTensor]) -> Iterator[dict[int, torch.Tensor]]:
+    """Copies of ``operands`` on the device, by id of parameter, which autograd connects with the parameters. What is
+    written to them goes home. Call without ``__torch_function__`` dispatch."""
+    copies = {}
+    for tensor in operands:
+        tensor.owner.settle_home(tensor)
+        if torch.is_grad_enabled():
+            tensor.note_home_graph(None)
+        copies[id(tensor.parameter)] = tensor.parameter.to(tensor.owner.device)
+    versions = [copy._version for copy in copies.values()]
+    yield copies
+    for tensor, version in zip(operands, versions, strict=True):
+        copy = copies[id(tensor.parameter)]
+        if copy._version != version:
+            if copy.requires_grad and torch.is_grad_enabled():
+                raise RuntimeError(
+                    "a leaf Variable that requires grad is being used in an in-place operation."
+                )
+            tensor.owner.before_home_write(tensor)
+            with torch.no_grad():
+                tensor.home.copy_(copy)

@@ -1,0 +1,58 @@
+"""The modules of managed models, and those that are called by themselves: ``model.encoder(x)``.
+
+Owns which they are, and how the first such call is told: by an operator that meets a managed parameter outside of any
+forward, of Python's stack, where ``nn.Module.__call__`` has a frame for as long as the module runs. From then on such
+calls are ours (`hetero.stm.modelcalls`); a wrapper around every submodule would cost each call within the model's own.
+"""
+
+import sys
+import weakref
+from types import CodeType, FrameType
+
+import torch
+from torch import nn
+
+from hetero.stm.interception.arguments import any_on
+
+__all__ = ["called_part", "forget_model", "is_part_of", "managed_modules", "note_model"]
+
+_CALL: CodeType = nn.Module._call_impl.__code__
+
+_models: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+
+
+def note_model(model: nn.Module) -> None:
+    """``model`` is managed from now on."""
+    _models.add(model)
+
+
+def forget_model(model: nn.Module) -> None:
+    """It is not any more."""
+    _models.discard(model)
+
+
+def managed_modules() -> frozenset[int]:
+    """Ids of all modules of all managed models."""
+    return frozenset(id(part) for model in _models for part in model.modules())
+
+
+def called_part(device: torch.device) -> nn.Module | None:
+    """The outermost module of a managed model that is being called on this thread, with a tensor on ``device``."""
+    found = None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _CALL:
+            called = frame.f_locals
+            if any_on(device, called["args"], called["kwargs"]) and _is_part(called["self"]):
+                found = called["self"]
+        frame = frame.f_back
+    return found
+
+
+def is_part_of(model: nn.Module, module: nn.Module) -> bool:
+    """``module`` is ``model``, or one that it is made of now."""
+    return any(part is module for part in model.modules())
+
+
+def _is_part(module: nn.Module) -> bool:
+    return any(is_part_of(model, module) for model in _models)

@@ -1,0 +1,186 @@
+"""Which iteration this is, and how far it has come.
+
+Owns its history. An iteration (*cycle*) is the sequence of segments from one optimizer step to the next, or one forward
+without gradients, or one forward and backward where there is no optimizer. Invariant: a plan
+(`hetero.stm.plans.planbook`) is used only while the segments that ran so far in this cycle are the ones it was made
+for; plans for other sequences (an eval loop, another shape, another number of micro-batches) live beside it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hetero.msc import Phase, Segment, SegmentKey
+from hetero.stm.plans.homechoice import HomeChoice
+from hetero.stm.plans.plan import CyclePlan
+from hetero.stm.plans.planbook import Keys, PlanBook
+from hetero.stm.plans.succession import Succession
+
+__all__ = ["Cycles", "Place"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a segment lies in a plan, and whether to measure it.
+
+    ``missing``: what the plan expects to be resident and may not be, because something else ran before. ``time``:
+    measure its times instead (`hetero.stm.plans.timings`). ``guarded``: it may need more memory than is left beside
+    what is resident (`hetero.stm.running.guard`); ``unsure``: and more than was measured. ``number``: of segments
+    before it in its iteration.
+    """
+
+    plan: CyclePlan | None
+    begin: int = 0
+    end: int = 0
+    sample: bool
+    time: bool = False
+    guarded: bool
+    unsure: bool = False
+    missing: tuple[int, ...] = ()
+    number: int
+
+
+# Segments without a step in between (a closure that runs the model, forwards whose graphs are dropped): give up
+# waiting for the iteration's end.
+_LONGEST_CYCLE = 1024
+
+
+@dataclass(slots=True)
+class _History:
+    keys: list[SegmentKey]
+    segments: list[Segment]
+    has_left_plan: bool = False
+    is_outdated: bool = False
+
+
+class Cycles:
+    """Of one manager. ``headroom``: of so many bytes, what is free; ``activation_bytes``: of saved tensors that we
+    hold on the device; ``ends_with_backward``: there is no optimizer whose step would end an iteration."""
+
+    def __init__(
+        self,
+        book: PlanBook,
+        homes: HomeChoice,
+        *,
+        warmup_bytes: int,
+        headroom: Callable[[int], int],
+        activation_bytes: Callable[[], int],
+        ends_with_backward: bool,
+    ) -> None:
+        self._book = book
+        self._homes = homes
+        self._warmup_bytes = warmup_bytes
+        self._headroom = headroom
+        self._activation_bytes = activation_bytes
+        self._ends_with_backward = ends_with_backward
+        self._training = _History([], [])
+        self._inference = _History([], [])
+        self._current = self._training
+        self._succession = Succession[Keys]()
+        self._coming: Keys | None = None  # the keys that the iteration under way is expected to have
+
+    @property
+    def is_under_way(self) -> bool:
+        """An iteration has begun and is not known to be over."""
+        return bool(self._training.keys or self._inference.keys)
+
+    def begin_anew(self) -> None:
+        """Forget how far iterations went; others may have been trained meanwhile."""
+        self._homes.choose_again()
+        for history in (self._inference, self._training):
+            self._current = history
+            self.abandon()
+
+    def begin_segment(self, key: SegmentKey) -> Place:
+        """Find the plan for the segment that begins. Closes the cycle before it if this begins a new one."""
+        self._close_if_over(key.phase)
+        self._current = self._training if key.trains or key.phase is not Phase.FORWARD else self._inference
+        history = self._current
+        if len(history.keys) >= _LONGEST_CYCLE:
+            self.abandon()
+        history.keys.append(key)
+        book = self._book
+        if len(book) > 1 and history is self._training and len(history.keys) == 1:
+            self._coming = self._succession.following()
+        plan = book.find(tuple(history.keys), self._coming)
+        sampled = not book.samples.want(key, history.keys.count(key))
+        place = len(history.keys) - 1
+        if plan is None:
+            return Place(plan=None, sample=not sampled, guarded=True, number=place)
+        unsure = book.outgrown.is_unsure(plan.keys)
+        return Place(
+            plan=plan,
+            begin=plan.bounds[place],
+            end=plan.bounds[place + 1],
+            sample=not sampled or unsure or not book.is_verified(plan.keys),
+            time=book.is_verified(plan.keys) and book.timings.wants(plan.keys),
+            missing=plan.expected if place == 0 else (),
+            number=place,
+            guarded=unsure or history.has_left_plan or plan.guarded[place],
+            unsure=unsure,
+        )
+
+    def will_be_guarded(self, key: SegmentKey) -> bool:
+        """`Place.guarded` of a training segment that is about to begin with ``key``."""
+        history = self._training
+        plan = self._book.find((*history.keys, key), self._coming)
+        if plan is None or history.has_left_plan or self._book.outgrown.is_unsure(plan.keys):
+            return True
+        return plan.guarded[len(history.keys)]
+
+    def leave_plan(self) -> None:
+        """Operators come that the plan does not know: a branch with the same shapes, a layer unfrozen."""
+        self._current.has_left_plan = True
+
+    def note_outdated(self) -> None:
+        """The iteration follows its plan, and shows what that did not know of."""
+        self._current.is_outdated = True
+
+    def end_segment(self, segment: Segment) -> None:
+        """A segment is over; an incomplete one makes the cycle void."""
+        if not segment.complete:
+            self.abandon()
+            return
+        self._current.segments.append(segment)
+        samples = self._book.samples
+        if segment.sampled and samples.want(segment.key, self._current.keys.count(segment.key)):
+            samples.add(segment)
+
+    def abandon(self) -> None:
+        """The current cycle was left by an exception: forget how far it went."""
+        self._current.keys.clear()
+        self._current.segments.clear()
+        self._current.has_left_plan = self._current.is_outdated = False
+
+    def finish(self) -> None:
+        """Close the cycle if its last segment is over."""
+        self._close_if_over(Phase.FORWARD)
+
+    def unplanned_limit(self, segment: Segment | None) -> int:
+        """Model data allowed on the device in a segment that no plan covers."""
+        budget = self._book.budget - self._book.margin
+        room = min(self._warmup_bytes + self._activation_bytes(), self._headroom(budget))
+        measured = self._book.measured_limit(segment)
+        return room if measured is None else max(room, measured)
+
+    def _close_if_over(self, coming: Phase) -> None:
+        history = self._current
+        if not history.keys:
+            return
+        last = history.keys[-1].phase
+        if history is self._training and last is not Phase.STEP:
+            over = self._ends_with_backward and last is Phase.BACKWARD and coming is Phase.FORWARD
+            if not over:
+                return
+        keys, segments = tuple(history.keys), list(history.segments)
+        is_outdated = history.has_left_plan or history.is_outdated
+        self.abandon()
+        if len(segments) == len(keys):
+            if history is self._training:
+                self._succession.add(keys)
+            before = self._book.device_homes
+            self._book.learn(keys, segments)
+            self._homes.learn(keys, segments)
+            if is_outdated and self._book.measure_again(keys):
+                self._homes.choose_again_for(keys)
+            if gone := frozenset(before).difference(self._book.device_homes):
+                self._homes.send_home(gone)  # the new plan has given their room to others

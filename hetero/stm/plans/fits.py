@@ -1,0 +1,93 @@
+"""Whether everything fits, by what was measured.
+
+Owns the arithmetic: what an iteration needs beside the model's data when nothing of it ever leaves the device. Pure;
+who acts on it is `hetero.stm.settled`.
+"""
+
+import operator
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, replace
+
+from hetero.msc import Phase, SegmentKey
+from hetero.stm.plans.plan import CyclePlan
+
+__all__ = ["Growth", "Kind", "KindGrowth", "kind_of", "read_growth"]
+
+Kind = tuple[bool, Hashable]
+"""Of a forward: whether gradients are recorded, and the signature of its inputs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindGrowth:
+    """How many bytes more than at the beginning of a forward are in use at most until its iteration is over, where
+    gradients are there when it begins (``with_gradients``), and where they are made in it."""
+
+    with_gradients: int
+    without: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Growth:
+    """``peak``: bytes of the device beside parameters, states and buffers, at most, over all measured kinds of
+    iterations. ``by_kind``: of a forward of that kind."""
+
+    peak: int
+    by_kind: dict[Kind, KindGrowth]
+
+
+def kind_of(key: SegmentKey) -> Kind:
+    """Of a forward's segment: its key without the number of forwards that wait for their backward."""
+    signature = key.signature
+    return key.trains, signature[0] if isinstance(signature, tuple) else signature
+
+
+def read_growth(plans: Iterable[CyclePlan], *, budget: int, gradient_bytes: int, step_bytes: int) -> Growth:
+    """``gradient_bytes``: of all gradients; ``step_bytes``: what the optimizer's own step allocates for a while. Saved
+    tensors and gradients count as long as they live."""
+    peak, by_kind = 0, dict[Kind, KindGrowth]()
+    for plan in plans:
+        needs = _needs(plan, budget, step_bytes)
+        totals = list(map(operator.add, needs, _gradients(plan, gradient_bytes)))
+        peak = max(peak, *totals)
+        for place, key in enumerate(plan.keys):
+            if key.phase is Phase.FORWARD:
+                begin = plan.bounds[place]
+                growth = _growth(needs[begin:], totals[begin:], plan.non_model[begin])
+                if plan.whole_gradients[begin]:  # what it is without them has not been measured
+                    growth = replace(growth, without=growth.with_gradients + gradient_bytes)
+                before = by_kind.get(kind_of(key), growth)
+                by_kind[kind_of(key)] = KindGrowth(
+                    with_gradients=max(before.with_gradients, growth.with_gradients),
+                    without=max(before.without, growth.without),
+                )
+    return Growth(peak=peak, by_kind=by_kind)
+
+
+def _growth(needs: list[int], totals: list[int], before: int) -> KindGrowth:
+    return KindGrowth(with_gradients=max(needs) - before, without=max(totals) - before)
+
+
+def _gradients(plan: CyclePlan, gradient_bytes: int) -> list[int]:
+    """Of each moment; those that it has not seen made, of a parameter that was frozen then, count all along."""
+    if not any(key.phase is Phase.BACKWARD for key in plan.keys):
+        return list(plan.whole_gradients)
+    unseen = max(0, gradient_bytes - max(plan.whole_gradients))
+    return [nbytes + unseen for nbytes in plan.whole_gradients]
+
+
+def _needs(plan: CyclePlan, budget: int, step_bytes: int) -> list[int]:
+    """Of each moment: its peak of everything but parameters, gradients, states and buffers."""
+    alive: dict[int, None] = {}
+    needs = []
+    steps = [key.phase is Phase.STEP for key in plan.keys]
+    place = 0
+    for position, moment in enumerate(plan.trace.moments):
+        while position >= plan.bounds[place + 1]:
+            place += 1
+        for tensor in moment.invalidates:
+            alive.pop(tensor, None)
+        alive.update(dict.fromkeys(moment.produces))
+        beside = budget - plan.margin - plan.limits[position]
+        saved = sum(plan.trace.sizes[tensor] for tensor in alive)
+        needs.append(beside + saved + (step_bytes if steps[place] else 0))
+    return needs

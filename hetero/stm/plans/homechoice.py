@@ -1,0 +1,141 @@
+"""Which parameters live on the device, and which others keep a place there.
+
+Owns when this is chosen (once times were measured under a plan that is to stay), and taken back: what moved on trial
+and has saved no time, what memory ran short with. How a choice is made is `hetero.eviction.placement`'s, who moves is
+`hetero.stm.step.devicehomes`. All plans have the same parameters on the device; places are one plan's own.
+"""
+
+from collections.abc import Callable, Sequence
+
+from hetero.eviction import choose_placement, choose_renewed
+from hetero.msc import Phase, Segment
+from hetero.stm.plans.plan import CyclePlan
+from hetero.stm.plans.planbook import Keys, PlanBook
+from hetero.stm.tensors.managed import ManagedTensor
+
+__all__ = ["HomeChoice"]
+
+
+class HomeChoice:
+    """For the plans of one manager."""
+
+    def __init__(self, tensors: Sequence[ManagedTensor], book: PlanBook) -> None:
+        self._tensors = tensors
+        self._book = book
+        self._most_bytes = book.budget  # that they may take: memory ran short with more
+        self._has_lost = False
+        self._has_refused = False
+        self._chosen: set[Keys] = set()
+        # Sends those with these indices home; `hetero.stm.step.devicehomes` sets this.
+        self.send_home: Callable[[frozenset[int]], None] = lambda indices: None
+        # Updates at home begin in backward; `hetero.stm.step.speculation` sets this.
+        self.updates_early: Callable[[], bool] = lambda: False
+        # All model data could be on the device at once (`hetero.stm.settled`).
+        self.everything_fits: Callable[[], bool] = lambda: False
+
+    def lose(self) -> None:
+        """Memory ran short, and parameters that lived on the device had to leave: fewer from now on."""
+        self._has_lost = True
+
+    def refuse(self) -> None:
+        """Some of them cannot be stepped there, as it has turned out: their costs are not named any more."""
+        self._has_refused = True
+
+    def choose_again(self) -> None:
+        """For all kinds of iterations."""
+        self._chosen.clear()
+
+    def choose_again_for(self, keys: Keys) -> None:
+        """Iterations of these segments are no longer what they were."""
+        self._chosen.discard(keys)
+
+    def learn(self, keys: Keys, segments: Sequence[Segment]) -> None:
+        """An iteration is over, and the book has learned of it: its times, and what follows from them."""
+        book = self._book
+        if self._has_lost or self._has_refused:
+            if self._has_lost:
+                plan = book.get(keys)
+                self._most_bytes = (0 if plan is None else max(plan.home_bytes)) // 2
+            self._has_lost = self._has_refused = False
+            self._keep()
+            return
+        if not book.is_verified(keys):
+            return
+        if book.timings.learn(keys, segments):
+            if book.timings.was_in_vain(keys):
+                book.renewed[keys] = self._choose_places(keys, ())
+                book.set_homes(())
+            else:
+                book.remake(keys)
+        if self.updates_early() is not book.early:
+            book.early = not book.early
+            self._chosen.clear()
+            if any(book.renewed.values()):  # they have lost what they were for
+                book.renewed.clear()
+                book.remake_all()
+        if keys not in self._chosen:
+            self._choose(keys)
+
+    def _choose(self, keys: Keys) -> None:
+        book = self._book
+        plan = book.get(keys)
+        written = self._written_between(keys)
+        costs = {index: cost for index, cost in book.home_costs().items() if index not in written}
+        if plan is None or not (costs or book.early):
+            return
+        order = sorted(plan.first_uses, key=plan.first_uses.__getitem__)
+        if costs and self._most_bytes >= book.budget and self.everything_fits():
+            self._chosen.add(keys)
+            book.set_homes(tuple(index for index in order if index in costs))
+            return
+        if not book.timings.is_final(keys):
+            return
+        self._chosen.add(keys)
+
+        best = choose_placement(
+            order,
+            costs,
+            [tensor.device_nbytes for tensor in self._tensors],
+            may_stay=self._may_stay(plan),
+            most_bytes=min(self._most_bytes, book.budget - plan.margin),
+            links=book.timings.links(keys),
+            plan=lambda homes, places: book.tried(keys, homes, places),
+        )
+        # Each kind of iteration has its own best number; all of them have to live with the least.
+        others = len(self._chosen) > 1
+        chosen = tuple(index for index in best.home.homes if not others or index in book.device_homes)
+        book.renewed[keys] = best.places if chosen == best.home.homes else self._choose_places(keys, chosen)
+        early = plan.trace.updates is not None and plan.trace.updates.early is not book.early
+        if chosen == book.device_homes and (early or plan.renewed != book.renewed[keys]):
+            book.remake(keys)
+        book.set_homes(chosen, on_trial=keys if best.home.moves_more and not book.device_homes else None)
+
+    def _choose_places(self, keys: Keys, homes: tuple[int, ...]) -> tuple[int, ...]:
+        """Which parameters keep a place on the device beside ``homes``."""
+        plan = self._book.get(keys)
+        others = [] if plan is None else [index for index in self._may_stay(plan) if index not in homes]
+        return choose_renewed(others, lambda places: self._book.tried(keys, homes, places)) if others else ()
+
+    def _may_stay(self, plan: CyclePlan) -> tuple[int, ...]:
+        """Those that may keep a place, by first use."""
+        updates = plan.trace.updates
+        if not self._book.early or updates is None:
+            return ()
+        return tuple(index for index in updates.tensors if index in plan.first_uses)
+
+    def _written_between(self, keys: Keys) -> set[int]:
+        """Parameters that the caller writes at home in such an iteration, besides the step: on the device they would go
+        home for that, and come back."""
+        forwards = (key for key in keys if key.phase is Phase.FORWARD)
+        samples = self._book.samples
+        periods = (period for key in forwards for s in samples.present(key)[-1:] for period in s.periods)
+        return {index for period in periods for index in period.invalidates}
+
+    def _keep(self) -> None:
+        """Those that still can live on the device, as many as may."""
+        costs, kept, taken = self._book.home_costs(), [], 0
+        for index in self._book.device_homes:
+            if index in costs and taken + costs[index].nbytes <= self._most_bytes:
+                taken += costs[index].nbytes
+                kept.append(index)
+        self._book.set_homes(tuple(kept))

@@ -1,0 +1,110 @@
+"""When saved tensors are there, needed and gone, over one iteration.
+
+Owns the translation of what the collector noted of records (`hetero.stm.activations.offload`) into tensors of an
+eviction trace. Pure. Invariant: every record that counted as model data in a measured period is in the trace in that
+period.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hetero.msc import Segment
+
+__all__ = ["Lives", "read_lives"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lives:
+    """Records as tensors ``first_index ..`` of a trace. By moment of the iteration: ``present`` must be on the device,
+    ``produced`` come to be there, ``ended`` are gone before it; ``unseen`` bytes went in that period's middle without
+    having been needed there, which makes its peak of non-model data look lower than it is.
+
+    ``sizes``: of each record. ``indices``: per segment, its records in the order in which they were saved.
+    """
+
+    sizes: tuple[int, ...]
+    present: tuple[frozenset[int], ...]
+    produced: tuple[tuple[int, ...], ...]
+    ended: tuple[tuple[int, ...], ...]
+    unseen: tuple[int, ...]
+    indices: tuple[tuple[int, ...], ...]
+
+
+def read_lives(segments: Sequence[Segment], first_index: int) -> Lives:
+    """The lives of all records of an iteration made of ``segments``."""
+    return _Reader(segments, first_index).read()
+
+
+class _Reader:
+    def __init__(self, segments: Sequence[Segment], first_index: int) -> None:
+        self.segments = segments
+        self.first_index = first_index
+        self.count = sum(len(segment.periods) for segment in segments)
+        self.sizes: list[int] = []
+        self.born: dict[int, int] = {}
+        self.present: list[set[int]] = [set() for _ in range(self.count)]
+        self.produced: list[list[int]] = [[] for _ in range(self.count)]
+        self.ended: list[list[int]] = [[] for _ in range(self.count)]
+        self.unseen = [0] * self.count
+
+    def read(self) -> Lives:
+        alive: dict[tuple[int, int], int] = {}
+        indices: list[tuple[int, ...]] = []
+        moment = 0
+        for segment in self.segments:
+            mine: list[int] = []
+            self._retire(segment, alive, moment)
+            for period in segment.periods:
+                for key in (*period.held_saved, *period.used):
+                    self._need(alive.get(key), moment)
+                for key, nbytes in period.saved:
+                    alive[key] = self._bear(nbytes, moment + 1)
+                    mine.append(alive[key])
+                for key in period.dropped:
+                    self._end(alive.pop(key, None), moment)
+                moment += 1
+            indices.append(tuple(mine))
+        for index in alive.values():
+            if self.born[index] < self.count:
+                self.ended[0].append(index)
+        return Lives(
+            sizes=tuple(self.sizes),
+            present=tuple(map(frozenset, self.present)),
+            produced=tuple(map(tuple, self.produced)),
+            ended=tuple(map(tuple, self.ended)),
+            unseen=tuple(self.unseen),
+            indices=tuple(indices),
+        )
+
+    def _retire(self, segment: Segment, alive: dict[tuple[int, int], int], moment: int) -> None:
+        """An earlier forward of the same number counts no more once this one begins."""
+        number = next((key[0] for period in segment.periods for key, _ in period.saved), None)
+        for key in [key for key in alive if key[0] == number]:
+            index = alive.pop(key)
+            if self.born[index] < moment:
+                self.ended[moment].append(index)
+            else:
+                self._end(index, moment - 1)
+
+    def _bear(self, nbytes: int, moment: int) -> int:
+        index = self.first_index + len(self.sizes)
+        self.sizes.append(nbytes)
+        self.born[index] = moment
+        if moment < self.count:
+            self.present[moment].add(index)
+            self.produced[moment].append(index)
+        return index
+
+    def _need(self, index: int | None, moment: int) -> None:
+        if index is not None and self.born[index] <= moment:
+            self.present[moment].add(index)
+
+    def _end(self, index: int | None, moment: int) -> None:
+        if index is None or self.born[index] > moment:
+            if index is not None and self.born[index] < self.count:  # it came and went within one period
+                self.present[self.born[index]].discard(index)
+                self.produced[self.born[index]].remove(index)
+            return
+        if index not in self.present[moment]:
+            self.unseen[moment] += self.sizes[index - self.first_index]
+        self.ended[(moment + 1) % self.count].append(index)

@@ -1,0 +1,424 @@
+"""Making a plan of what was measured.
+
+Owns `CyclePlan` and its arithmetic: what each moment leaves to model data (`hetero.stm.plans.rows`: moment by moment),
+what lives on the device, what is kept free for gradients on their way. Which samples count, and when a plan is used, is
+decided in `hetero.stm.plans.planbook`; the schedule is `hetero.eviction`'s.
+"""
+
+import bisect
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from hetero.eviction import (
+    CapacityError,
+    HomeCost,
+    Links,
+    Moment,
+    Policy,
+    Schedule,
+    Trace,
+    Updates,
+    leave_link_free,
+    plan_iteration,
+    renewable,
+    spare_bytes,
+    without_places,
+)
+from hetero.msc import Phase, Segment, SegmentKey
+from hetero.stm.plans.lives import Lives, read_lives
+from hetero.stm.plans.rows import (
+    Rows,
+    home_gradients,
+    mandatory_in,
+    non_model_peak,
+    on_their_way,
+    sends_to_come,
+)
+from hetero.stm.plans.samples import Samples
+from hetero.stm.plans.timings import Timing, Timings
+from hetero.stm.tensors.managed import ManagedTensor
+
+__all__ = ["CyclePlan", "PlanMaker"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CyclePlan:
+    """A schedule and where its segments lie in it.
+
+    ``operands[i]``, ``limits[i]``, ``non_model[i]``: of moment i; a limit is for all model data, gradients on their way
+    included; non-model bytes are those in use when the operator begins. ``undisturbed[i]``: its operands if the
+    schedule asks for nothing there, else None. ``margin``: kept free of everything. ``first_uses``: rank of each tensor
+    by when it is used first. ``device_homes``: tensors that live on the device and take ``home_bytes[i]`` there; the
+    trace, which is about the others, does not know them. ``whole_gradients[i]``: what gradients would take, did
+    everything live there. ``activations``: per segment, the trace's numbers of what it saves, in order
+    (`hetero.stm.plans.lives`). ``guarded``: segments in which something has to leave in the middle of a period, as it
+    did when it was measured. ``left``: of each forward, what `hetero.msc.Segment.left_bytes` was at most. ``renewed``:
+    tensors whose place on the device is theirs all along, in no moment's capacity, and is filled again when they have
+    been updated.
+    """
+
+    keys: tuple[SegmentKey, ...]
+    bounds: tuple[int, ...]
+    operands: tuple[tuple[int, ...], ...]
+    undisturbed: tuple[list[ManagedTensor] | None, ...]
+    limits: tuple[int, ...]
+    non_model: tuple[int, ...]
+    margin: int
+    gradient_reserves: tuple[int, ...]
+    trace: Trace
+    schedule: Schedule
+    positions: dict[tuple[int, ...], list[int]]
+    uses: dict[int, list[int]]
+    first_uses: dict[int, int]
+    device_homes: tuple[int, ...]
+    home_bytes: tuple[int, ...]
+    whole_gradients: tuple[int, ...]
+    activations: tuple[tuple[int, ...], ...]
+    guarded: tuple[bool, ...]
+    left: tuple[int | None, ...]
+    renewed: tuple[int, ...]
+
+    @functools.cached_property
+    def spare(self) -> tuple[int, ...]:
+        """From each moment to the step, bytes that no planned copy takes."""
+        return spare_bytes(self.trace, self.schedule)
+
+    @functools.cached_property
+    def whole_trace(self) -> Trace:
+        """The trace with ``renewed`` like any others."""
+        return without_places(self.trace)
+
+    @property
+    def fetched_bytes(self) -> int:
+        """To the device, in an iteration."""
+        return self.schedule.fetched_bytes + sum(self.trace.sizes[x] for x in self.renewed)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """That go home in an iteration: those of what does not live on the device."""
+        return sum(send.nbytes for moment in self.trace.moments for send in moment.sends)
+
+    @functools.cached_property
+    def expected(self) -> tuple[int, ...]:
+        """Tensors with a copy on the device, or on its way, when an iteration begins, in the order of first use."""
+        copies = (x for x in (*self.schedule.start, *self.device_homes) if x in self.first_uses)
+        return tuple(sorted({*copies, *self.renewed}, key=self.first_uses.__getitem__))
+
+    @functools.cached_property
+    def overtaken(self) -> frozenset[int]:
+        """Tensors whose copies home is known to overtake in an iteration, and those that have none."""
+        known = (x for moment in self.trace.moments for x in moment.invalidates)
+        return frozenset((*known, *self.device_homes, *self.renewed))
+
+    @functools.cached_property
+    def renewable(self) -> frozenset[int]:
+        """Tensors without a place whose copies may be renewed before the step all the same."""
+        return renewable(self.trace, self.schedule)
+
+    @functools.cached_property
+    def forward_seconds(self) -> float:
+        """Of the forwards, as measured."""
+        return sum(moment.seconds for moment in self._moments(Phase.FORWARD))
+
+    def _moments(self, phase: Phase) -> list[Moment]:
+        bounds = zip(self.keys, self.bounds, self.bounds[1:], strict=False)
+        return [
+            moment
+            for key, begin, end in bounds
+            if key.phase is phase
+            for moment in self.trace.moments[begin:end]
+        ]
+
+    def find(self, operands: tuple[int, ...], begin: int, end: int) -> int | None:
+        """The first moment in ``[begin, end)`` with these operands."""
+        moments = self.positions.get(operands, [])
+        place = bisect.bisect_left(moments, begin)
+        return moments[place] if place < len(moments) and moments[place] < end else None
+
+    def next_use(self, tensor: int, position: int) -> float:
+        """Moments from ``position`` to the tensor's next use, around the cycle; inf if it has none."""
+        uses = self.uses.get(tensor)
+        if not uses:
+            return float("inf")
+        place = bisect.bisect_left(uses, position)
+        return uses[place] - position if place < len(uses) else uses[0] + len(self.operands) - position
+
+
+class PlanMaker:
+    """Makes plans for one manager's parameters under its budget."""
+
+    def __init__(
+        self,
+        tensors: Sequence[ManagedTensor],
+        *,
+        budget: int,
+        links: Links,
+        policy: Policy,
+        prefetch: bool,
+        fixed_bytes: Callable[[], int],
+        host_room: Callable[[], int],
+    ) -> None:
+        self._tensors = tensors
+        self._budget = budget
+        self.timings = Timings(links)
+        self._policy = policy
+        self._prefetch = prefetch
+        self._fixed_bytes = fixed_bytes
+        self._host_room = host_room
+
+    def make(
+        self,
+        keys: tuple[SegmentKey, ...],
+        samples: Samples,
+        margin: int,
+        homes: tuple[int, ...],
+        costs: Mapping[int, HomeCost],
+        *,
+        renewed: tuple[int, ...] = (),
+        early: bool = False,
+        thorough: bool = True,
+    ) -> CyclePlan:
+        """The plan for iterations of these segments, as sampled, with ``homes`` living on the device at ``costs``.
+
+        ``renewed``: see `CyclePlan`. ``early``: updates begin in backward. ``thorough``: as in `plan_iteration`. Raises
+        `CapacityError` if they leave too little to the others; without homes and places it does not.
+        """
+        at_home = frozenset(range(len(self._tensors))).difference(homes)
+        lives = read_lives([samples[key][-1] for key in keys], len(self._tensors))
+        sizes = (*(t.device_nbytes if t.index in at_home else 0 for t in self._tensors), *lives.sizes)
+        home_bytes, step_bytes = self._home_bytes(homes, costs, keys, samples)
+        timing = self._timing(keys, samples)
+        renewed = tuple(x for x in renewed if x in at_home and timing is not None)
+        elsewhere = frozenset((*homes, *renewed))
+        beside = self._fixed_bytes() + sum(sizes[x] for x in renewed)
+        placed = [beside + nbytes for nbytes in home_bytes]
+        spare = self._spare_bytes(keys, samples, margin, placed, sizes, lives, elsewhere)
+        gradients = self._gradient_reserves(keys, samples, at_home, timing, spare)
+        phases = [key.phase for key in keys for _ in samples[key][-1].periods]
+        steps = [step_bytes if phase is Phase.STEP else 0 for phase in phases]
+        rows = Rows(
+            room=self._budget - margin,
+            placed=[sum(all_of_them) for all_of_them in zip(placed, gradients, steps, strict=True)],
+            at_home=at_home,
+            elsewhere=elsewhere,
+            renewed=renewed,
+        )
+        for place, key in enumerate(keys):
+            rows.add_segment(samples[key], lives, sizes, None if timing is None else timing.periods[place])
+        trace = Trace(
+            sizes=sizes,
+            moments=tuple(rows.moments),
+            sending_bytes=max(gradients),
+            updates=None
+            if timing is None
+            else self._updates(timing, keys, rows.bounds, rows.operands, homes, renewed, early=early),
+        )
+        schedule = plan_iteration(
+            trace,
+            links=self.timings.links(keys),
+            policy=self._policy,
+            prefetch=self._prefetch,
+            host_room=self._host_room(),
+            thorough=thorough,
+        )
+        if keys[-1].phase is Phase.STEP:
+            # As it was before any plan, too: a later one may have been waiting for what had been ordered.
+            idle = min(rows.moments[-1].seconds, samples[keys[-1]][-1].periods[-1].seconds)
+            schedule = leave_link_free(trace, schedule, self.timings.links(keys), seconds=idle)
+        return CyclePlan(
+            keys=keys,
+            bounds=tuple(rows.bounds),
+            operands=tuple(rows.operands),
+            undisturbed=tuple(
+                None if actions.evict or actions.fetch else [self._tensors[index] for index in indices]
+                for indices, actions in zip(rows.operands, schedule.actions, strict=True)
+            ),
+            limits=tuple(rows.limits),
+            non_model=tuple(rows.non_model),
+            margin=margin,
+            gradient_reserves=tuple(gradients),
+            trace=trace,
+            schedule=schedule,
+            positions=_positions(rows.operands),
+            uses=_uses(rows.moments),
+            renewed=renewed,
+            first_uses=_first_uses(rows.operands),
+            device_homes=homes,
+            home_bytes=tuple(home_bytes),
+            whole_gradients=tuple(self._whole_gradients(keys, samples)),
+            activations=lives.indices,
+            guarded=tuple(rows.guarded),
+            left=tuple(_left(samples[key]) for key in keys),
+        )
+
+    def _timing(self, keys: tuple[SegmentKey, ...], samples: Samples) -> Timing | None:
+        """Times of iterations that followed a plan, if they had the periods that were measured."""
+        timing = self.timings.get(keys)
+        counts = [len(samples[key][-1].periods) for key in keys]
+        return timing if timing and [len(periods) for periods in timing.periods] == counts else None
+
+    def _updates(
+        self,
+        timing: Timing,
+        keys: tuple[SegmentKey, ...],
+        bounds: Sequence[int],
+        operands: Sequence[tuple[int, ...]],
+        homes: tuple[int, ...],
+        renewed: tuple[int, ...],
+        *,
+        early: bool,
+    ) -> Updates | None:
+        """What the host does later, in the order of first use."""
+        steps = [place for place, key in enumerate(keys) if key.phase is Phase.STEP]
+        if not steps:
+            return None
+        ranks = _first_uses(operands)
+        queued = {index for index in timing.queued if index not in homes}
+        order = sorted(queued, key=lambda index: (ranks.get(index, len(ranks)), index))
+        nbytes = [self._tensors[index].home.nbytes for index in order]
+        return Updates(
+            tensors=tuple(order),
+            seconds=tuple(size * timing.host_seconds for size in nbytes),
+            queued=bounds[steps[-1] + 1] - 1,
+            finished=bounds[steps[-1]],
+            early=early,
+            renewed=renewed,
+        )
+
+    def least(self, plan: CyclePlan) -> int:
+        """What the plan's moments need with no copy but the operands'."""
+        parameters = len(self._tensors)
+        return max(
+            self._beside(plan, position)
+            + sum(self._tensors[index].device_nbytes for index in operands)
+            + sum(plan.trace.sizes[index] for index in moment.operands if index >= parameters)
+            for position, (operands, moment) in enumerate(zip(plan.operands, plan.trace.moments, strict=True))
+        )
+
+    def planned(self, plan: CyclePlan) -> int:
+        """What the plan's moments need with the copies that it keeps and fetches ahead."""
+        sizes, resident, most = plan.trace.sizes, set(plan.schedule.start), 0
+        places = sum(sizes[x] for x in plan.renewed)
+        for position, (moment, actions) in enumerate(
+            zip(plan.trace.moments, plan.schedule.actions, strict=True)
+        ):
+            resident.difference_update(actions.evict)
+            resident.update(actions.fetch, moment.operands)
+            placed = self._beside(plan, position) + plan.home_bytes[position] + places
+            gradients = plan.gradient_reserves[position]
+            most = max(most, placed + gradients + sum(sizes[index] for index in resident))
+            resident.difference_update(moment.invalidates)
+        return most
+
+    def _beside(self, plan: CyclePlan, position: int) -> int:
+        """Bytes of a moment that are no parameters: what operators allocate, and buffers."""
+        return self._budget - plan.margin - plan.limits[position] + self._fixed_bytes()
+
+    def _home_bytes(
+        self,
+        homes: tuple[int, ...],
+        costs: Mapping[int, HomeCost],
+        keys: tuple[SegmentKey, ...],
+        samples: Samples,
+    ) -> tuple[list[int], int]:
+        """What ``homes`` take in each period, and the most that the update of one of them takes more."""
+        known = {index: costs[index] for index in homes if index in costs}
+        if len(known) < len(homes):  # states gone, the optimizer changed
+            raise CapacityError(moment=0, needed=self._budget + 1, capacity=self._budget)
+        always = sum(cost.nbytes - cost.gradient_nbytes for cost in known.values())
+        gradients = home_gradients(
+            [samples[key] for key in keys],
+            {index: cost.gradient_nbytes for index, cost in known.items()},
+            are_there=[samples.begins_with_gradients(key) for key in keys],
+        )
+        most = max((cost.step_nbytes for cost in known.values()), default=0)
+        return [always + nbytes for nbytes in gradients], most
+
+    def _whole_gradients(self, keys: tuple[SegmentKey, ...], samples: Samples) -> list[int]:
+        trained = {t.index: t.device_nbytes for t in self._tensors if t.parameter.requires_grad}
+        return home_gradients(
+            [samples[key] for key in keys],
+            trained,
+            are_there=[samples.begins_with_gradients(key) for key in keys],
+        )
+
+    def _gradient_reserves(
+        self,
+        keys: tuple[SegmentKey, ...],
+        samples: Samples,
+        at_home: frozenset[int],
+        timing: Timing | None,
+        spare: Sequence[int],
+    ) -> list[int]:
+        """For each moment, room for gradients on their way down: for two, so that one is copied while the next is made;
+        for less where, as was measured, they are gone by then; where no more are made, for what is still on its way.
+
+        Never more than is to ``spare``.
+        """
+        trained = [t for t in self._tensors if t.parameter.requires_grad and t.index in at_home]
+        most = 2 * max((t.device_nbytes for t in trained), default=0)
+        come, ways = list[bool](), list[int]()
+        for place, key in enumerate(keys):
+            count = len(samples[key][-1].periods)
+            come += sends_to_come(samples[key][-1], at_home)
+            if key.phase is not Phase.BACKWARD:
+                ways += [0] * count
+            elif timing is None:
+                ways += [most] * count
+            else:
+                ways += on_their_way(timing.periods[place], timing.links, at_home)
+        left_there = (left for left, more in zip(spare, come, strict=True) if more)
+        reserve = min(most, max([most // 2, *ways]), *left_there)
+        return [
+            max(0, reserve if more else min(way, reserve, left))
+            for more, way, left in zip(come, ways, spare, strict=True)
+        ]
+
+    def _spare_bytes(
+        self,
+        keys: tuple[SegmentKey, ...],
+        samples: Samples,
+        margin: int,
+        placed: Sequence[int],
+        sizes: tuple[int, ...],
+        lives: Lives,
+        elsewhere: frozenset[int],
+    ) -> list[int]:
+        """What each operator leaves beside its operands: with less, gradients on their way would pass the budget."""
+        spare: list[int] = []
+        for key in keys:
+            measured = samples[key]
+            for index, period in enumerate(measured[-1].periods):
+                now = len(spare)
+                mandatory = mandatory_in(period, lives, now)
+                beside = placed[now] + non_model_peak(measured, index) + lives.unseen[now]
+                needed = beside + sum(sizes[x] for x in mandatory if x not in elsewhere)
+                spare.append(self._budget - margin - needed)
+        return spare
+
+
+def _left(samples: Sequence[Segment]) -> int | None:
+    return max((s.left_bytes for s in samples if s.left_bytes is not None), default=None)
+
+
+def _positions(operands: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], list[int]]:
+    positions: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for position, indices in enumerate(operands):
+        positions[indices].append(position)
+    return dict(positions)
+
+
+def _first_uses(operands: Sequence[tuple[int, ...]]) -> dict[int, int]:
+    """Rank of each tensor by its first use."""
+    order = dict.fromkeys(tensor for indices in operands for tensor in indices)
+    return {tensor: rank for rank, tensor in enumerate(order)}
+
+
+def _uses(moments: Sequence[Moment]) -> dict[int, list[int]]:
+    uses: dict[int, list[int]] = defaultdict(list)
+    for position, moment in enumerate(moments):
+        for tensor in (*moment.operands, *moment.awaits):
+            uses[tensor].append(position)
+    return dict(uses)

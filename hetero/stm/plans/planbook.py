@@ -1,0 +1,226 @@
+"""The plans: one for each kind of iteration.
+
+Owns them and what they are made of: samples, times, what was outgrown, what lives on the device in all of them alike
+(chosen by `hetero.stm.plans.homechoice`). An iteration's kind is the sequence of its segments' keys. Invariant: while
+memory allows it at all, there is a plan for every kind that was sampled, made for the budget less the margin.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from hetero.eviction import CapacityError, HomeCost, Links, Policy, Schedule, Trace
+from hetero.msc import Segment, SegmentKey
+from hetero.stm.plans.outgrown import Outgrown
+from hetero.stm.plans.plan import CyclePlan, PlanMaker
+from hetero.stm.plans.samples import Samples
+from hetero.stm.tensors.managed import ManagedTensor
+
+__all__ = ["Keys", "PlanBook"]
+
+Keys = tuple[SegmentKey, ...]
+
+
+class PlanBook:
+    """Of one manager. ``fixed_bytes``: of buffers on the device; ``host_room``: bytes that saved tensors may take at
+    home."""
+
+    def __init__(
+        self,
+        tensors: Sequence[ManagedTensor],
+        *,
+        budget: int,
+        warmup_steps: int,
+        links: Links,
+        policy: Policy,
+        prefetch: bool,
+        fixed_bytes: Callable[[], int],
+        host_room: Callable[[], int],
+    ) -> None:
+        self.budget = budget
+        self._planner = PlanMaker(
+            tensors,
+            budget=budget,
+            links=links,
+            policy=policy,
+            prefetch=prefetch,
+            fixed_bytes=fixed_bytes,
+            host_room=host_room,
+        )
+        self.timings = self._planner.timings
+        self.samples = Samples(warmup_steps)
+        self.outgrown = Outgrown()
+        self.margin = 0  # of the budget, what was given to others (`trim`): no plan uses it
+        self._plans: dict[Keys, CyclePlan] = {}
+        self._verified: set[Keys] = set()
+        self._departures: dict[Keys, int] = defaultdict(int)
+        # Parameters that live on the device, in all plans alike, and those that keep a place there, in one.
+        self.device_homes: tuple[int, ...] = ()
+        self.renewed: dict[Keys, tuple[int, ...]] = {}
+        self.early = False  # updates at home begin in backward
+        # What each parameter would cost there, by index; empty: none can, or nothing has been measured.
+        self.home_costs: Callable[[], dict[int, HomeCost]] = dict
+        # Of the iteration under way, or of the one before.
+        self.last: CyclePlan | None = None
+        self.last_segments: list[Segment] = []
+        self.last_sampled: list[Segment] = []
+
+    def __iter__(self) -> Iterator[CyclePlan]:
+        return iter(self._plans.values())
+
+    def __len__(self) -> int:
+        """Kinds of iterations that have one."""
+        return len(self._plans)
+
+    def get(self, keys: Keys) -> CyclePlan | None:
+        """That of iterations of exactly these segments."""
+        return self._plans.get(keys)
+
+    def is_verified(self, keys: Keys) -> bool:
+        """Every segment has been measured while it followed the plan."""
+        return keys in self._verified
+
+    def find(self, begun: Keys, coming: Keys | None) -> CyclePlan | None:
+        """A plan whose iterations begin so: the one that is expected, else the one before, else the latest."""
+        for candidate in (None if coming is None else self._plans.get(coming), self.last):
+            if candidate is not None and candidate.keys[: len(begun)] == begun:
+                self.last = candidate
+                return candidate
+        for candidate in reversed(self._plans.values()):
+            if candidate.keys[: len(begun)] == begun:
+                self.last = candidate
+                return candidate
+        return None
+
+    # -- learning -------------------------------------------------------------------------------------
+
+    def learn(self, keys: Keys, segments: list[Segment]) -> None:
+        """An iteration is over: what it has shown of memory."""
+        self.last_segments = segments
+        if all(segment.sampled for segment in segments):
+            self.last_sampled = segments
+            if keys in self._plans:
+                self._verified.add(keys)
+                if self.outgrown.is_unsure(keys):
+                    self._learn_growth(keys, segments)
+        if keys not in self._plans and self.samples.suffice(keys):
+            self._make_all({keys: self.margin})
+            self.last = self._plans[keys]
+        else:
+            self._make_if_outgrown(keys, segments)
+
+    def measure_again(self, keys: Keys) -> bool:
+        """Iterations with these keys are no longer what they were: forget them at the 1st, 2nd, 4th, 8th ... that was
+        not, because some models take another path every time."""
+        self._departures[keys] += 1
+        if self._departures[keys].bit_count() != 1:
+            return False
+        plan = self._plans.pop(keys, None)
+        if plan is self.last:
+            self.last = None
+        self._verified.discard(keys)
+        self.timings.forget(keys)
+        self.samples.forget(keys)
+        return True
+
+    def _make_if_outgrown(self, keys: Keys, segments: list[Segment]) -> None:
+        missed = any(period.unplanned_fetches for segment in segments for period in segment.periods)
+        plan = self._plans.get(keys)
+        more = self.outgrown.keep_free(
+            keys,
+            missed=missed,
+            room=lambda: 0 if plan is None else self.budget - plan.margin - self._planner.least(plan),
+        )
+        if (more or self.samples.take_news()) and plan is not None:
+            self._make_all({keys: plan.margin + more})
+
+    def _learn_growth(self, keys: Keys, segments: list[Segment]) -> None:
+        """What was kept free meanwhile need not be, as far as it has been measured now, after a forward."""
+        self.outgrown.note_measured(keys)
+        grown = self.samples.add_again(segments)
+        self._make_all({keys: max(self.margin, self._plans[keys].margin - grown)})
+
+    # -- what is asked --------------------------------------------------------------------------------
+
+    def measured_limit(self, segment: Segment | None) -> int | None:
+        """Model data allowed in a segment that was measured before; None if it was not."""
+        samples = () if segment is None else self.samples.present(segment.key)
+        peaks = [period.non_model_bytes for s in samples for period in s.periods if period.is_sampled]
+        return self.budget - self.margin - max(peaks) if peaks else None
+
+    def needs(self) -> tuple[int, int] | None:
+        """Bytes of the device, by all plans: the fewest that any could work with, and what they work with now.
+
+        None before there is a plan.
+        """
+        if not self._plans:
+            return None
+        plans = self._plans.values()
+        return max(map(self._planner.least, plans)), max(map(self._planner.planned, plans))
+
+    def forward_seconds(self) -> float | None:
+        """Of the forwards of an iteration, as measured; None before there is a plan."""
+        return None if self.last is None else self.last.forward_seconds
+
+    # -- making plans ---------------------------------------------------------------------------------
+
+    def trim(self, budget: int) -> None:
+        """Plan anew for ``budget`` bytes of the device, leaving the rest of the budget to others."""
+        self.margin = self.budget - budget
+        self._make_all({keys: self.margin for keys in self._plans})
+
+    def remake(self, keys: Keys) -> None:
+        """With what is known now."""
+        self._make_all({keys: self._plans[keys].margin})
+
+    def remake_all(self) -> None:
+        """With what is known now."""
+        self._make_all({keys: plan.margin for keys, plan in self._plans.items()})
+
+    def set_homes(self, homes: tuple[int, ...], *, on_trial: Keys | None = None) -> None:
+        """Let these live on the device. ``on_trial``: the iterations that have to become shorter by it."""
+        if homes != self.device_homes:
+            self.device_homes = homes
+            for keys in self._plans:
+                self.timings.note_moved(keys, on_trial=keys == on_trial)
+            self.remake_all()
+
+    def tried(self, keys: Keys, homes: tuple[int, ...], places: tuple[int, ...]) -> tuple[Trace, Schedule]:
+        """What a plan with these would be. Raises `CapacityError`."""
+        made = self._make(keys, self._plans[keys].margin, homes, self.home_costs(), places, thorough=False)
+        return made.trace, replace(made.schedule, fetched_bytes=made.fetched_bytes)
+
+    def _make_all(self, margins: dict[Keys, int]) -> None:
+        """Make these plans, with as many of the device homes as fit in all of them."""
+        costs = self.home_costs() if self.device_homes else {}
+        made, waiting = dict[Keys, CyclePlan](), dict(margins)
+        while waiting:
+            keys = next(iter(waiting))
+            try:
+                places = self.renewed.get(keys, ())
+                made[keys] = self._make(keys, waiting[keys], self.device_homes, costs, places)
+                del waiting[keys]
+            except CapacityError:
+                if self.renewed.pop(keys, ()):
+                    continue
+                if not self.device_homes:
+                    raise
+                self.device_homes = self.device_homes[: len(self.device_homes) // 2]
+                waiting = {**{keys: plan.margin for keys, plan in self._plans.items()}, **margins}
+        self._plans.update(made)
+        if self.last is not None:
+            self.last = self._plans.get(self.last.keys)
+
+    def _make(
+        self,
+        keys: Keys,
+        margin: int,
+        homes: tuple[int, ...],
+        costs: dict[int, HomeCost],
+        places: tuple[int, ...],
+        *,
+        thorough: bool = True,
+    ) -> CyclePlan:
+        return self._planner.make(
+            keys, self.samples, margin, homes, costs, renewed=places, early=self.early, thorough=thorough
+        )

@@ -1,0 +1,167 @@
+"""From measured periods to the moments of a trace.
+
+Owns what of a period an eviction planner is told: what has to be on the device, and how much room there is for it.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hetero.eviction import Links, Moment, Send
+from hetero.msc import Period, PeriodTimes, Phase, Segment
+from hetero.stm.plans.lives import Lives
+
+__all__ = ["Rows", "home_gradients", "mandatory_in", "non_model_peak", "on_their_way", "sends_to_come"]
+
+_SLOWER = 1.05  # than copies were on average, one may be
+
+
+@dataclass(slots=True, kw_only=True)
+class Rows:
+    """What becomes of each measured period, in order; `hetero.stm.plans.plan.CyclePlan` says what the lists are.
+
+    ``room``: bytes of the budget for model data and what was measured beside; of these, ``placed[i]`` are taken in
+    period i. ``elsewhere``: parameters that the trace's moments do not move.
+    """
+
+    room: int
+    placed: Sequence[int]
+    at_home: frozenset[int]
+    elsewhere: frozenset[int]
+    renewed: tuple[int, ...]
+    moments: list[Moment] = field(default_factory=list)
+    operands: list[tuple[int, ...]] = field(default_factory=list)
+    limits: list[int] = field(default_factory=list)
+    non_model: list[int] = field(default_factory=list)
+    bounds: list[int] = field(default_factory=lambda: [0])
+    guarded: list[bool] = field(default_factory=list)
+
+    def add_segment(
+        self,
+        measured: Sequence[Segment],
+        lives: Lives,
+        sizes: Sequence[int],
+        times: Sequence[PeriodTimes] | None,
+    ) -> None:
+        """The newest of ``measured``, all of one key; ``times`` of its periods, if they are better known."""
+        guarded = False
+        for index, period in enumerate(measured[-1].periods):
+            now = len(self.moments)
+            mandatory = tuple(t for t in mandatory_in(period, lives, now) if t not in self.elsewhere)
+            limit = self.room - non_model_peak(measured, index) - lives.unseen[now]
+            capacity = limit - self.placed[now]
+            least = sum(sizes[tensor] for tensor in mandatory)
+            guarded |= any(p.relieved and (p.lost_own or capacity < least) for p in _same(measured, index))
+            if not self.elsewhere:  # these did fit when measured, with gradients handed over at once
+                capacity = max(capacity, least)
+            time = _times(period) if times is None else times[index]
+            self.moments.append(
+                Moment(
+                    operands=mandatory,
+                    seconds=time.seconds,
+                    capacity=capacity,
+                    dirties=lives.produced[now],
+                    produces=lives.produced[now],
+                    invalidates=(
+                        *(t for t in dict.fromkeys(period.invalidates) if t not in self.elsewhere),
+                        *lives.ended[now],
+                    ),
+                    sends=_sends(time, self.at_home),
+                    awaits=tuple(t for t in dict.fromkeys(period.operands) if t in self.renewed),
+                )
+            )
+            self.operands.append(period.operands)
+            self.limits.append(limit)
+            self.non_model.append(max(p.used_bytes - p.model_bytes for p in _same(measured, index)))
+        self.bounds.append(len(self.moments))
+        self.guarded.append(guarded)
+
+
+def _times(period: Period) -> PeriodTimes:
+    """As measured with memory, while nothing better is known."""
+    return PeriodTimes(seconds=period.seconds, sends=period.sends)
+
+
+def _sends(times: PeriodTimes, at_home: frozenset[int]) -> tuple[Send, ...]:
+    return tuple(
+        Send(tensor=index, nbytes=nbytes, seconds=seconds)
+        for index, nbytes, seconds in times.sends
+        if index in at_home
+    )
+
+
+def mandatory_in(period: Period, lives: Lives, moment: int) -> tuple[int, ...]:
+    """What must be on the device in this period, each once."""
+    return (*dict.fromkeys(period.operands + period.held), *sorted(lives.present[moment]))
+
+
+def home_gradients(
+    measured: Sequence[Sequence[Segment]], sizes: Mapping[int, int], *, are_there: Sequence[bool]
+) -> list[int]:
+    """For each period of an iteration, bytes of the gradients of what lives on the device, beside `non_model_peak`.
+
+    Each is there from when it was made to the end of the optimizer's step, or, in segments where they ``are_there`` as
+    they begin, all along. In the period that makes it, it is part of that peak already. ``measured``: of each segment,
+    all samples. ``sizes``: by parameter. One whose gradient was not seen is made as backward begins.
+    """
+    seen = {index for samples in measured for p in samples[-1].periods for index, _, _ in p.sends}
+    rows: list[int] = []
+    for samples, all_there in zip(measured, are_there, strict=True):
+        there = set(sizes) if all_there else set()
+        if samples[-1].key.phase is Phase.BACKWARD:
+            there |= sizes.keys() - seen
+        nbytes = sum(sizes[index] for index in there)
+        for place, period in enumerate(samples[-1].periods):
+            made = {x: sizes[x] for x, _, _ in period.sends if x in sizes and x not in there}
+            most = max(p.non_model_with(made) for p in _same(samples, place)) if made else 0
+            rows.append(nbytes + (most - non_model_peak(samples, place) if made else 0))
+            there |= made.keys()
+            nbytes += sum(made.values())
+    return rows
+
+
+def sends_to_come(segment: Segment, at_home: frozenset[int]) -> list[bool]:
+    """For each period: a gradient goes home in it or after it."""
+    sends = [i for i, period in enumerate(segment.periods) if any(x in at_home for x, _, _ in period.sends)]
+    return [index <= max(sends, default=-1) for index in range(len(segment.periods))]
+
+
+def on_their_way(periods: Sequence[PeriodTimes], links: Links, at_home: frozenset[int]) -> list[int]:
+    """For each period of one backward, bytes of gradients that go down at once, at most, if each leaves as soon as it
+    is made."""
+    sent: deque[tuple[float, int]] = deque()
+    rows: list[int] = []
+    clock = free = 0.0
+    nbytes = 0
+
+    def retire(now: float) -> int:
+        gone = 0
+        while sent and sent[0][0] <= now:
+            gone += sent.popleft()[1]
+        return gone
+
+    for period in periods:
+        nbytes -= retire(clock)
+        most = nbytes
+        for index, size, seconds in period.sends:
+            if index not in at_home:
+                continue
+            made = clock + seconds
+            nbytes -= retire(made)
+            free = max(free, made) + _SLOWER * links.d2h_seconds(size)
+            sent.append((free, size))
+            nbytes += size
+            most = max(most, nbytes)
+        rows.append(most)
+        clock += period.seconds
+    return rows
+
+
+def non_model_peak(samples: Sequence[Segment], index: int) -> int:
+    """Highest non-model peak of period ``index`` over the samples that have it."""
+    return max(period.non_model_bytes for period in _same(samples, index))
+
+
+def _same(samples: Sequence[Segment], index: int) -> list[Period]:
+    """Period ``index`` of each sample that has it."""
+    return [segment.periods[index] for segment in samples if index < len(segment.periods)]

@@ -1,0 +1,99 @@
+"""Measured segments.
+
+Owns which of them are kept, and so what plans are made of: of each key the first ones, and those that were measured
+again because an iteration has outgrown them (`hetero.stm.plans.outgrown`). The newest of a warm-up stays the last in
+its list, because what follows a plan has other things on the device.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from hetero.msc import Phase, Segment, SegmentKey
+from hetero.stm.plans.rows import non_model_peak
+
+__all__ = ["Samples"]
+
+_MOST_AT_ONCE = 8  # of one key in one iteration
+
+
+class Samples(Mapping[SegmentKey, Sequence[Segment]]):
+    """Of each key, the latest of the warm-up last. ``warmup_steps``: iterations that are measured."""
+
+    def __init__(self, warmup_steps: int) -> None:
+        self._warmup_steps = warmup_steps
+        self._kept: dict[SegmentKey, list[Segment]] = {}
+        # Of those that are no longer what they were, there is nothing better for other plans that have them.
+        self._outdated: set[SegmentKey] = set()
+        # Segments that gradients are there to see begin: of earlier micro-batches, of a loop that drops them late.
+        self._with_gradients: set[SegmentKey] = set()
+        self._has_news = False
+
+    def __getitem__(self, key: SegmentKey) -> Sequence[Segment]:
+        return self._kept[key]
+
+    def __iter__(self) -> Iterator[SegmentKey]:
+        return iter(self._kept)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def present(self, key: SegmentKey) -> Sequence[Segment]:
+        """Those that are what such a segment is now."""
+        return () if key in self._outdated else self._kept.get(key, ())
+
+    def suffice(self, keys: Sequence[SegmentKey]) -> bool:
+        """An iteration of these can be planned."""
+        return all(len(self.present(key)) >= self._warmup_steps for key in keys)
+
+    def want(self, key: SegmentKey, times: int) -> bool:
+        """More are wanted. ``times``: how often it has come in this iteration, each perhaps different: what the caller
+        does after a forward may be."""
+        return len(self.present(key)) < self._warmup_steps * min(max(1, times), _MOST_AT_ONCE)
+
+    def add(self, segment: Segment) -> None:
+        """It is over, and was complete."""
+        _settle(segment)
+        if segment.key in self._outdated:
+            self._outdated.discard(segment.key)
+            del self._kept[segment.key]
+        self._kept.setdefault(segment.key, []).append(segment)
+        if segment.has_gradients:
+            self._with_gradients.add(segment.key)
+
+    def note_gradients(self, key: SegmentKey) -> None:
+        """There were some when such a segment began that was not measured."""
+        if key not in self._with_gradients:
+            self._with_gradients.add(key)
+            self._has_news = True
+
+    def take_news(self) -> bool:
+        """Something is known that was not when plans were made."""
+        news, self._has_news = self._has_news, False
+        return news
+
+    def begins_with_gradients(self, key: SegmentKey) -> bool:
+        """There may be some when such a segment begins."""
+        return key in self._with_gradients
+
+    def add_again(self, segments: Sequence[Segment]) -> int:
+        """Those of an iteration that was measured anew; by how many bytes what comes after a forward took more."""
+        grown = 0
+        for segment in segments:
+            kept = self._kept[segment.key]
+            if segment in kept or len(segment.periods) != len(kept[-1].periods):
+                continue
+            _settle(segment)
+            if segment.key.phase is Phase.FORWARD:
+                last = len(segment.periods) - 1
+                grown = max(grown, segment.periods[last].non_model_bytes - non_model_peak(kept, last))
+            kept.insert(0, segment)
+        return grown
+
+    def forget(self, keys: Sequence[SegmentKey]) -> None:
+        """They are no longer what they were: the next ones take their place."""
+        self._outdated.update(key for key in keys if key in self._kept)
+        self._with_gradients.difference_update(keys)
+
+
+def _settle(segment: Segment) -> None:
+    for period in segment.periods:
+        period.settle()

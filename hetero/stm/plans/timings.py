@@ -1,0 +1,163 @@
+"""How long things take in iterations that follow their plan: what the next plan is made of.
+
+Owns which iterations are timed, and what is made of it. A measured iteration tells memory, at the price of its times:
+reading counters takes time, gradients are handed over one by one, and what has left comes back in the middle of
+periods. So some of the iterations that follow the plan are timed by events, and the plan is made again with own times
+(`hetero.msc.periods`), with copies as fast as these were, and with the host's updates as they ran beside it. It decides
+nothing else, and asks the device nothing in other iterations.
+"""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from hetero.eviction import Links
+from hetero.msc import Cause, CopyTime, IterationTimes, PeriodTimes, Segment, SegmentKey, read_times
+
+__all__ = ["Timing", "Timings", "fit_links"]
+
+Keys = tuple[SegmentKey, ...]
+
+_AT_LAST = 3  # iterations timed under the plan that is to stay; the middle one counts
+_WORTH = 0.01  # share of the iteration that what moves on trial has to save
+_SETTLING = 2  # iterations that are not, after a plan that lets something else live on the device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """``periods``: of each segment. ``queued``: parameters that the host updates later, which takes ``host_seconds``
+    a byte. ``measured_seconds``: of the whole iteration; ``waited``: of these, by cause. ``typical_seconds``: of an
+    iteration, the median of all rounds."""
+
+    periods: tuple[tuple[PeriodTimes, ...], ...]
+    links: Links
+    queued: tuple[int, ...]
+    host_seconds: float
+    measured_seconds: float
+    waited: Mapping[Cause, float]
+    typical_seconds: float
+
+
+@dataclass(slots=True)
+class _State:
+    rounds: list[IterationTimes] = field(default_factory=list)
+    timing: Timing | None = None
+    is_final: bool = False
+    skip: int = 0
+    before: Timing | None = None  # what was known before something moved on trial
+
+
+class Timings:
+    """Of all kinds of iterations of one manager. ``links``: as probed."""
+
+    def __init__(self, links: Links) -> None:
+        self._links = links
+        self._states: dict[Keys, _State] = {}
+        self._host_before = (0, 0.0)
+        # Bytes of parameters that the queue's thread has updated so far, and the seconds it took;
+        # `hetero.stm.step.devicehomes` sets this.
+        self.host_work: Callable[[], tuple[int, float]] = lambda: (0, 0.0)
+        # The least time that a byte of any update took, seconds; 0 before there was one.
+        self.host_fastest: Callable[[], float] = lambda: 0.0
+
+    def get(self, keys: Keys) -> Timing | None:
+        """What is known of iterations of these segments."""
+        state = self._states.get(keys)
+        return None if state is None else state.timing
+
+    def links(self, keys: Keys) -> Links:
+        """As fast as copies were, or as probed."""
+        timing = self.get(keys)
+        return self._links if timing is None else timing.links
+
+    def wants(self, keys: Keys) -> bool:
+        """The iteration of these segments that begins should be timed."""
+        state = self._states.setdefault(keys, _State())
+        return not state.is_final and state.skip == 0
+
+    def learn(self, keys: Keys, segments: Sequence[Segment]) -> bool:
+        """An iteration is over. True: plans should be made anew."""
+        state = self._states.get(keys)
+        if state is None:
+            return False
+        if state.skip:
+            state.skip -= 1
+            self._host_before = self.host_work()
+            return False
+        times = read_times(segments)
+        host = self._host_seconds()
+        if times is None or state.is_final:
+            return False
+        state.rounds.append(times)
+        if state.timing is not None and len(state.rounds) < _AT_LAST:
+            return False
+        state.is_final = state.timing is not None
+        state.timing = _middle(state.rounds, self._links, state.timing, host)
+        state.rounds = []
+        return True
+
+    def is_final(self, keys: Keys) -> bool:
+        """Times were measured under the plan that is to stay."""
+        state = self._states.get(keys)
+        return state is not None and state.is_final
+
+    def note_moved(self, keys: Keys, *, on_trial: bool) -> None:
+        """Something else lives on the device from now on: times are to be measured again. ``on_trial``: it has to show
+        then that it was worth it (`was_in_vain`)."""
+        state = self._states.setdefault(keys, _State())
+        state.before = state.timing if on_trial and state.is_final else None
+        state.rounds, state.is_final, state.skip = [], False, _SETTLING
+
+    def was_in_vain(self, keys: Keys) -> bool:
+        """What moved on trial has made these iterations no faster, as measured: a prediction does not know what its
+        copies and updates take from operators. Said once; what was known before is what is known again."""
+        state = self._states.get(keys)
+        if state is None or state.before is None or not state.is_final or state.timing is None:
+            return False
+        before, state.before = state.before, None
+        if state.timing.typical_seconds <= before.typical_seconds * (1.0 - _WORTH):
+            return False
+        state.timing = before
+        return True
+
+    def forget(self, keys: Keys) -> None:
+        """These iterations are no longer what they were."""
+        self._states.pop(keys, None)
+
+    def _host_seconds(self) -> float:
+        """Of a byte, since the last time this was asked; 0 if nothing was updated."""
+        (nbytes, seconds), now = self._host_before, self.host_work()
+        self._host_before = now
+        return (now[1] - seconds) / (now[0] - nbytes) if now[0] > nbytes else 0.0
+
+
+def _middle(rounds: Sequence[IterationTimes], probed: Links, before: Timing | None, host: float) -> Timing:
+    """That of several rounds which took the median of own time, as a whole: medians of single periods would add up to
+    less than any round took, because something is late in each. Copies are those of all rounds."""
+    own = [sum(row.seconds for rows in one.segments for row in rows) for one in rounds]
+    one = rounds[own.index(statistics.median_low(own))]
+    return Timing(
+        periods=one.segments,
+        links=fit_links([copy for each in rounds for copy in each.copies], probed),
+        # What lives on the device was not queued, and would be at home.
+        queued=tuple(dict.fromkeys((*one.queued, *(() if before is None else before.queued)))),
+        host_seconds=host or (0.0 if before is None else before.host_seconds),
+        measured_seconds=one.seconds,
+        waited=one.waited,
+        typical_seconds=statistics.median(each.seconds for each in rounds),
+    )
+
+
+def fit_links(copies: Sequence[CopyTime], probed: Links) -> Links:
+    """Bandwidths such that these copies take as long together as they did; each costs the latency that was probed, or
+    what the fastest took, if that is less."""
+    latency = min([probed.latency, *(copy.seconds for copy in copies)])
+    found = replace(probed, latency=latency)
+    for is_upload in (True, False):
+        mine = [copy for copy in copies if copy.is_upload is is_upload]
+        seconds = sum(copy.seconds for copy in mine) - latency * len(mine)
+        nbytes = sum(copy.nbytes for copy in mine)
+        if seconds > 0.0 and nbytes:
+            name = "h2d_bandwidth" if is_upload else "d2h_bandwidth"
+            found = replace(found, **{name: nbytes / seconds})
+    return found

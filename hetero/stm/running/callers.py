@@ -1,0 +1,84 @@
+"""The caller's own part of an iteration: between a forward and the first managed operator of its backward.
+
+Owns what is seen of it where it was planned for, and nothing of ours runs that could make room: what it holds when a
+backward is called, and, where that is more than was measured, the peak of what follows. Says so to
+`hetero.stm.plans.outgrown`; who leaves is `hetero.stm.running.executor`'s.
+"""
+
+from hetero.msc import Segment
+from hetero.msc.peaks import PeakKeeper
+from hetero.stm.copies.room import Room
+from hetero.stm.plans.outgrown import Outgrown
+from hetero.stm.plans.plan import CyclePlan
+
+__all__ = ["CallersPart"]
+
+# Times what a loss has kept, its backward may take for a while.
+_MOST_OF_ITS_OWN = 8
+
+
+class CallersPart:
+    """Of one manager's iterations. ``budget``: of the device."""
+
+    def __init__(self, room: Room, peaks: PeakKeeper, outgrown: Outgrown, budget: int) -> None:
+        self._room = room
+        self._peaks = peaks
+        self._outgrown = outgrown
+        self._budget = budget
+        self._unused = 0  # of what the plan left to model data after the last forward
+        self._model_bytes: int | None = None  # there when the part that is watched began
+        self._planned = 0  # and what may have been there beside, by the plan
+        self._has_drifted = False  # the forward before it kept more than was measured
+
+    def begin_backward(
+        self, segment: Segment, plan: CyclePlan, *, number: int, position: int, drift: int
+    ) -> int:
+        """A backward is called after the forward ``segment``, the plan's ``number``-th, whose last moment ``position``
+        is. ``drift``: what the model itself has been seen to keep. Returns bytes that had better leave before."""
+        assert segment.left_bytes is not None
+        limit = plan.limits[position] - drift
+        self._unused = -self._room.excess(limit)
+        known = plan.left[number]
+        more = 0 if known is None else segment.left_bytes - known - plan.margin - drift
+        if more <= 0 or not self._room.exceeds(limit - _MOST_OF_ITS_OWN * more):
+            return self.look_back()
+        self._watch(plan, position)
+        return more
+
+    def begin_after_drift(self, plan: CyclePlan, *, position: int) -> None:
+        """A forward ends, with its last moment ``position``, that kept more than was measured: its caller may take more
+        as well. Room has been made and is made now, but the next one is planned for."""
+        self._has_drifted = True
+        self._watch(plan, position)
+
+    def _watch(self, plan: CyclePlan, position: int) -> None:
+        if self._model_bytes is None:
+            self._model_bytes = self._room.excess(0)
+            self._planned = self._budget - plan.limits[position]
+            self._peaks.begin()
+
+    def end(self, plan: CyclePlan) -> None:
+        """It is over. If it was watched: what it took, beside the model data that were there before room was made,
+        might have passed the budget; or will, beside those of a plan that knows what the model keeps now."""
+        before, self._model_bytes = self._model_bytes, None
+        has_drifted, self._has_drifted = self._has_drifted, False
+        if before is None:
+            return
+        non_model = self._peaks.next_period() - self._room.excess(0)
+        self._peaks.end()
+        more = non_model - self._planned
+        if before + non_model + plan.margin > self._budget or (has_drifted and more > 0):
+            self._outgrown.note(more, passes_budget=True)
+
+    def begin_iteration(self) -> None:
+        """What was there before, between iterations, is nobody's growth."""
+        self._peaks.passed(self._budget)
+
+    def look_back(self) -> int:
+        """If the budget was passed since this was asked before: how much more than planned there was then; else 0."""
+        passed = self._peaks.passed(self._budget)
+        if passed == 0:
+            return 0
+        more = passed + max(0, self._unused)
+        self._outgrown.note(more, passes_budget=True)
+        return more

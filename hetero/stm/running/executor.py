@@ -1,0 +1,423 @@
+"""Following the plan.
+
+Owns the position in the iteration. Invariant: the schedule is a hint for speed, never a condition: operands are
+made resident at every sampling moment whatever the schedule said, and an access that it did not foresee is a
+fetch of its own, counted. What is planned is decided in `hetero.stm.plans.planbook`; bytes are moved by `Residency`.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from hetero.devices import Accelerator
+from hetero.eviction import Actions
+from hetero.msc import MemStatsCollector, Phase, Segment, SegmentKey
+from hetero.stm.activations.offload import Activations
+from hetero.stm.copies.residency import Residency
+from hetero.stm.gradients.kept import has_gradient
+from hetero.stm.gradients.offload import Gradients
+from hetero.stm.plans.cycles import Cycles
+from hetero.stm.plans.plan import CyclePlan
+from hetero.stm.plans.planbook import PlanBook
+from hetero.stm.running.backlog import Backlog
+from hetero.stm.running.callers import CallersPart
+from hetero.stm.running.guard import arm, guarded, lifted
+from hetero.stm.tensors.managed import ManagedTensor
+
+__all__ = ["Executor"]
+
+_NOTHING = Actions()
+_PATIENCE = 0.03  # seconds that a segment which is measured waits for copies to be let go
+
+
+class Executor:
+    """Carries out schedules at sampling moments."""
+
+    def __init__(
+        self,
+        tensors: Sequence[ManagedTensor],
+        residency: Residency,
+        gradients: Gradients,
+        activations: Activations,
+        collector: MemStatsCollector,
+        cycles: Cycles,
+        plans: PlanBook,
+        accelerator: Accelerator,
+        *,
+        relieve: Callable[[], int],
+    ) -> None:
+        self._tensors = tensors
+        self._residency = residency
+        self._gradients = gradients
+        self._activations = activations
+        self._collector = collector
+        self._cycles = cycles
+        self._plans = plans
+        self._relieve = relieve
+        self._accelerator = accelerator
+        self._is_guarded = False
+        self._is_unsure = False
+        self._is_open = False
+        self._has_left_plan = False
+        self._drift = 0
+        self._number = 0
+        self._segment: Segment | None = None
+        self._plan: CyclePlan | None = None
+        self._position = 0
+        self._stop = 0
+        self._backlog = Backlog(tensors, residency, activations)
+        self._room = residency.room
+        self._room.next_use = self._next_use
+        self._room.enough = self._enough
+        self._caller = CallersPart(self._room, collector.peaks, plans.outgrown, plans.budget)
+
+    @property
+    def segment(self) -> Segment | None:
+        """The segment that runs now."""
+        return self._segment
+
+    @property
+    def is_guarded(self) -> bool:
+        """What runs now, or ran last, follows no plan, has left it, or is known to need relief."""
+        return self._is_guarded
+
+    def guarded(self, coming: SegmentKey | None = None) -> contextlib.AbstractContextManager[None]:
+        """Around what may run out of memory (`hetero.stm.running.guard`): the segment that runs, or ``coming``, if it
+        may begin within."""
+        # What runs before the first managed operator of ``coming`` is still under the cap that the last one has set.
+        at_once = self._is_guarded or (coming is not None and self._cycles.will_be_guarded(coming))
+        if at_once:
+            self._is_open = False
+            self._cap(True)
+        return guarded(
+            self._relieve,
+            at_once=at_once or self._accelerator.may_fail_within(self._plans.budget),
+            note_answered=self._accelerator.note_answered,
+            explain=self._room.refused,
+            uncapped=lambda error: lifted(self._cap, self._is_guarded and self._room.allows(error)),
+        )
+
+    def begin_segment(self, key: SegmentKey, *, is_open: bool = False) -> None:
+        """A forward, backward or step begins. ``is_open``: operators of the caller's own run in it, which nobody tries
+        again."""
+        self.finish_segment()
+        self._is_open = is_open
+        place = self._cycles.begin_segment(key)
+        self._plan, self._position, self._stop = place.plan, place.begin, place.end
+        self._number, self._is_unsure = place.number, place.unsure
+        self._has_left_plan = False
+        if place.number == 0 and (key.trains or key.phase is not Phase.FORWARD):
+            self._activations.begin_iteration()
+        self._set_guarded(place.guarded)
+        if key.phase is not Phase.STEP:  # which uses no copies
+            self._residency.follow_stream()
+        elif self._plan is not None and not place.sample:
+            self._caller.look_back()
+        if place.number == 0 and not place.sample:
+            self._caller.begin_iteration()
+        # A plan that is followed for the first time, or again after something else ran, finds other copies
+        # resident than it left behind.
+        self._backlog.begin(place.missing if self._plan is not None else ())
+        self._activations.reclaim(0)
+        if place.plan is None:
+            self._activations.follow((), ())
+        else:
+            self._activations.follow(place.plan.activations[place.number], place.plan.trace.sizes)
+        if place.sample:
+            self.await_release()
+        self._segment = self._collector.begin_segment(key, sample=place.sample, time=place.time)
+        if place.sample:
+            self._segment.has_gradients = any(has_gradient(tensor) for tensor in self._tensors)
+        elif len(self._gradients.kept) and key.phase is not Phase.STEP:
+            self._plans.samples.note_gradients(key)
+        self._drift = self._measure_drift(self._position)
+        # What runs before the segment's first managed operator has a period too.
+        self.before_operator([], key.phase.value)
+
+    def finish_segment(self) -> None:
+        """The segment, if any, is over."""
+        if self._segment is not None:
+            if self._plan is not None:
+                self._caller.end(self._plan)
+            self._collector.end_segment()
+            self._cycles.end_segment(self._segment)
+            self._segment = self._plan = None
+
+    def before_operator(self, operands: list[ManagedTensor], name: object) -> None:
+        """The pre-op sampling moment: measure, then change the layout as planned, then make operands resident."""
+        self._activations.settle()
+        self._limit_gradients()
+        collector = self._collector
+        if self._is_in_place(operands):
+            self._position += 1
+            if collector.is_clocked:
+                collector.moment(name, ())
+                collector.operands_ready()
+            return
+        indices = tuple([tensor.index for tensor in operands])
+        if collector.is_sampling:
+            self._gradients.reclaim(0)
+            held = tuple(
+                t.index
+                for t in self._residency.resident.values()
+                if (t.users or t.is_held()) and t not in operands
+            )
+            collector.moment(_label(name, operands), indices, held, self._activations.held())
+        else:
+            collector.moment(name, indices)
+        self._change_layout(operands, indices, name)
+
+    @property
+    def follows_plan(self) -> bool:
+        """What runs now was planned, has not left its plan, and is not being measured."""
+        return not (
+            self._plan is None or self._has_left_plan or self._is_guarded or self._collector.is_sampling
+        )
+
+    def renew(self, tensor: ManagedTensor) -> None:
+        """Its copy has been dropped, because home is being written: order one of the result, if it has a place of its
+        own; else as soon as there is room, if it can stay until it is used without displacing a planned one."""
+        plan = self._plan
+        if plan is None:
+            return
+        if tensor.index in plan.renewed:
+            self._backlog.want([tensor.index])
+        elif tensor.index in plan.renewable:
+            self._backlog.want_renewed(tensor, plan.first_uses)
+
+    def homes_written(self, tensors: Sequence[ManagedTensor]) -> None:
+        """The optimizer has stepped: copies of ``tensors`` are worthless, wherever they were."""
+        self._residency.drop_stale(tensors)  # before: what follows does not take their memory
+        self._collector.moment("stepped", ())
+        self._collector.note_queued(tuple(t.index for t in tensors if t.pending is not None))
+        for tensor in tensors:
+            self._collector.count_stale(tensor.index)
+        if self._plan is not None:
+            self._backlog.want(self._plan.renewed)
+        self._change_layout([], (), "stepped")
+
+    def homes_overtook(self, indices: Iterable[int]) -> None:
+        """They have been written since the forward before began, by no step of ours: copies from before are worthless
+        in each such iteration, whether there are any now or not."""
+        for index in indices:
+            self._collector.count_stale(index)
+        if self._plan is not None and not self._plan.overtaken.issuperset(indices):
+            self._cycles.note_outdated()
+
+    def make_room(self, nbytes: int) -> None:
+        """For a saved tensor that comes back at an instant that no plan foresaw."""
+        self._room.require(nbytes, limit=self._limit(), operator=lambda: "a saved tensor")
+
+    def leave_room(self) -> None:
+        """Before what the caller does between forward and backward, unguarded: what was measured of it fits, and where
+        nothing was, all that can leave does."""
+        follows = self._plan is not None and not self._has_left_plan and not self._is_unsure
+        limit = self._limit() if follows else self._plans.measured_limit(self._segment)
+        if self._is_unsure:
+            limit = None
+        plan, sampling = self._plan, self._collector.is_sampling
+        if plan is not None and follows and self._drift and not sampling and not plan.guarded[self._number]:
+            self._caller.begin_after_drift(plan, position=max(0, self._position - 1))
+        # Where forward kept more than was measured, the caller may need more as well.
+        if follows and not self._drift and limit is not None and not self._room.exceeds(limit):
+            return
+        with self._collector.evicting(for_operator=False):
+            self._residency.evict_idle()
+            excess = self._activations.device_bytes if limit is None else self._room.excess(limit)
+            if excess > 0:
+                self._activations.shed(excess)
+
+    def before_backward(self) -> None:
+        """The caller is about to begin one, with what it has made of a forward's results, where nobody could make room:
+        if that is so much more than was measured that the budget may be passed, much leaves now, and more is kept free
+        from the next iteration on."""
+        segment, plan = self._segment, self._plan
+        if segment is None or segment.key.phase is not Phase.FORWARD or segment.left_bytes is not None:
+            return
+        segment.left_bytes = self._collector.non_model_bytes()
+        if plan is None or self._has_left_plan or self._is_unsure or segment.sampled:
+            return
+        more = self._caller.begin_backward(
+            segment, plan, number=self._number, position=max(0, self._position - 1), drift=self._drift
+        )
+        if more > 0:
+            self._drift += more
+            self._set_guarded(True)
+            with self._collector.evicting(for_operator=False):
+                self._room.trim(self._limit(), keep=())
+                self._activations.shed(max(0, self._room.excess(self._limit())))
+
+    def await_release(self) -> None:
+        """Wait for autograd's thread, which may hold what a backward has used for a moment longer than that runs: such
+        copies cannot leave, would be measured as some that never can, and every plan would have to keep them."""
+        until = time.monotonic() + _PATIENCE
+        copies = self._residency.resident
+        while any(t.is_held() and not t.users for t in tuple(copies.values())) and time.monotonic() < until:
+            time.sleep(1e-4)
+
+    def release_cap(self) -> None:
+        """Nothing runs until the next segment: others may have the memory. A model may also be dropped here."""
+        self._cap(False)
+
+    def release_cap_for_gaps(self) -> None:
+        """The caller goes on, and what it does is not tried again: for gaps it is not refused."""
+        if self._accelerator.leaves_gaps:
+            self._cap(False)
+
+    # -- helpers --------------------------------------------------------------------------------------
+
+    def _cap(self, on: bool) -> None:
+        self._accelerator.cap(self._plans.budget if on and not self._is_open else None)
+
+    def _change_layout(self, operands: list[ManagedTensor], indices: tuple[int, ...], name: object) -> None:
+        actions = self._advance(indices)
+        self._backlog.forget_overtaken(actions)
+        if actions.evict or actions.fetch:
+            drift = self._measure_drift(self._position - 1)
+            if drift > self._drift:
+                # The model keeps more than it did, and may do so again within any period.
+                self._drift = drift
+                if (
+                    not self._is_guarded
+                    and self._segment is not None
+                    and self._segment.key.phase is not Phase.STEP
+                ):
+                    self._guard_from_here()
+        self._backlog.evict(actions.evict)
+        if self._drift:
+            self._answer_drift(actions.fetch)
+        limit = self._limit()
+        room = limit - self._gradient_room()
+        self._room.trim(room, keep=indices)
+        if self._plan is not None and self._room.exceeds(limit):
+            self._activations.shed(self._room.excess(limit))
+        self._residency.wanted = frozenset(indices)
+        try:
+            fetched = self._residency.require(operands, limit=limit, operator=lambda: _label(name, operands))
+            if not self._is_guarded and self._room.exceeds(limit):
+                self._guard_from_here()  # the operands alone pass it: what the operator itself needs may not fit
+            if fetched and self._plan is not None:
+                self._collector.count_unplanned(
+                    max(0, fetched - sum(index in indices for index in actions.fetch))
+                )
+            self._backlog.prefetch(actions.fetch, room)
+            self._renew(room)
+        finally:
+            self._residency.wanted = frozenset()
+        self._collector.operands_ready()
+
+    def _set_guarded(self, guarded: bool) -> None:
+        if guarded or self._is_guarded:  # again, because a cap cannot be below what is in use when it is set
+            self._cap(guarded)
+        self._is_guarded = guarded
+
+    def _leave_plan(self) -> None:
+        """What the plan knows of memory holds no longer: from here on keep to the budget as if there were none."""
+        self._has_left_plan = True
+        self._cycles.leave_plan()
+        self._guard_from_here()
+
+    def _guard_from_here(self) -> None:
+        self._set_guarded(True)
+        arm(self._relieve)
+
+    def _is_in_place(self, operands: list[ManagedTensor]) -> bool:
+        """The plan foresaw this moment and asks for nothing, and every operand can be read: the common case."""
+        plan, position = self._plan, self._position
+        if plan is None or position >= self._stop or plan.undisturbed[position] != operands:
+            return False
+        if not self._backlog.is_empty or self._collector.is_sampling:
+            return False
+        limit = plan.limits[position] - self._drift - self._gradient_room()
+        return self._residency.holds(operands, limit=limit)
+
+    def _advance(self, operands: tuple[int, ...]) -> Actions:
+        """The schedule's actions for the moment with these operands; skips moments that did not come."""
+        plan = self._plan
+        if plan is None:
+            return _NOTHING
+        position = self._position
+        if position < self._stop and plan.operands[position] == operands:
+            self._position = position + 1
+            return plan.schedule.actions[position]
+        self._leave_plan()
+        found = plan.find(operands, position, self._stop)
+        if found is None:
+            return _NOTHING
+        self._position = found + 1
+        skipped = plan.schedule.actions[position : found + 1]
+        return Actions(
+            evict=tuple(index for actions in skipped for index in actions.evict),
+            fetch=tuple(index for actions in skipped for index in actions.fetch),
+        )
+
+    def _limit(self) -> int:
+        if self._plan is None:
+            return self._cycles.unplanned_limit(self._segment)
+        limit = self._plan.limits[max(0, self._position - 1)] - self._drift
+        return min(limit, self._cycles.unplanned_limit(None)) if self._has_left_plan else limit
+
+    def _limit_gradients(self) -> None:
+        """Before anything is known, a gradient is handed over at once: what is measured is then the operator's own
+        memory. Afterwards copies may overlap, within what the plan keeps free for them here."""
+        plan, gradients = self._plan, self._gradients
+        limit = 0 if plan is None else plan.gradient_reserves[min(self._position, self._stop - 1)]
+        gradients.in_flight_limit = limit
+        if plan is not None and self._is_backward() and gradients.in_flight_bytes > limit:
+            gradients.reclaim(gradients.in_flight_bytes - limit)
+
+    def _is_backward(self) -> bool:
+        return self._segment is not None and self._segment.key.phase is Phase.BACKWARD
+
+    def _gradient_room(self) -> int:
+        """What has to stay free for gradients that will be on their way before the next moment."""
+        if self._plan is None or not self._is_backward():
+            return 0
+        return max(0, self._gradients.in_flight_limit - self._gradients.in_flight_bytes)
+
+    def _measure_drift(self, position: int) -> int:
+        """How much more non-model data there is than when this moment was measured: tensors the caller keeps, a
+        larger batch on the device. Not at every moment, because reading the counter is slow on some devices."""
+        plan = self._plan
+        if plan is None:
+            return 0
+        return max(0, self._collector.non_model_bytes() - plan.non_model[position] - plan.margin)
+
+    def _answer_drift(self, planned: tuple[int, ...]) -> None:
+        """If what is planned does not fit beside it: what other managers have fetched since it was measured may leave,
+        at no more cost than ours; only if that is not enough, it is growth."""
+        assert self._plan is not None
+        sizes = self._plan.trace.sizes
+        coming = sum(sizes[index] for index in self._backlog.missing(planned))
+        short = self._room.excess(self._limit() - self._gradient_room() - coming)
+        if short > 0:
+            given = self._room.ask(short, False)
+            if given:
+                self._drift = self._measure_drift(max(0, self._position - 1))
+            if given < short:
+                self._plans.outgrown.note(self._drift)
+
+    def _renew(self, limit: int) -> None:
+        if self._backlog.may_renew:
+            assert self._plan is not None
+            self._gradients.reclaim(0)
+            self._backlog.renew(limit, self._plan.spare[max(0, self._position - 1)])
+
+    def _enough(self) -> int | None:
+        """A budget for all that was measured, beside what there is now and was not then; None without a plan."""
+        plan, needs = self._plan, self._plans.needs()
+        if plan is None or needs is None:
+            return None
+        more = self._collector.non_model_bytes() - plan.non_model[max(0, self._position - 1)]
+        seen = self._drift + plan.margin if self._drift else 0
+        return needs[0] + max(0, more, seen)
+
+    def _next_use(self, tensor: ManagedTensor) -> float:
+        if self._plan is None:
+            return float("inf")
+        return self._plan.next_use(tensor.index, self._position)
+
+
+def _label(name: object, operands: list[ManagedTensor]) -> str:
+    text = name if isinstance(name, str) else getattr(name, "__name__", str(name))
+    return f"{text}({', '.join(tensor.name for tensor in operands)})" if operands else text

@@ -1,0 +1,242 @@
+"""Out-of-memory errors, answered by making room.
+
+Owns the retry. An iteration that follows no plan may need more than is left beside the copies that are resident;
+the device's allocator is then capped at the budget (`Accelerator.cap`), so that an operator that would pass it
+fails, and the guard evicts what no operator uses and runs that operator again. Operators allocate before they
+write, so running one again after a failed allocation repeats nothing.
+
+It costs a few microseconds an operator: iterations that follow their plan run without it.
+
+[Note: formulas]
+ATen chooses the backward formula of a few operators by whether any dispatch mode is active, and another formula
+gives other bits. For those nodes the guard steps aside, after making all the room there is. Which they are was
+found by running PyTorch's operator database, and losses of mixed types, with and without a mode.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
+from torch.utils.hooks import RemovableHandle
+
+from hetero.stm.tensors.fetch import plain
+
+__all__ = ["arm", "formulas_kept", "guarded", "lifted", "unguarded"]
+
+_CHOSEN_BY_MODE = frozenset(
+    {
+        "ProdBackward0",
+        "ProdBackward1",
+        "CumprodBackward0",
+        "MaskedFillBackward1",
+        # Only where types are mixed: in place, or not.
+        "BinaryCrossEntropyBackward0",
+        "BinaryCrossEntropyWithLogitsBackward0",
+    }
+)
+
+
+Explain = Callable[[str, torch.OutOfMemoryError], Exception]
+"""What to raise for an operator of that name, and the allocator's error, when nothing is left to be freed."""
+
+Uncapped = Callable[[torch.OutOfMemoryError], contextlib.AbstractContextManager[bool]]
+"""Within it the allocator is not capped, if it has refused what the budget allows; whether it was."""
+
+
+class _Guard(TorchDispatchMode):
+    """While it is active, every operator is tried again after ``relieve()`` freed memory."""
+
+    def __init__(
+        self,
+        relieve: Callable[[], int],
+        note_answered: Callable[[], None],
+        explain: Explain,
+        uncapped: Uncapped,
+    ) -> None:
+        super().__init__()
+        self._explain = explain
+        self._uncapped = uncapped
+        self.relieve = relieve
+        self._note_answered = note_answered
+        self.is_armed = False
+        # Of backwards that run within it, as long as it is not armed.
+        self.roots: list[list[Any]] = []
+        self.handles: list[RemovableHandle] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Below autograd a managed parameter is only memory at home: it must not be intercepted again.
+        with plain(), contextlib.ExitStack() as stack:
+            is_uncapped = False
+            while True:
+                try:
+                    return func(*args, **(kwargs or {}))
+                except torch.OutOfMemoryError as error:
+                    if self.relieve() == 0:
+                        if is_uncapped or not stack.enter_context(self._uncapped(error)):
+                            raise self._explain(str(func), error) from error
+                        is_uncapped = True
+                    self._note_answered()
+
+
+class _Here(threading.local):
+    guard: _Guard | None = None
+
+
+_here = _Here()
+_guards: list[_Guard] = []  # of all threads
+
+
+@contextlib.contextmanager
+def guarded(
+    relieve: Callable[[], int],
+    *,
+    at_once: bool,
+    note_answered: Callable[[], None] = lambda: None,
+    explain: Explain = lambda operator, error: error,
+    uncapped: Uncapped = lambda error: contextlib.nullcontext(False),
+) -> Iterator[None]:
+    """Within it, operators of this thread, and of a backward that begins here, are guarded: ``at_once``, or from
+    `arm` on. ``note_answered``: called for each error after which an operator is tried again. ``explain``,
+    ``uncapped``: see `Explain`, `Uncapped`."""
+    guard = _Guard(relieve, note_answered, explain, uncapped)
+    outer, _here.guard = _here.guard, guard
+    _guards.append(guard)
+    if at_once:
+        arm(relieve)
+    try:
+        yield
+    finally:
+        _here.guard = outer
+        _guards.remove(guard)
+        if guard.is_armed:
+            _remove(guard)
+
+
+@contextlib.contextmanager
+def lifted(cap: Callable[[bool], None], lifts: bool) -> Iterator[bool]:
+    """An `Uncapped`, of a ``cap`` that is on: whether it ``lifts`` is decided."""
+    if lifts:
+        cap(False)
+    try:
+        yield lifts
+    finally:
+        if lifts:
+            cap(True)
+
+
+def arm(relieve: Callable[[], int]) -> None:
+    """What runs now on this thread needs guarding after all, by the guard that has ``relieve``.
+
+    In a backward, which runs on threads of autograd's, it is every node that is still to come."""
+    guard = _here.guard
+    if guard is None:
+        guard = next((guard for guard in reversed(_guards) if guard.relieve == relieve), None)
+        if guard is not None and guard.roots and not guard.handles:
+            _arm_nodes(guard, guard.roots[-1])
+    elif not guard.is_armed:
+        guard.is_armed = True
+        _push_below(guard)
+
+
+def _arm_nodes(guard: _Guard, roots: Sequence[Any]) -> None:
+    def put_in_place(gradients: Any) -> None:
+        _push_below(guard)  # for this node: autograd restores its threads' modes afterwards
+
+    def step_aside(gradients: Any) -> None:
+        while guard.relieve():
+            pass
+
+    for node in _reachable(roots):
+        name = node.name()
+        # Those at home run on another thread, now perhaps, and take nothing of the device.
+        if name != "torch::autograd::AccumulateGrad":
+            hook = step_aside if name in _CHOSEN_BY_MODE else put_in_place
+            guard.handles.append(node.register_prehook(hook))
+    _push_below(guard)
+
+
+def _push_below(guard: _Guard) -> None:
+    # Below the modes of others that were entered since: they leave in their own order.
+    others = _pop_all()
+    if guard not in others:
+        _push_mode(guard)
+    _push_all(others)
+
+
+@contextlib.contextmanager
+def unguarded() -> Iterator[None]:
+    """Within it, nothing is guarded on this thread. Dispatch modes of others stay."""
+    if any(isinstance(mode, _Guard) for mode in _get_current_dispatch_mode_stack()):
+        with _disable_current_modes():
+            yield
+    else:
+        yield
+
+
+@contextlib.contextmanager
+def formulas_kept(outputs: Sequence[Any]) -> Iterator[None]:
+    """Around a backward from ``outputs`` (tensors or gradient edges): [Note: formulas]; it may be armed while it
+    runs."""
+    handles: list[RemovableHandle] = []
+    waiting = None
+    roots = [output.grad_fn if isinstance(output, torch.Tensor) else output.node for output in outputs]
+    if any(isinstance(mode, _Guard) for mode in _get_current_dispatch_mode_stack()):
+        nodes = [node for node in _reachable(roots) if node.name() in _CHOSEN_BY_MODE]
+        handles = [node.register_prehook(_step_aside) for node in nodes]
+    elif _here.guard is not None:
+        waiting = _here.guard
+        waiting.roots.append(roots)
+    try:
+        yield
+    finally:
+        if waiting is not None:
+            waiting.roots.pop()
+            handles, waiting.handles = waiting.handles, []
+        for handle in handles:
+            handle.remove()
+
+
+def _step_aside(gradients: Any) -> None:
+    # Autograd restores its threads' modes after every node: this lasts for one.
+    modes = _pop_all()
+    for mode in modes:
+        if isinstance(mode, _Guard):
+            while mode.relieve():
+                pass
+    _push_all([mode for mode in modes if not isinstance(mode, _Guard)])
+
+
+def _reachable(roots: Sequence[Any]) -> Iterator[Any]:
+    waiting = [root for root in roots if root is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+
+
+def _remove(guard: _Guard) -> None:
+    others = _pop_all()
+    _push_all([mode for mode in others if mode is not guard])
+
+
+def _pop_all() -> list[TorchDispatchMode]:
+    """From the innermost on."""
+    return [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
+
+
+def _push_all(modes: list[TorchDispatchMode]) -> None:
+    for mode in reversed(modes):
+        _push_mode(mode)

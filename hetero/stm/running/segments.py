@@ -1,0 +1,248 @@
+"""Where the managed model's forward, backward and step begin and end.
+
+Owns which forwards wait for their backward, and so the keys of segments (`hetero.msc.SegmentKey`). Invariant: whatever
+ends by an exception leaves no segment that counts as measured, and no operator that counts as running. What
+happens within a segment is `hetero.stm.running.executor`'s.
+"""
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from hetero.errors import ManageError
+from hetero.msc import MemStatsCollector, Phase, SegmentKey
+from hetero.stm.activations.offload import Activations
+from hetero.stm.copies.residency import Residency
+from hetero.stm.gradients.offload import Gradients
+from hetero.stm.running.executor import Executor
+from hetero.stm.tensors.fetch import plain
+from hetero.stm.tensors.managed import ManagedTensor
+
+__all__ = ["Segments"]
+
+_BACKWARD = Phase.BACKWARD  # every operator of a backward looks, and an enum's members are slow to look up
+
+_PARTS = "parts"  # the signature of a forward that the model was not called for
+
+
+class Segments:
+    """The boundaries of segments, for one model. ``lock``: the manager's."""
+
+    def __init__(
+        self,
+        tensors: Sequence[ManagedTensor],
+        residency: Residency,
+        gradients: Gradients,
+        activations: Activations,
+        collector: MemStatsCollector,
+        executor: Executor,
+        *,
+        lock: contextlib.AbstractContextManager[bool],
+        has_optimizer: bool,
+    ) -> None:
+        self._tensors = tensors
+        self._residency = residency
+        self._gradients = gradients
+        self._activations = activations
+        self._collector = collector
+        self._executor = executor
+        self._lock = lock
+        self._has_optimizer = has_optimizer
+        self._pending_forwards: list[SegmentKey] = []
+        self._clocks_before_step: list[int] = []
+        # Homes' clocks when the forward before began, by index; of those that were being updated then, none.
+        self._clocks: dict[int, int] = {}
+        # Of the backwards that run now, on any thread: whether they return gradients.
+        self._backwards: list[bool] = []
+        # The threads of forwards and backwards that run now, once for each.
+        self._threads: list[int] = []
+
+    def begin_forward(self, signature: object, *, trains: bool, is_open: bool = False) -> None:
+        """The managed model's forward begins. ``trains``: it may have a backward; ``is_open``: as in
+        `Executor.begin_segment`."""
+        with self._lock:
+            self._residency.follow_homes()  # may raise, and then nothing has begun
+            key = SegmentKey(Phase.FORWARD, trains, (signature, *(self._graph() if trains else (0,))))
+            if trains:
+                self._activations.begin_forward(len(self._pending_forwards))
+            self._executor.begin_segment(key, is_open=is_open)
+            self._executor.homes_overtook(self._written())
+            if trains:
+                self._pending_forwards.append(key)
+            if not is_open:
+                self._threads.append(threading.get_ident())
+
+    def begin_outside(self) -> None:
+        """Autograd records an operator outside of the model's forward (`model.encoder(x)`, a penalty in the loss): if
+        none has begun for it to be a part of, one does that nobody will end."""
+        segment = self._executor.segment
+        if segment is not None and segment.key.phase is Phase.FORWARD and segment.key.trains:
+            return
+        with self._lock:
+            self.begin_forward(_PARTS, trains=True, is_open=True)
+            begun = self._executor.segment
+            assert begun is not None
+            begun.complete = True
+
+    def end_forward(self, *, complete: bool) -> None:
+        """It ended; ``complete`` False: by an exception."""
+        with self._lock:
+            self._threads.remove(threading.get_ident())
+            refused = None
+            try:
+                self._residency.write_back_all()
+            except ManageError as error:
+                if complete:  # else the caller learns of something else already
+                    refused = error
+                complete = False
+            segment = self._executor.segment
+            if segment is not None:
+                segment.complete = complete
+            if not complete:
+                self._void()
+            else:
+                if segment is not None and segment.key.trains:
+                    # A period of its own: what the last operator saved may leave before it, as the plan says.
+                    self._executor.before_operator([], "after the model")
+                if self._executor.is_guarded:
+                    self._executor.leave_room()
+            if not complete or (segment is not None and not segment.key.trains):
+                self._executor.release_cap()
+            else:
+                self._executor.release_cap_for_gaps()
+            if refused is not None:
+                raise refused
+
+    def begin_step(self) -> None:
+        """The optimizer's step begins; what the one before it left to be done is done."""
+        with self._lock:
+            with self._collector.waiting_for_host():
+                self._residency.finish_updates(self._tensors)
+            self._residency.write_back_all()  # through views that are held
+            self._executor.begin_segment(SegmentKey(Phase.STEP, True, None))
+            self._pending_forwards.clear()
+            self._clocks = {}
+            self._gradients.reclaim(0)
+            self._clocks_before_step = [tensor.home_clock for tensor in self._tensors]
+
+    def end_step(self, *, complete: bool) -> None:
+        """Homes have been written, or will be: forget older copies."""
+        with self._lock:
+            segment = self._executor.segment
+            if segment is not None:
+                segment.complete = complete
+            before = self._clocks_before_step
+            written = [
+                t
+                for t, clock in zip(self._tensors, before, strict=True)
+                if t.pending is not None or t.home_clock != clock
+            ]
+            if complete:
+                self._executor.homes_written(written)
+            else:
+                self._residency.drop_stale(written)
+                self._executor.finish_segment()
+            self._executor.release_cap()
+
+    @contextlib.contextmanager
+    def backward(self, *, captures: bool) -> Iterator[None]:
+        """Surrounds every backward of the process, whether or not it reaches this model."""
+        # Only at home does autograd read parameters, and add to gradients, without telling us.
+        with self._lock:
+            for tensor in self._tensors:
+                tensor.note_backward()
+                if tensor.used_at_home:
+                    self._residency.settle(tensor)
+                    self._gradients.wait(tensor)
+                    self._gradients.norms.forget(tensor.index)
+            if self._pending_forwards:
+                self._executor.before_backward()
+            self._backwards.append(captures)
+            self._threads.append(threading.get_ident())
+            self._gradients.kept.keeps = not any(self._backwards)
+        complete = False
+        try:
+            with self._guarded_backward():
+                yield
+            complete = True
+        finally:
+            with self._lock:
+                self._backwards.remove(captures)
+                self._threads.remove(threading.get_ident())
+                self._gradients.kept.keeps = bool(self._backwards) and not any(self._backwards)
+                self._gradients.additions.flush()
+                segment = self._executor.segment
+                in_backward = segment is not None and segment.key.phase is Phase.BACKWARD
+                if segment is not None and in_backward:
+                    segment.complete = complete
+                if not complete and (in_backward or self._pending_forwards):
+                    # It may have failed before it reached a parameter: then the forward's last period was cut short.
+                    self._void()
+                if captures or not complete:
+                    self._gradients.norms.forget_all()
+                    self._gradients.wait_all(self._tensors)
+                    if not self._backwards:
+                        self._gradients.kept.forget_lost(self._tensors)
+                if not (self._has_optimizer and complete):  # nothing tells when the iteration is over
+                    self._executor.release_cap()
+
+    @property
+    def mixed_device(self) -> torch.device | None:
+        """The device, where graphs may have nodes at home as well (`hetero.stm.interception.onethread`)."""
+        mixed = self._gradients.have_graphs or any(tensor.used_at_home for tensor in self._tensors)
+        return self._tensors[0].owner.device if mixed else None
+
+    def wait_for_gradients(self) -> None:
+        """Every gradient that was handed over can be read afterwards."""
+        with self._lock:
+            self._gradients.norms.forget_all()
+            self._gradients.wait_all(self._tensors)
+
+    def enter_backward(self) -> None:
+        """First sign that the backward that runs now reaches this model."""
+        segment = self._executor.segment
+        if segment is None or segment.key.phase is not _BACKWARD:
+            self._executor.begin_segment(self._backward_key())
+            self._pending_forwards.clear()
+
+    def _graph(self) -> tuple[object, ...]:
+        """What decides which graph a forward makes: how many others wait for their backward, and who is frozen."""
+        with plain():
+            frozen = tuple(t.index for t in self._tensors if not t.parameter.requires_grad)
+        return len(self._pending_forwards), frozen
+
+    def _written(self) -> list[int]:
+        """Whose home has been written since the forward before began, and not by a step of ours."""
+        before = self._clocks
+        self._clocks = {t.index: t.home_clock for t in self._tensors if t.pending is None}
+        return [index for index, clock in self._clocks.items() if before.get(index, clock) != clock]
+
+    def forget_forwards(self) -> None:
+        """None waits for its backward."""
+        self._pending_forwards.clear()
+
+    def _void(self) -> None:
+        """What ran was left by an exception."""
+        segment = self._executor.segment
+        if segment is not None:
+            segment.complete = False
+        self._executor.finish_segment()
+        self._pending_forwards.clear()
+        if not set(self._threads) - {threading.get_ident()}:  # else it may be another's operator that runs
+            for tensor in self._tensors:
+                tensor.abandon_compute()
+        self._residency.await_copies()
+        self._activations.await_copies()
+
+    def _guarded_backward(self) -> contextlib.AbstractContextManager[None]:
+        segment = self._executor.segment
+        if segment is not None and segment.key.phase is Phase.BACKWARD:
+            return self._executor.guarded()
+        if self._pending_forwards:
+            return self._executor.guarded(self._backward_key())
+        return contextlib.nullcontext()  # no forward of ours waits for it
+
+    def _backward_key(self) -> SegmentKey:
+        return SegmentKey(Phase.BACKWARD, True, tuple(self._pending_forwards))

@@ -1,0 +1,194 @@
+"""What one ``optimizer.step()`` leaves to be done later, and what it does itself.
+
+Owns the choice, parameter by parameter, and ``param_groups`` while the step runs: they hold only what is stepped at
+once, with the kernels that `hetero.stm.updates.kernels` chooses. Invariant: after the step, however it ended, the
+groups are the user's; each parameter has been captured or has been left in them, never both.
+
+[Note: what is queued]
+A parameter that has been stepped before (so that its state exists), whose optimizer treats each by itself, and whose
+memory, gradient and state nobody else holds (`hetero.stm.tensors.exposure`).
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from hetero.stm.interception.intercept import is_managed, managed_of
+from hetero.stm.manager import Arrivals, StatefulTensorMgr
+from hetero.stm.step.devicehomes import DeviceUpdate
+from hetero.stm.step.jobs import Captured
+from hetero.stm.step.watched import WatchedState
+from hetero.stm.tensors.exposure import gradient_is_plain, gradient_is_private, state_is_private
+from hetero.stm.tensors.fetch import plain
+from hetero.stm.tensors.managed import ManagedTensor
+from hetero.stm.updates.captured import ParameterUpdate, device_update, home_update, settings_of
+from hetero.stm.updates.kernels import split
+from hetero.stm.updates.optimizers import make_shell
+
+__all__ = ["Capture"]
+
+Group = dict[str, Any]
+
+
+class Capture:
+    """Of one optimizer's steps. ``stepped``: parameters whose state exists, by index; ``kept_ids`` as in `HostStep`."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        manager: StatefulTensorMgr,
+        *,
+        stepped: Callable[[], set[int]],
+        kept_ids: Callable[[], frozenset[int]],
+    ) -> None:
+        self._optimizer = optimizer
+        self._stm = manager
+        self._stepped = stepped
+        self._kept_ids = kept_ids
+        self._groups: list[Group] | None = None  # the user's, while others stand in their place
+        self._written_unseen: list[torch.Tensor] = []
+        # Updates that may make the first entry of a parameter of whose optimizer nothing was kept so far.
+        self._without_entry: list[tuple[Any, ParameterUpdate]] = []
+        # Of the step that runs: for the queue's thread, and on the device.
+        self.queued: list[Captured] = []
+        self.here: list[DeviceUpdate] = []
+
+    @property
+    def is_under_way(self) -> bool:
+        """The groups are not the user's now."""
+        return self._groups is not None
+
+    def managed(self) -> list[ManagedTensor]:
+        """Of the optimizer's parameters, those that are ours."""
+        return [
+            managed_of(parameter)
+            for group in self._optimizer.param_groups
+            for parameter in group["params"]
+            if is_managed(parameter) and managed_of(parameter).owner is self._stm
+        ]
+
+    def is_ours(self, parameter: torch.Tensor) -> bool:
+        """One of them, and its home is on the host."""
+        return (
+            parameter.device.type == "cpu"
+            and is_managed(parameter)
+            and managed_of(parameter).owner is self._stm
+        )
+
+    def choose(self) -> dict[int, ManagedTensor]:
+        """[Note: what is queued], as far as it is a matter of one parameter. By index."""
+        kept, stepped = self._kept_ids(), self._stepped()
+        chosen = {}
+        with plain():
+            for tensor in self.managed():
+                if tensor.pending is not None:  # being tried, and right so far
+                    chosen[tensor.index] = tensor
+                    continue
+                if tensor.index in stepped and gradient_is_plain(tensor.parameter.grad):
+                    entry = dict.get(self._optimizer.state, tensor.parameter)
+                    if (
+                        gradient_is_private(tensor.parameter)
+                        and tensor.is_private()
+                        and (entry is None or state_is_private(entry, kept))
+                    ):
+                        chosen[tensor.index] = tensor
+                    del entry  # or the next one of it would be counted twice
+        return chosen
+
+    def take(self, later: dict[int, ManagedTensor], here: dict[int, ManagedTensor]) -> None:
+        """Take ``later`` out of the groups; of these, ``here`` are stepped on the device."""
+        optimizer = self._optimizer
+        arrivals = self._stm.begin_writes_later([t for index, t in later.items() if index not in here])
+        # Each is used by one thread at a time: the queue's, and this one.
+        shell, shell_here = make_shell(optimizer), make_shell(optimizer)
+        rest = []
+        with plain():
+            for group in optimizer.param_groups:
+                settings = settings_of(optimizer, group)
+                kept = []
+                for parameter in group["params"]:
+                    tensor = later.get(managed_of(parameter).index) if is_managed(parameter) else None
+                    if tensor is None or tensor.parameter is not parameter:
+                        kept.append(parameter)
+                    elif tensor.index in here:
+                        entry = dict.get(optimizer.state, parameter)
+                        make = partial(device_update, shell_here, parameter, settings, entry)
+                        self.here.append(DeviceUpdate(tensor, make))
+                    else:
+                        self._queue(tensor, arrivals[tensor.index], shell, settings)
+                if kept:
+                    rest.append({**group, "params": kept})
+        given = optimizer.param_groups
+        self._groups, optimizer.param_groups = given, [*rest, *_one_not_capturable(rest, given)]
+
+    def use_kernels(self) -> None:
+        """What the step is left to do, it does with the kernels that `hetero.stm.updates.kernels` chooses."""
+        optimizer = self._optimizer
+        given = optimizer.param_groups
+        groups, self._written_unseen = split(optimizer, given, self.is_ours)
+        if self._written_unseen:
+            if self._groups is None:
+                self._groups = given
+            optimizer.param_groups = groups
+
+    def end_groups(self) -> None:
+        """They are the user's again."""
+        if self._groups is not None:
+            self._optimizer.param_groups, self._groups = self._groups, None
+
+    def move_versions(self) -> None:
+        """As a for-loop would have."""
+        written, self._written_unseen = self._written_unseen, []
+        with plain():
+            torch.autograd.graph.increment_version(written)
+
+    def end(self) -> tuple[list[Captured], list[DeviceUpdate]]:
+        """What was captured is the caller's now: for the queue, and for the device."""
+        queued, here = self.queued, self.here
+        self.queued, self.here = [], []
+        return queued, here
+
+    def commit(self) -> None:
+        """States that updates have made are the optimizer's. Nothing may be queued."""
+        made, self._without_entry = self._without_entry, []
+        if made and not isinstance(self._optimizer.state, WatchedState):
+            return  # somebody has put another dict in its place since
+        for parameter, update in made:
+            self.enter_state(parameter, update)
+
+    def enter_state(self, parameter: torch.Tensor, update: ParameterUpdate) -> bool:
+        """``update`` is done: what it has made where nothing was kept so far is the optimizer's; whether there is."""
+        if update.new_entry is None:
+            return False
+        with plain():
+            dict.__setitem__(self._optimizer.state, parameter, update.new_entry)
+        return True
+
+    def forget_states(self) -> None:
+        """The optimizer has others now."""
+        self._without_entry.clear()
+
+    def _queue(
+        self,
+        tensor: ManagedTensor,
+        arrivals: Arrivals,
+        shell: torch.optim.Optimizer,
+        settings: tuple[Group, Group | None],
+    ) -> None:
+        parameter = tensor.parameter
+        gradient = parameter.grad
+        assert gradient is not None
+        entry = dict.get(self._optimizer.state, parameter)
+        update = home_update(shell, parameter, settings, entry, tensor.home, gradient)
+        if entry is None:
+            self._without_entry.append((parameter, update))
+        self.queued.append(Captured(tensor=tensor, update=update, arrivals=arrivals, gradient=gradient))
+
+
+def _one_not_capturable(rest: list[Group], given: list[Group]) -> list[Group]:
+    """Where it takes one: torch warns once of an optimizer all of whose groups are capturable, and all of none are."""
+    if any(not group.get("capturable", True) for group in rest):
+        return []
+    return [{**group, "params": []} for group in given if not group.get("capturable", True)][:1]

@@ -1,0 +1,377 @@
+"""Parameters that live on the device: with gradient and optimizer states, stepped there.
+
+Owns which do, how they come to and go from there, and their step. Which should is the plan's choice
+(`hetero.eviction.device_homes`); they move at a step, and home at once when memory runs short. Invariant: for the user
+nothing is elsewhere: home follows when somebody looks at it, ``p.grad`` and states likewise, and what cannot be watched
+is stepped at home.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from hetero.devices import Accelerator
+from hetero.errors import BudgetError, ManageError
+from hetero.eviction import HomeCost
+from hetero.stm.manager import StatefulTensorMgr
+from hetero.stm.tensors.exposure import state_is_private
+from hetero.stm.tensors.fetch import plain
+from hetero.stm.tensors.homes import set_memory
+from hetero.stm.tensors.managed import ManagedTensor
+from hetero.stm.updates.captured import ParameterUpdate, run_together
+from hetero.stm.updates.kernels import same_layout, will_take_fused
+from hetero.stm.updates.temporaries import is_measured, temporaries
+
+__all__ = ["DeviceHomes", "DeviceUpdate", "can_step_on_device"]
+
+_Group = dict[str, Any]
+
+
+def can_step_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """One of torch's own that steps each parameter by itself, beside which it is known what its updates need."""
+    return is_measured(optimizer)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceUpdate:
+    """A captured update of a parameter that lived on the device at the capture: ``make(parameter, gradient)``."""
+
+    tensor: ManagedTensor
+    make: Callable[[torch.Tensor, torch.Tensor], ParameterUpdate]
+
+
+# Steps in a row at which a parameter cannot be stepped on the device as planned, until it is planned at home.
+_PATIENCE = 3
+
+
+class DeviceHomes:
+    """Those of one optimizer. ``allowed``: by the user; ``stepped``: indices of parameters whose states exist;
+    ``note_states``: the books should look where these are."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        stm: StatefulTensorMgr,
+        accelerator: Accelerator,
+        *,
+        allowed: bool,
+        stepped: Callable[[], set[int]],
+        note_states: Callable[[], None],
+    ) -> None:
+        self._optimizer = optimizer
+        self._note_states = note_states
+        self._stm = stm
+        self._accelerator = accelerator
+        self._allowed = allowed
+        self._stepped = stepped
+        self._here: dict[int, ManagedTensor] = {}
+        self._refused: Counter[int] = Counter()
+        # Of the updates on the host: bytes of parameters, and the time they took.
+        self._host_bytes = 0
+        self._host_seconds = 0.0
+        self._fastest: float | None = None  # seconds a byte
+        self.have_moved = False
+        # Weakly: identities keep `stm` where Python's collector cannot see it, and we reach the user's optimizer.
+        me = weakref.ref(self)
+        stm.residency.room.send_home = lambda nbytes: 0 if (here := me()) is None else here.send_home(nbytes)
+        stm.plans.home_costs = lambda: {} if (here := me()) is None else here.costs()
+        stm.home_choice.send_home = lambda indices: None if (here := me()) is None else here.leave(indices)
+        stm.plans.timings.host_fastest = lambda: 0.0 if (here := me()) is None else here._fastest or 0.0
+        stm.plans.timings.host_work = lambda: (0, 0.0) if (here := me()) is None else here.host_work
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of the parameters that live on the device."""
+        return frozenset(tensor.name for tensor in self._here.values())
+
+    @property
+    def host_work(self) -> tuple[int, float]:
+        """Bytes of parameters that the queue's thread has updated, and the seconds it took."""
+        return self._host_bytes, self._host_seconds
+
+    @property
+    def stepped(self) -> set[int]:
+        """Indices of the parameters whose states exist, if they need any."""
+        return self._stepped()
+
+    def note_seconds(self, nbytes: int, seconds: float) -> None:
+        """The queue's thread has updated ``nbytes`` of parameters."""
+        self._host_bytes += nbytes
+        self._host_seconds += seconds
+        if nbytes:
+            rate = seconds / nbytes
+            self._fastest = rate if self._fastest is None else min(self._fastest, rate)
+
+    def seconds_for(self, nbytes: int) -> float | None:
+        """That updating ``nbytes`` of parameters on the host takes; None before as much has been timed."""
+        if self._host_bytes < max(nbytes, 1):
+            return None
+        return nbytes * self._host_seconds / self._host_bytes
+
+    def costs(self) -> dict[int, HomeCost]:
+        """What each parameter would cost on the device; none before one round of updates has been timed."""
+        stepped, groups = self._stepped(), self._groups()
+        tensors = [
+            tensor
+            for tensor in self._stm.tensors
+            if tensor.index in stepped
+            and id(tensor.parameter) in groups  # it may have been taken out since
+            and not tensor.used_at_home
+            and tensor.low is None
+            and self._refused[tensor.index] < _PATIENCE
+        ]
+        if not self._can_step() or not self._is_timed(tensors):
+            return {}
+        seconds_per_byte = self._host_seconds / max(self._host_bytes, 1)
+        costs = {}
+        for tensor in tensors:
+            states = self._states(tensor, groups)
+            nbytes = sum(self._accelerator.allocated_size(state.nbytes) for state in states)
+            touched = tensor.parameter.numel() * tensor.parameter.element_size()
+            costs[tensor.index] = HomeCost(
+                nbytes=nbytes + 2 * tensor.device_nbytes,
+                gradient_nbytes=tensor.device_nbytes,
+                step_nbytes=self._update_bytes(tensor, groups),
+                step_seconds=touched * seconds_per_byte,
+            )
+        return costs
+
+    def take(self, candidates: Mapping[int, ManagedTensor]) -> dict[int, ManagedTensor]:
+        """Move those of ``candidates`` to the device that the plan wants there, and all others home. Returns which
+        live there now."""
+        if not self._can_step():
+            candidates = {}
+        wanted, groups = self._stm.device_homes(), self._groups()
+        for index in [index for index in self._here if index not in wanted or index not in candidates]:
+            self._send(self._here[index], groups)
+        for index in sorted(wanted & candidates.keys()):
+            if not self._bring(candidates[index], groups):
+                break
+        for index in wanted:
+            is_stepped = self._stm.tensors[index].parameter.requires_grad  # a frozen one may be again
+            self._refused[index] = self._refused[index] + 1 if is_stepped and index not in self._here else 0
+            if self._refused[index] == _PATIENCE:
+                self._stm.home_choice.refuse()
+        self.note_moves()  # at once: what the books do not know of counts as the operators' own
+        return dict(self._here)
+
+    def run(
+        self, updates: Iterable[DeviceUpdate], note: Callable[[ManagedTensor, ParameterUpdate], None]
+    ) -> None:
+        """Step them, and ``note`` each once it is done: it may have made a state. Those of one kin that there is room
+        for side by side take one call of step."""
+        groups = self._groups()
+        batch: list[tuple[ManagedTensor, ParameterUpdate]] = []
+        reserved = 0
+        for item in updates:
+            tensor = item.tensor
+            room = self._update_bytes(tensor, groups) + self._stm.grads.on_device_nbytes(tensor)
+            if not (batch and self._stm.residency.room.has(reserved + room)):
+                self._run_here(batch, note)
+                reserved = 0
+                if not self._stm.residency.room.make(room):
+                    self.send_home(room)
+            if not tensor.stays or tensor.data is None:  # it had to leave just now
+                self._stm.before_home_writes([tensor])
+                update = item.make(tensor.home, cast(torch.Tensor, tensor.parameter.grad))
+                update.run()
+                tensor.note_write()
+                note(tensor, update)
+                continue
+            update = item.make(tensor.data, self._stm.grads.on_device(tensor))
+            if batch and (update.kin is None or update.kin != batch[-1][1].kin):
+                self._run_here(batch, note)
+                reserved = 0
+            batch.append((tensor, update))
+            reserved += room
+        self._run_here(batch, note)
+
+    def _run_here(
+        self,
+        batch: list[tuple[ManagedTensor, ParameterUpdate]],
+        note: Callable[[ManagedTensor, ParameterUpdate], None],
+    ) -> None:
+        """And leave it empty."""
+        if not batch:
+            return
+        present, batch[:] = list(batch), []
+        versions = [cast(torch.Tensor, tensor.data)._version for tensor, _ in present]
+        run_together([update for _, update in present])
+        for (tensor, update), version in zip(present, versions, strict=True):
+            if cast(torch.Tensor, tensor.data)._version == version:  # fused kernels write without moving it
+                tensor.clean_version -= 1
+            tensor.identity = None  # older graphs reach the parameter by it
+            note(tensor, update)
+
+    def is_whole(self) -> bool:
+        """All that are stepped live here."""
+        away = self._stepped() - self._here.keys()
+        return self._can_step() and not any(self._stm.tensors[i].parameter.requires_grad for i in away)
+
+    def complete(self) -> bool:
+        """Bring what is not stepped any more; False if any state is left at home."""
+        groups = self._groups()
+        for index in self._stepped() - self._here.keys():
+            if not self._bring(self._stm.tensors[index], groups):
+                return False
+        states = (state for tensor in self._stm.tensors for state in self._states(tensor, groups))
+        return all(state.device.type != "cpu" for state in states)
+
+    def whole_bytes(self) -> int:
+        """Of all states on the device, those included that have yet to be made."""
+        groups, stepped = self._groups(), self._stepped()
+        known, missing, most = 0, 0, 0.0
+        for tensor in self._stm.tensors:
+            if id(tensor.parameter) not in groups:
+                continue
+            states = self._states(tensor, groups)
+            nbytes = sum(self._accelerator.allocated_size(state.nbytes) for state in states)
+            if states:
+                known += nbytes + self._accelerator.allocated_size(1)  # its number of steps
+                most = max(most, nbytes / max(tensor.device_nbytes, 1))
+            elif tensor.index not in stepped and tensor.parameter.requires_grad:
+                missing += tensor.device_nbytes
+        return known + int(missing * most)
+
+    def adopt(self, indices: Iterable[int]) -> None:
+        """They are on the device, with their states (`hetero.stm.settled`)."""
+        for index in indices:
+            tensor = self._stm.tensors[index]
+            tensor.stays = True
+            self._here[index] = tensor
+
+    def bring_states_home(self, kept: frozenset[int] | None) -> None:
+        """Somebody is about to look at them: an alias taken on the device would be stale once they have left it. The
+        next step brings back those that nobody holds. ``kept``: only those that somebody holds already, besides us,
+        who hold those with these ids."""
+        with plain():
+            groups = self._groups()
+            for tensor in self._here.values():
+                entry = dict.get(self._optimizer.state, tensor.parameter)
+                held = kept is None or (entry is not None and not state_is_private(entry, kept))
+                del entry  # or the next one of it would be counted twice
+                if held:
+                    self._send_states(tensor, groups)
+
+    def keep_home(self, tensor: ManagedTensor) -> None:
+        """Somebody has had its states and may have put them on the device. That is for us to say."""
+        if tensor.owner is not self._stm or tensor.index in self._here:
+            return
+        with plain():
+            for state in (dict.get(self._optimizer.state, tensor.parameter) or {}).values():
+                if isinstance(state, torch.Tensor) and state.device == self._accelerator.device:
+                    self.have_moved = True
+                    set_memory(state, state.detach().cpu(), f"a state of {tensor.name}")
+
+    def leave(self, indices: frozenset[int]) -> None:
+        """These are not to live here any more."""
+        with plain():
+            groups = self._groups()
+            for tensor in [tensor for index, tensor in self._here.items() if index in indices]:
+                self._send(tensor, groups)
+                self._stm.residency.evict(tensor)
+            self.note_moves()
+
+    def send_home(self, nbytes: int) -> int:
+        """Memory runs short: free at least ``nbytes``, if there are as many; returns how many."""
+        before = self._accelerator.used_bytes()
+        with plain():
+            for tensor in list(self._here.values()):
+                if before - self._accelerator.used_bytes() >= nbytes:
+                    break
+                self._send(tensor, self._groups())
+                self._stm.residency.evict(tensor)
+                self._stm.home_choice.lose()
+            self.note_moves()
+        return before - self._accelerator.used_bytes()
+
+    def note_moves(self, *, always: bool = False) -> None:
+        """The books follow states that have gone elsewhere, or, ``always``, may have become others."""
+        if self.have_moved or always:
+            self.have_moved = False
+            self._note_states()
+
+    # -- helpers --------------------------------------------------------------------------------------
+
+    def _can_step(self) -> bool:
+        if getattr(self._optimizer, "grad_scale", None) is not None:
+            return False  # a fused kernel will unscale ``p.grad`` in place
+        # Which parameters are stepped there depends on measured speeds, and a real device rounds in its own way.
+        reproducible = torch.are_deterministic_algorithms_enabled() and self._stm.device.type != "virtual"
+        return self._allowed and not reproducible and can_step_on_device(self._optimizer)
+
+    def _is_timed(self, tensors: list[ManagedTensor]) -> bool:
+        return self._host_bytes >= sum(tensor.home.nbytes for tensor in tensors)
+
+    def _bring(self, tensor: ManagedTensor, groups: dict[int, _Group]) -> bool:
+        """False: there is no room."""
+        states = [state for state in self._states(tensor, groups) if state.device.type == "cpu"]
+        if tensor.stays and not states:
+            return (tensor.is_resident and not tensor.is_stale) or self._stay(tensor)
+        nbytes = sum(self._accelerator.allocated_size(state.nbytes) for state in states)
+        missing = 0 if tensor.is_resident else tensor.device_nbytes
+        if not self._stm.residency.room.make(nbytes + missing, keep=[tensor.index]) or not self._stay(tensor):
+            return False
+        self.have_moved = True
+        self._here[tensor.index] = tensor
+        for state in states:
+            try:
+                set_memory(state, state.detach().to(self._accelerator.device), f"a state of {tensor.name}")
+            except ManageError:  # somebody holds it
+                self._send(tensor, groups)
+                break
+        return True
+
+    def _update_bytes(self, tensor: ManagedTensor, groups: dict[int, _Group]) -> int:
+        """What its update on the device allocates for a while; without a gradient yet, with one laid out like home."""
+        group = groups[id(tensor.parameter)]
+        value = tensor.data if tensor.index in self._here else None
+        value = tensor.home if value is None else value
+        with plain():
+            gradient = tensor.parameter.grad
+            entry = dict.get(self._optimizer.state, tensor.parameter)
+            is_like_home = gradient is None or same_layout(gradient, tensor.home)
+            if is_like_home and will_take_fused(self._optimizer, group, value, entry):
+                return self._accelerator.allocated_size(1)  # the number of steps
+        return temporaries(self._optimizer, group, tensor.home, tensor.device_nbytes)
+
+    def _stay(self, tensor: ManagedTensor) -> bool:
+        try:
+            self._stm.residency.stay(tensor)
+        except BudgetError:
+            return False
+        return True
+
+    def _send(self, tensor: ManagedTensor, groups: dict[int, _Group]) -> None:
+        self.have_moved = True
+        self._stm.residency.move_home(tensor)
+        self._stm.gradients.wait(tensor)
+        self._send_states(tensor, groups)
+        self._here.pop(tensor.index, None)
+
+    def _send_states(self, tensor: ManagedTensor, groups: dict[int, _Group]) -> None:
+        for state in self._states(tensor, groups):
+            if state.device.type != "cpu":
+                self.have_moved = True
+                set_memory(state, state.detach().cpu(), f"a state of {tensor.name}")
+
+    def _states(self, tensor: ManagedTensor, groups: dict[int, _Group]) -> list[torch.Tensor]:
+        """Those that lie where the parameter does, by the rule of ``Optimizer.load_state_dict``."""
+        entry: dict[str, Any] = dict.get(self._optimizer.state, tensor.parameter) or {}
+        group = groups.get(id(tensor.parameter), {})
+        steps_there = bool(group.get("capturable") or group.get("fused"))
+        return [
+            value
+            for key, value in entry.items()
+            if isinstance(value, torch.Tensor) and (key != "step" or steps_there)
+        ]
+
+    def _groups(self) -> dict[int, _Group]:
+        """The group of each parameter, by id."""
+        return {
+            id(parameter): group for group in self._optimizer.param_groups for parameter in group["params"]
+        }

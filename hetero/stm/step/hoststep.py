@@ -1,0 +1,410 @@
+"""The optimizer's step on homes: now, or queued for the time until each parameter's next use.
+
+Owns what ``optimizer.step()`` becomes while managed. Invariant: nobody can tell a queued update from one that was
+done at once, except by the clock. Which parameters are queued is decided anew at every step; the others are
+stepped within it.
+
+[Note: within torch's own step]
+What surrounds a step (schedulers' wrappers, hooks of the user's and of the process, the profiler) is left in place:
+we are the last of its pre-hooks and the first of its post-hooks. In between, ``param_groups`` holds only what is
+stepped at once. There, and only there, interception is off.
+
+[Note: when a step is queued]
+Where its optimizer treats each parameter by itself; not under modes that a thread does not inherit, nor inside a
+forward or a backward. Which of its parameters: [Note: what is queued] in `hetero.stm.step.capture`.
+
+[Note: other threads]
+May look at parameters, gradients and states meanwhile, to log or to save them. What is ours of a step, at its begin and
+at its end, it does with the lock: an update that is announced and not queued would be waited for, with the lock, for
+ever; a copy that is being written on the device would come home in pieces and pass for up to date.
+"""
+
+import sys
+import types
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch.utils._device import DeviceContext
+from torch.utils.hooks import RemovableHandle
+
+from hetero.devices import Accelerator
+from hetero.stm.interception.intercept import in_scope, is_managed, managed_of
+from hetero.stm.interception.scaling import bring_home
+from hetero.stm.manager import StatefulTensorMgr
+from hetero.stm.step.capture import Capture
+from hetero.stm.step.devicehomes import DeviceHomes
+from hetero.stm.step.jobs import Surroundings, change, wait
+from hetero.stm.step.speculation import Speculation
+from hetero.stm.step.watched import WatchedState
+from hetero.stm.tensors.fetch import plain
+from hetero.stm.tensors.managed import ManagedTensor
+from hetero.stm.updates.captured import ParameterUpdate
+from hetero.stm.updates.kernels import GroupKernels, count_kernels, is_open
+from hetero.stm.updates.optimizers import calls_closure_first, steps_alone
+
+__all__ = ["HostStep"]
+
+
+class HostStep:
+    """The steps of one optimizer.
+
+    ``note_states``: called after the optimizer's states may have become others. ``kept_ids``: ids of the tensors in
+    them that somebody of ours holds as well.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        manager: StatefulTensorMgr,
+        accelerator: Accelerator,
+        *,
+        note_states: Callable[[], None],
+        kept_ids: Callable[[], frozenset[int]],
+        uses_device: bool,
+        speculates: bool,
+    ) -> None:
+        self.optimizer = self._optimizer = optimizer
+        self._stm = manager
+        self._kept_ids = kept_ids
+        self._own_step: Any = None
+        self._step_method: Any = None
+        self._load_hook: RemovableHandle | None = None
+        self._attached = False
+        # Parameters whose state exists, by index.
+        self._stepped: set[int] = set()
+        self._stepped_now: set[int] = set()
+        self.capture = Capture(optimizer, manager, stepped=lambda: self._stepped, kept_ids=kept_ids)
+        self.device_homes = DeviceHomes(
+            optimizer,
+            manager,
+            accelerator,
+            allowed=uses_device,
+            stepped=lambda: self._stepped,
+            note_states=note_states,
+        )
+        self.speculation = Speculation(
+            optimizer,
+            manager,
+            self.device_homes,
+            allowed=speculates,
+            stepped=lambda: self._stepped,
+            kept_ids=kept_ids,
+            watches=lambda: self.defers and self._attached and self._watch(optimizer),
+        )
+        self._plain: Any = None
+        self._depth = 0
+        # Makes the step after a closure within which everything came to live on the device.
+        self.step_settled: Callable[[Callable[..., Any]], Any] = lambda inner: inner()
+        # Somebody may have put other states, or their entries, in the place of those that we know.
+        self._has_looked = True
+        # For benchmarks and tests: False steps everything at once.
+        self.defers = True
+        # How many updates were queued so far, and how many done at once.
+        self.queued = 0
+        self.at_once = 0
+
+    @property
+    def on_device(self) -> frozenset[str]:
+        """Names of the parameters that live on the device."""
+        return self.device_homes.names
+
+    # -- attaching ------------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Take the place of ``optimizer.step``."""
+        optimizer = self._optimizer
+        self._own_step = optimizer.__dict__.get("step")
+        inner = optimizer.step
+        host_step = self
+
+        @wraps(inner)
+        def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if not host_step._attached or host_step._step_method is not method:
+                return inner(*args, **kwargs)
+            return host_step._step(inner, args, kwargs)
+
+        # Schedulers wrap ``step.__func__``: only a bound method has one.
+        self._step_method = method = optimizer.__dict__["step"] = types.MethodType(step, optimizer)
+        self._load_hook = optimizer.register_load_state_dict_post_hook(self._after_load)
+        self._attached = True
+        self.watch()
+
+    def watch(self) -> None:
+        """Learn of whoever looks at ``optimizer.state`` from now on, if that can be. Its loading has put another one in
+        its place."""
+        if self._attached:
+            self._watch(self._optimizer)
+
+    def detach(self) -> None:
+        """Give it back. Nothing may be queued."""
+        optimizer = self._optimizer
+        if self._attached:
+            self.capture.commit()
+        self._attached = False
+        self.speculation.close()
+        if self._load_hook is not None:
+            self._load_hook.remove()
+        # A scheduler made since then has wrapped our step: then it stays, and hands on.
+        if optimizer.__dict__.get("step") is self._step_method is not None:
+            if self._own_step is None:
+                del optimizer.__dict__["step"]
+            else:
+                optimizer.__dict__["step"] = self._own_step
+        state = optimizer.state
+        if isinstance(state, WatchedState) and sys.getrefcount(state) == _STATE_REFERENCES:
+            optimizer.state = state.plain()
+
+    def can_pause(self) -> bool:
+        """Nothing is left for it to do but what the optimizer does by itself: `hetero.stm.settled`."""
+        state = self._optimizer.state
+        if isinstance(state, WatchedState) and state.watcher is not self:
+            return False
+        return self._attached and sys.getrefcount(state) == _STATE_REFERENCES
+
+    def resume(self, stepped: Iterable[int]) -> None:
+        """After `detach`: parameters are ours again and live where they are. ``stepped``: those with a state."""
+        self.attach()
+        self._stepped = set(stepped)
+        self.device_homes.adopt(self._stepped)
+        self.device_homes.bring_states_home(self._kept_ids())
+        self.device_homes.note_moves(always=True)
+
+    def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
+        """``load_state_dict`` has put other states in the place of those that were known."""
+        self.capture.forget_states()
+        self._stepped.clear()
+        with plain():
+            self.device_homes.take({})  # the next steps bring back those that the plan wants there
+        self.device_homes.note_moves(always=True)
+
+    @property
+    def kernels(self) -> list[GroupKernels]:
+        """What steps each of the optimizer's groups now, as far as its parameters are ours and live at home."""
+        groups = self._optimizer.param_groups
+        with plain():
+            return [count_kernels(self._optimizer, group, self._is_at_home) for group in groups]
+
+    def _is_at_home(self, parameter: torch.Tensor) -> bool:
+        return self.capture.is_ours(parameter) and not managed_of(parameter).stays
+
+    # -- one step -------------------------------------------------------------------------------------
+
+    def step(self, inner: Callable[..., Any]) -> Any:
+        """In the place of ``inner``, whatever else has been put around it."""
+        return self._step(inner, (), {})
+
+    def _step(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._stm.check_process()
+        closure = args[0] if args else kwargs.get("closure")
+        if closure is not None:
+            if not calls_closure_first(self._optimizer):
+                # It runs the model: interception has to stay on. Steps of this kind are rare (LBFGS).
+                return self._step_with_closure(inner, closure, args, kwargs)
+            with torch.enable_grad():
+                loss = closure()
+            if self._attached:
+                self._step(inner, (), {})
+            else:
+                self.step_settled(inner)
+            return loss
+        self._stm.segments.begin_step()
+        self._stm.stepping = self._optimizer
+        self.capture.commit()
+        optimizer = self._optimizer
+        before = optimizer.register_step_pre_hook(self._before)
+        after = optimizer.register_step_post_hook(self._after)
+        hooks: Any = optimizer._optimizer_step_post_hooks
+        hooks.move_to_end(after.id, last=False)
+        complete = False
+        self._stepped_now = set()
+        try:
+            result = inner(*args, **kwargs)
+            complete = True
+        finally:
+            before.remove()
+            after.remove()
+            self._stm.stepping = None
+            self._leave()
+            self._abandon()
+            if not complete:
+                self._note_writes(self._stm.tensors[index] for index in self._stepped_now)
+            self._stm.segments.end_step(complete=complete)
+            self.device_homes.note_moves(always=bool(self._stepped_now) or not complete)
+            if complete:
+                self._stepped |= self._stepped_now
+        return result
+
+    def _step_with_closure(
+        self,
+        inner: Callable[..., Any],
+        closure: Callable[[], Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        optimizer = self._optimizer
+
+        def evaluate() -> Any:
+            loss = closure()
+            # Optimizers with a choice call it once, before they look at their groups.
+            if any(is_open(optimizer, group) for group in optimizer.param_groups):
+                self._stm.settle_homes()
+                self._stm.before_home_writes(self.capture.managed())
+                self._plain = plain()
+                self._plain.__enter__()
+                self.capture.use_kernels()
+            return loss
+
+        self._stm.settle_homes()
+        self.capture.commit()
+        self._bring_states_home()
+        self.device_homes.take({})
+        try:
+            result = inner(evaluate, *args[1:], **{k: v for k, v in kwargs.items() if k != "closure"})
+        except BaseException:
+            self._note_writes(self.capture.managed())
+            raise
+        finally:
+            self._leave()
+        self.capture.move_versions()
+        self.device_homes.note_moves(always=True)
+        return result
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """The last pre-hook: capture what is queued, wait for what is not."""
+        self._depth += 1
+        if self._depth > 1:  # a step that calls another class's, hooks and all
+            return
+        with self._stm.lock:  # [Note: other threads]
+            self._stm.finish_updates()
+            self.capture.commit()
+            bring_home(optimizer)
+            self._bring_states_home()
+            defers = self._may_defer(optimizer, args, kwargs)
+            self.speculation.begin_step(optimizer, defers=defers)
+            later = self.capture.choose() if defers else {}
+            with plain():
+                here = self.device_homes.take(later)
+            ours = {t.index: t for t in self.capture.managed() if t.index not in later}
+            if later:
+                self.capture.take(later, here)
+            self._stm.before_home_writes(list(ours.values()))
+            with plain():
+                self._stepped_now |= {i for i, t in ours.items() if t.parameter.grad is not None}
+                self.capture.use_kernels()
+            self.queued += len(later)
+            self.at_once += len(self._stepped_now)
+            self._plain = plain()
+            self._plain.__enter__()
+
+    def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """The first post-hook: queue."""
+        self._depth -= 1
+        if self._depth > 0:
+            return
+        with self._stm.lock:
+            self._leave()
+            self.capture.move_versions()
+            captured, here = self.capture.end()
+            ranks = self._stm.by_first_use()
+            captured.sort(key=lambda item: (ranks.get(item.tensor.index, len(ranks)), item.tensor.index))
+            surroundings = Surroundings.of_this_thread()
+            self.speculation.end_step(captured, surroundings)
+            with plain():
+                self.device_homes.run(here, self._note_update)
+
+    def _note_update(self, tensor: ManagedTensor, update: ParameterUpdate) -> None:
+        """One on the device is done. Where nothing was kept so far, it may have made the first state."""
+        if self.capture.enter_state(tensor.parameter, update):
+            self.device_homes.have_moved = True
+
+    def _leave(self) -> None:
+        self._depth = 0
+        if self._plain is not None:
+            self._plain.__exit__(None, None, None)
+            self._plain = None
+        self.capture.end_groups()
+
+    def _abandon(self) -> None:
+        """The step was left by an exception: what was captured is not done, as it would not have been."""
+        captured, _ = self.capture.end()
+        self._stm.roll_back()
+        for item in captured:
+            wait(self._stm.engine, item)
+            change(self._stm.engine, item)
+
+    @staticmethod
+    def _note_writes(tensors: Iterable[ManagedTensor]) -> None:
+        """A step has failed, and may have stepped these before. Kernels that move no versions cannot be asked."""
+        for tensor in tensors:
+            tensor.note_write()
+            tensor.owner.after_home_write(tensor)
+
+    # -- what is queued -------------------------------------------------------------------------------
+
+    def _may_defer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> bool:
+        """[Note: when a step is queued]."""
+        return (
+            self.defers
+            and all(value is None for value in (*args[1:], *kwargs.values()))
+            and not in_scope()
+            and torch._C._current_graph_task_id() == -1
+            and not torch.is_inference_mode_enabled()
+            and not torch.is_autocast_enabled("cpu")
+            and torch._C._len_torch_dispatch_stack() == 0
+            and all(
+                isinstance(mode, DeviceContext) for mode in torch.overrides._get_current_function_mode_stack()
+            )
+            and self._watch(optimizer)
+            and steps_alone(optimizer)
+        )
+
+    def _watch(self, optimizer: torch.optim.Optimizer) -> bool:
+        """See to it that we learn of whoever looks at ``optimizer.state``; False if we cannot."""
+        state = optimizer.state
+        if sys.getrefcount(state) != _STATE_REFERENCES:
+            return False
+        if isinstance(state, WatchedState):
+            watcher = state.watcher
+            if watcher is self:
+                return True
+            if isinstance(watcher, HostStep) and watcher._attached:
+                return False  # another manager's, which has parameters of this optimizer as well
+            state = state.plain()  # left from a manager that is closed
+        if type(state) is not defaultdict:
+            return False
+        optimizer.state = WatchedState(state, self._before_state_access, self._after_state_access)
+        self._stepped.clear()
+        self._has_looked = True
+        return True
+
+    def _before_state_access(self, writes: bool) -> None:
+        with self._stm.lock:
+            if self.capture.is_under_way or self._plain is not None or not self._attached:
+                return  # the step itself
+            self._stm.roll_back()
+            self._stm.finish_updates()
+            self.capture.commit()
+            self.device_homes.bring_states_home(None)
+            self.device_homes.note_moves()
+            self._has_looked = True
+            if writes:
+                self._stepped.clear()
+
+    def _after_state_access(self, parameter: Any) -> None:
+        """Loops that move all states to the device (after resuming, say) need no more memory there than one's take."""
+        with self._stm.lock:
+            if self._plain is None and self._attached and is_managed(parameter):
+                self.device_homes.keep_home(managed_of(parameter))
+
+    def _bring_states_home(self) -> None:
+        if self._has_looked or not isinstance(self._optimizer.state, WatchedState):
+            self._has_looked = False
+            for tensor in self.capture.managed():
+                self.device_homes.keep_home(tensor)
+
+
+# The attribute, the local name, and the argument of getrefcount.
+_STATE_REFERENCES = 3

@@ -1,0 +1,202 @@
+"""The user's own ``optimizer.step`` on parameters that live on the device, by themselves (`hetero.stm.settled`).
+
+Owns what of us may still be around it. Usually nothing. Where the choice of kernels was left to us, it is what it was
+at home (`hetero.stm.updates.kernels`), so that the numbers are those of one run with ``fused=True`` and no others; the
+count of steps then lies beside the parameter, where these kernels want it.
+"""
+
+import types
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any
+
+import torch
+
+from hetero.stm.tensors.exposure import memory_is_private
+from hetero.stm.tensors.fetch import plain
+from hetero.stm.tensors.homes import set_memory
+from hetero.stm.tensors.managed import ManagedTensor
+from hetero.stm.updates.kernels import is_open, split, takes_fused
+from hetero.stm.updates.optimizers import calls_closure_first
+from hetero.stm.updates.temporaries import temporaries
+
+__all__ = ["OwnStep", "step_bytes"]
+
+_Group = dict[str, Any]
+
+
+def step_bytes(optimizer: torch.optim.Optimizer, sizes: dict[int, int]) -> int:
+    """What one call of the user's own step allocates for a while, at most. ``sizes``: of each parameter, by id."""
+    most = 0
+    for group in optimizer.param_groups:
+        nbytes = [sizes.get(id(p), 0) for p in group["params"]]
+        each = [temporaries(optimizer, group, p, n) for p, n in zip(group["params"], nbytes, strict=True)]
+        if _is_for_loop(optimizer, group):
+            at_once = max(each, default=0)
+            # A loop's variables hold a copy of one parameter until the next one's takes its place.
+            at_once += min(at_once, sum(sorted(nbytes)[-2:-1]))
+        else:
+            at_once = sum(each)
+        most = max(most, at_once)
+    return most
+
+
+def _is_for_loop(optimizer: torch.optim.Optimizer, group: _Group) -> bool:
+    if type(optimizer) in (torch.optim.Adafactor, torch.optim.Muon):  # unless ``foreach`` is asked for
+        return not group.get("foreach")
+    # Where the choice is ours, a gradient of another layout than its parameter's is stepped by a for-loop.
+    return is_open(optimizer, group) or group.get("foreach") is False
+
+
+class OwnStep:
+    """Of one optimizer, while its parameters live on the device. `begin` once, `end` once. ``step_after(inner)``: makes
+    the step where a closure has ended all this."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, step_after: Callable[[Callable[..., Any]], Any]
+    ) -> None:
+        self._optimizer = optimizer
+        self._step_after = step_after
+        self._moved: list[ManagedTensor] = []  # whose count of steps has gone to the device
+        self._method: Any = None
+        self._before: Any = None
+        self._groups: list[_Group] | None = None
+        self._written: list[torch.Tensor] = []
+        # By the number of the group: its parameters with the strides that their gradients have to have; None: to be
+        # looked at anew in each step.
+        self._open: dict[int, list[tuple[torch.Tensor, tuple[int, ...]]] | None] = {}
+
+    def begin(self, tensors: Iterable[ManagedTensor], device: torch.device) -> None:
+        """``tensors`` are about to become parameters on ``device``; their states are there."""
+        optimizer = self._optimizer
+        by_id = {id(tensor.parameter): tensor for tensor in tensors}
+        for number, group in enumerate(optimizer.param_groups):
+            if not is_open(optimizer, group):
+                continue
+            known: list[tuple[torch.Tensor, tuple[int, ...]]] | None = []
+            for parameter in group["params"]:
+                tensor = by_id.get(id(parameter))
+                entry = dict.get(optimizer.state, parameter)
+                fits = tensor is not None and self._takes_fused(tensor, entry, device)
+                momentum = not group.get("momentum") or (entry or {}).get("momentum_buffer") is not None
+                if known is None or not fits or not momentum:
+                    known = None
+                else:
+                    known.append((parameter, tuple(parameter.stride())))
+            self._open[number] = known
+        if self._open:
+            self._attach()
+
+    def step(self, inner: Callable[..., Any]) -> Any:
+        """In the place of ``inner``, after a closure within which all this has begun."""
+        return inner() if self._method is None else self._step(inner, (), {})
+
+    def end(self) -> None:
+        """They go back to us."""
+        optimizer = self._optimizer
+        if self._method is not None and optimizer.__dict__.get("step") is self._method:
+            if self._before is None:
+                del optimizer.__dict__["step"]
+            else:
+                optimizer.__dict__["step"] = self._before
+        self._method = None
+        self._open.clear()
+        for tensor in self._moved:
+            step = (dict.get(optimizer.state, tensor.parameter) or {}).get("step")
+            if isinstance(step, torch.Tensor):
+                set_memory(step, step.detach().cpu(), f"{tensor.name}.step")
+        self._moved.clear()
+
+    def is_viewed(self, tensors: Iterable[ManagedTensor]) -> bool:
+        """Somebody has an alias of a state's memory, which would be left behind when states go home. Whoever holds
+        the state itself, or the entry that it is in, goes with it."""
+        for tensor in tensors:
+            for value in (dict.get(self._optimizer.state, tensor.parameter) or {}).values():
+                if isinstance(value, torch.Tensor) and not memory_is_private(value, 0):
+                    return True
+        return False
+
+    # -- helpers --------------------------------------------------------------------------------------
+
+    def _takes_fused(self, tensor: ManagedTensor, entry: dict[str, Any] | None, device: torch.device) -> bool:
+        step = (entry or {}).get("step")
+        if isinstance(step, torch.Tensor) and step.device != device:
+            set_memory(step, step.detach().to(device), f"{tensor.name}.step")
+            self._moved.append(tensor)
+        assert tensor.data is not None
+        return takes_fused(self._optimizer, tensor.data, None, entry)
+
+    def _attach(self) -> None:
+        optimizer = self._optimizer
+        self._before = optimizer.__dict__.get("step")
+        inner, own = optimizer.step, self
+
+        @wraps(inner)
+        def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if own._method is not method:
+                return inner(*args, **kwargs)
+            return own._step(inner, args, kwargs)
+
+        # Schedulers wrap ``step.__func__``: only a bound method has one.
+        self._method = method = optimizer.__dict__["step"] = types.MethodType(step, optimizer)
+
+    def _step(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        optimizer = self._optimizer
+        closure = args[0] if args else kwargs.get("closure")
+        if closure is not None:
+            if not calls_closure_first(optimizer):
+                return inner(*args, **kwargs)  # whose gradients are not there before it is called
+            with torch.enable_grad():
+                loss = closure()
+            if self._method is None:
+                self._step_after(inner)
+            else:
+                self._step(inner, (), {})
+            return loss
+        # What surrounds a step is to see the groups as they are: we come last, and go first.
+        before = optimizer.register_step_pre_hook(self._choose)
+        after = optimizer.register_step_post_hook(self._restore)
+        hooks: Any = optimizer._optimizer_step_post_hooks
+        hooks.move_to_end(after.id, last=False)
+        try:
+            return inner()
+        finally:
+            before.remove()
+            after.remove()
+            self._restore()
+
+    def _choose(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._groups is not None:  # a step that calls another class's, hooks and all
+            return
+        given: list[_Group] = []
+        for number, group in enumerate(optimizer.param_groups):
+            known = self._open.get(number)
+            if known is None or not _is_as_known(optimizer, group, known):
+                with plain():
+                    parts, chosen = split(optimizer, [group], lambda parameter: True)
+                given += parts
+                self._written += chosen
+            else:
+                given.append({**group, "fused": True})
+                self._written += [p for p in group["params"] if p.grad is not None]
+        self._groups, optimizer.param_groups = optimizer.param_groups, given
+
+    def _restore(self, *_: Any) -> None:
+        if self._groups is not None:
+            self._optimizer.param_groups, self._groups = self._groups, None
+            # As a for-loop would have; fused kernels do not.
+            torch.autograd.graph.increment_version(self._written)
+            self._written = []
+
+
+def _is_as_known(
+    optimizer: torch.optim.Optimizer, group: _Group, known: list[tuple[torch.Tensor, tuple[int, ...]]]
+) -> bool:
+    """Autograd lays gradients out as their parameters; the user may not."""
+    if not is_open(optimizer, group) or len(known) != len(group["params"]):
+        return False
+    for parameter, strides in known:
+        gradient = parameter.grad
+        if gradient is not None and (gradient.layout is not torch.strided or gradient.stride() != strides):
+            return False
+    return True

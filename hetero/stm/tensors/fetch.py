@@ -1,0 +1,65 @@
+"""The node by which autograd reaches a managed parameter.
+
+Owns the only edge between a parameter at home and its identity on the device (`hetero.stm.tensors.managed`: [Note:
+identity]).
+"""
+
+from typing import Any
+
+import torch
+
+from hetero.stm.tensors.exposure import incoming_is_shared
+from hetero.stm.tensors.managed import ManagedTensor
+
+__all__ = ["Fetch", "make_identity", "plain", "run_early"]
+
+plain = torch._C.DisableTorchFunctionSubclass
+"""Context in which managed parameters are ordinary tensors: without it, fetching would intercept itself."""
+
+
+class Fetch(torch.autograd.Function):
+    """Parameter at home -> its identity on the device; the gradient goes the other way.
+
+    It *returns* the gradient, so that all of autograd's semantics hold: ``autograd.grad`` on parameters, tensor
+    hooks, post-accumulate hooks, other paths to the same parameter.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, tensor: ManagedTensor) -> torch.Tensor:
+        ctx.tensor = tensor
+        # Where autograd has no gradient at all, ``p.grad`` must stay None and not become zeros.
+        ctx.set_materialize_grads(False)
+        assert tensor.data is not None
+        ctx.version = tensor.data._version
+        return tensor.data.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        if gradient is None:
+            return None, None
+        is_shared = incoming_is_shared(gradient)
+        with plain():
+            return ctx.tensor.owner.hand_over(ctx.tensor, gradient, is_shared=is_shared), None
+
+
+# Straight to the C implementation: `Function.apply` itself is intercepted (`hetero.stm.patches`).
+_apply_fetch = super(torch.autograd.function._SingleLevelFunction, Fetch).apply
+_LAST = (1 << 64) - 1
+
+
+def run_early(tensor: torch.Tensor) -> None:
+    """Let autograd go through the node that made ``tensor`` as soon as its gradient is complete, as it does for
+    AccumulateGrad, and not when its turn comes."""
+    node: Any = tensor.grad_fn
+    node._set_sequence_nr(_LAST)
+
+
+def make_identity(tensor: ManagedTensor) -> None:
+    """Give ``tensor``, which is resident, the autograd identity that operators receive (tensors: [Note: identity])."""
+    # It outlives the caller's inference mode, and must be fit for training then.
+    with torch.inference_mode(False), torch.enable_grad():
+        identity = _apply_fetch(tensor.parameter, tensor)
+    run_early(identity)
+    tensor.add_fetch_node(identity.grad_fn)
+    tensor.identity = identity
+    tensor.data = identity.detach()

@@ -1,0 +1,90 @@
+"""Who else would notice that parameters live on the device for good (`hetero.stm.settled`).
+
+Owns the answer, as far as it takes more than a parameter's own reference counts.
+
+[Note: who looks]
+A settled parameter's device is another than before, so whoever combined it with a tensor on the host no longer can.
+Nobody settles who was seen to do so, or to keep a copy of home, in the iteration before; a copy of the model, and
+another optimizer over its parameters, count for good. What is done with copies of home, such as an average that is
+brought up to date every tenth step, or with gradients, is not seen: these are plain tensors. So where somebody has been
+given some, everything on the host that might be one of them, or made from some, keeps parameters at home, unless it was
+there before, and as it is now.
+"""
+
+import gc
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from hetero.devices import storage_of
+from hetero.stm.tensors.managed import ManagedTensor
+
+__all__ = ["Onlookers", "has_other_optimizer"]
+
+
+class Onlookers:
+    """Of one manager's parameters, from before they were managed on.
+
+    Attributes:
+        have_looked: somebody has combined home with a tensor on the host, or may do so, since this was False.
+        have_values, have_gradients: somebody has been given some at home, and may have kept something made from them.
+    """
+
+    def __init__(self) -> None:
+        self.have_looked = self.have_values = self.have_gradients = False
+        self._before = {
+            id(found): (weakref.ref(found), found._version)
+            for found in _host_tensors()
+            if not found.is_inference()
+        }
+
+    def note_look(self) -> None:
+        """Somebody has been given home, or what an operator made of it."""
+        self.have_looked = self.have_values = True
+
+    def keep_something(self, tensors: Sequence[ManagedTensor]) -> bool:
+        """On the host is a tensor that may be a copy or a gradient of these that somebody was given, or made from some:
+        of the shape of a parameter, or as large as all together, none of ours, and not there before."""
+        if not (self.have_values or self.have_gradients):
+            return False
+        seen = [t.home for t in tensors if self.have_values or t.parameter.requires_grad]
+        dtypes, shapes = {home.dtype for home in seen}, {home.shape for home in seen if home.dim()}
+        total = sum(home.numel() for home in seen)
+        ours = {home.untyped_storage()._cdata for home in (tensor.home for tensor in tensors)}
+        for tensor in tensors:
+            if tensor.parameter.grad is not None and tensor.parameter.grad.layout is torch.strided:
+                ours.add(tensor.parameter.grad.untyped_storage()._cdata)
+        for found in _host_tensors():
+            if found.dtype in dtypes and (found.shape in shapes or found.numel() == total):
+                storage = storage_of(found)
+                if (storage is None or storage._cdata not in ours) and not self._was_there(found):
+                    return True
+        return False
+
+    def close(self) -> None:
+        """Management ends. torch sees weak references, and swaps no tensor that has one."""
+        self._before.clear()
+
+    def _was_there(self, tensor: torch.Tensor) -> bool:
+        found, version = self._before.get(id(tensor), (None, 0))
+        return found is not None and found() is tensor and tensor._version == version
+
+
+def has_other_optimizer(ours: torch.optim.Optimizer | None, parameters: set[int]) -> bool:
+    """Somebody may step these parameters, with states of which we would not know. Wrappers of ours are ours."""
+    for found in gc.get_objects():
+        if not issubclass(type(found), torch.optim.Optimizer) or found is ours:
+            continue
+        groups: Iterable[dict[str, Any]] = vars(found).get("param_groups") or ()
+        wraps = vars(found).get("optimizer") is ours or (ours and vars(ours).get("optimizer") is found)
+        if not wraps and any(id(p) in parameters for group in groups for p in group["params"]):
+            return True
+    return False
+
+
+def _host_tensors() -> Iterator[torch.Tensor]:
+    for found in gc.get_objects():
+        if issubclass(type(found), torch.Tensor) and found.is_cpu and not found.is_nested:
+            yield found

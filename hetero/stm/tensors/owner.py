@@ -1,0 +1,126 @@
+"""What a managed tensor may ask of its manager.
+
+Owns the protocols by which what lies below `hetero.stm.manager` reaches it. They say what is to be true afterwards;
+how, is said where they are implemented.
+"""
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from hetero.stm.tensors.managed import ManagedTensor
+    from hetero.stm.tensors.onlookers import Onlookers
+
+__all__ = ["GradientOwner", "Owner", "SettledState"]
+
+
+class SettledState(Protocol):
+    """Whether everything fits, and nothing is intercepted (`hetero.stm.settled.Settled`).
+
+    ``onlookers``: who would notice that.
+    """
+
+    is_on: bool
+    onlookers: "Onlookers"
+
+    def version(self, tensor: "ManagedTensor") -> int:
+        """Of a parameter, for graphs from before."""
+
+    def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """It has parameters of ours."""
+
+    def forbid(self) -> None:
+        """Never settle."""
+
+    def make_way(self) -> bool:
+        """Intercept again, now and for good, for a manager that lacks room; False if that cannot be now."""
+
+    def abandon(self) -> None:
+        """The manager is gone."""
+
+
+class GradientOwner(Protocol):
+    """What the user may do with ``p.grad`` (`hetero.stm.gradients.access.GradientAccess`)."""
+
+    def wait(self, tensor: "ManagedTensor") -> None:
+        """Return once it can be read."""
+
+    def replace(self, tensor: "ManagedTensor", gradient: object) -> None:
+        """It is about to be ``gradient``."""
+
+    def drop(self, tensor: "ManagedTensor") -> None:
+        """``p.grad = None``, without waiting for who still needs it."""
+
+    def norms(self, tensors: "list[ManagedTensor]", norm_type: float) -> torch.Tensor:
+        """Norms of their gradients, on the device, in a vector."""
+
+    def scale(self, tensors: "list[ManagedTensor]", factor: torch.Tensor) -> None:
+        """Multiply their gradients, now or before anybody sees them."""
+
+    def clamp(self, tensors: "list[ManagedTensor]", most: float) -> None:
+        """Bring all numbers of their gradients between ``-most`` and ``most``, likewise."""
+
+
+class Owner(Protocol):
+    """The manager behind a tensor, as interception sees it (`hetero.stm.manager.StatefulTensorMgr`)."""
+
+    device: torch.device
+    settled: SettledState | None
+
+    @property
+    def grads(self) -> GradientOwner:
+        """Who is asked before anybody touches ``p.grad``."""
+
+    def note_part(self, part: nn.Module) -> None:
+        """A module of the model has been called by itself."""
+
+    def begin_outside(self) -> None:
+        """Autograd records an operator outside of the model's forward: unless one has begun, this begins one."""
+
+    def begin_operator(self, operands: list["ManagedTensor"], name: object) -> None:
+        """The pre-op sampling moment; operands are resident and in COMPUTE afterwards."""
+
+    def end_operator(self, operands: list["ManagedTensor"]) -> None: ...
+
+    def copy_for(self, tensor: "ManagedTensor") -> torch.Tensor:
+        """What the operator receives instead of the parameter."""
+
+    def relieve(self) -> int:
+        """Free what can be freed after an out-of-memory error; returns the bytes freed."""
+
+    def note_answered(self) -> None:
+        """What failed for want of memory is tried again after `relieve`."""
+
+    def settle_home(self, tensor: "ManagedTensor") -> None:
+        """Return once home is what the last ``optimizer.step()`` made of it."""
+
+    def settle_homes(self) -> None:
+        """As `settle_home`, for every parameter."""
+
+    def is_stepping(self, optimizer: torch.optim.Optimizer) -> bool:
+        """``optimizer`` is the one that is managed, and its step runs: it knows by itself what to wait for."""
+
+    def rebind_home(self, tensor: "ManagedTensor", data: torch.Tensor) -> None: ...
+
+    def write_back(self, tensor: "ManagedTensor") -> None:
+        """Bring home up to date with writes to the copy."""
+
+    def before_home_write(self, tensor: "ManagedTensor") -> None:
+        """Its home is about to be written: it is settled, and no copy may still be reading it."""
+
+    def after_home_write(self, tensor: "ManagedTensor") -> None:
+        """It has been: a copy that somebody else holds follows."""
+
+    def check_process(self) -> None:
+        """Raises in a forked child, which can neither reach the device nor write homes."""
+
+    def hand_over(
+        self, tensor: "ManagedTensor", gradient: torch.Tensor, *, is_shared: bool
+    ) -> torch.Tensor | None:
+        """The gradient is complete on the device; what autograd takes for it at home, if anything. ``is_shared``:
+        somebody else holds it as well, and may write to it."""
+
+    def load_saved(self, tensor: "ManagedTensor", version: int) -> torch.Tensor:
+        """Backward is about to read a saved copy."""

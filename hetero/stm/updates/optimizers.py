@@ -1,0 +1,123 @@
+"""Stepping one parameter of an optimizer without the others.
+
+Owns two answers: whether an optimizer treats each parameter by itself, and what else of it and of now its step needs
+when it is made later (`hetero.stm.updates.captured`).
+
+[Note: one by one]
+Kernels of torch's own optimizers (for-loop, foreach and fused alike) read and write a parameter, its gradient and
+its state, and nothing of other parameters; LBFGS is the exception. Of any other class nothing is known, and no number
+of trials would prove it, so it is stepped whole, unless the class itself (not a base of it) says
+``steps_parameters_independently = True``: its step uses nothing but one parameter, its gradient, state and group at a
+time.
+"""
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+__all__ = [
+    "ELEMENTWISE",
+    "calls_closure_first",
+    "hyper_parameters",
+    "is_known",
+    "make_shell",
+    "raw_step",
+    "steps_alone",
+]
+
+Group = dict[str, Any]
+
+ELEMENTWISE = frozenset(
+    {
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adamax,
+        torch.optim.ASGD,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.SGD,
+    }
+)
+"""Those of torch that treat each number by itself."""
+
+_KNOWN = ELEMENTWISE | {torch.optim.Adafactor, torch.optim.Muon, torch.optim.SparseAdam}
+
+
+def raw_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any] | None:
+    """``kind.step`` without torch's wrapper that calls the hooks; None if it has another wrapper."""
+    step: Any = kind.step
+    return step.__wrapped__ if getattr(step, "hooked", False) and hasattr(step, "__wrapped__") else None
+
+
+def calls_closure_first(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``optimizer.step(closure)`` calls it once, before anything that anybody could see: then it may be called
+    before the step, and its forward and backward are like any other's."""
+    # Hooks are given the arguments. One of each for all optimizers is ours (`hetero.stm.patches`).
+    is_hooked = (
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or len(_global_optimizer_pre_hooks) > 1
+        or len(_global_optimizer_post_hooks) > 1
+    )
+    return is_known(optimizer) and not is_hooked
+
+
+_DECLARATION = "steps_parameters_independently"
+
+
+def steps_alone(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``optimizer``, as things are, may be stepped parameter by parameter, later ([Note: one by one]):
+    differentiable steps, and hyper-parameters that live on a device, may not."""
+    groups = optimizer.param_groups
+    if raw_step(type(optimizer)) is None or any(group.get("differentiable") for group in groups):
+        return False
+    if not all(_is_on_host(value) for group in groups for key, value in group.items() if key != "params"):
+        return False
+    return is_known(optimizer) or bool(vars(type(optimizer)).get(_DECLARATION))
+
+
+def is_known(optimizer: torch.optim.Optimizer) -> bool:
+    """One of torch's own, which checks what it is given before it writes."""
+    return type(optimizer) in _KNOWN
+
+
+def make_shell(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """An optimizer of the same kind and settings that holds nothing. Tensors set on it (by GradScaler) are copied."""
+    shell = object.__new__(type(optimizer))
+    shell.__dict__.update({k: snapshot(v) for k, v in optimizer.__dict__.items() if k not in _CONTENT})
+    shell.param_groups, shell.state = [], defaultdict(dict)
+    shell._optimizer_step_pre_hooks = OrderedDict()
+    shell._optimizer_step_post_hooks = OrderedDict()
+    return shell
+
+
+_CONTENT = ("param_groups", "state", "step")
+
+
+def hyper_parameters(group: Group) -> Group:
+    """A group's settings as they are now, without its parameters."""
+    return {key: snapshot(value) for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def snapshot(value: Any) -> Any:
+    """A copy as far as in-place changes go; tensors on the host."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().clone()
+    if type(value) in (list, tuple):
+        return type(value)(snapshot(item) for item in value)
+    if type(value) is dict:
+        return {key: snapshot(item) for key, item in value.items()}
+    return value
+
+
+def _is_on_host(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.device.type == "cpu"
+    return all(map(_is_on_host, value)) if isinstance(value, list | tuple) else True
