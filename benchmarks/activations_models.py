@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.activation_ways import LATENCY, Job, lines, measure
-from benchmarks.allocators import load_cnn
 from benchmarks.chain import Pause
 from benchmarks.models import MODELS
 from benchmarks.record import commit, median, read, write
 from benchmarks.swap_everything import WAYS
+from examples import cnn
 from hetero.cli.placing import choose_device
 from hetero.devices import virtual
 
@@ -34,7 +34,7 @@ _ROWS, _LENGTH, _VOCABULARY = 8, 64, 512
 
 
 def _resnet50() -> nn.Module:
-    network: nn.Module = load_cnn().resnet("resnet50")
+    network: nn.Module = cnn.resnet("resnet50")
     return network
 
 

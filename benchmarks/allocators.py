@@ -13,14 +13,11 @@ paper says that the first iteration differs, not why; how much it differs here f
 """
 
 import argparse
-import importlib.util
 import json
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -28,6 +25,7 @@ import transformers
 from torch import nn
 from torch.nn import functional
 
+from examples import cnn
 from hetero.pool.allocators import (
     Allocator,
     BfcAllocator,
@@ -109,6 +107,7 @@ def cold_start(recipe: Recipe) -> Recipe:
 def try_gemm(convolution: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
     """Allocate and drop the workspace of a convolution by explicit matrix multiplication."""
     assert isinstance(convolution, nn.Conv2d)
+    assert not isinstance(convolution.padding, str)
     functional.unfold(
         inputs[0].detach(),
         convolution.kernel_size,
@@ -119,10 +118,9 @@ def try_gemm(convolution: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
 
 def networks() -> dict[str, Recipe]:
     """Every network's recipe: CNNs at tf_cnn_benchmarks' default batch sizes, on the images that ours take."""
-    cnn = load_cnn()
-    recipes: dict[str, Recipe] = {"alexnet": convolutional(cnn, "alexnet", 512)}
+    recipes: dict[str, Recipe] = {"alexnet": convolutional("alexnet", 512)}
     for name in (*cnn.VGG_LAYERS, *cnn.RESNET_BLOCKS):
-        recipes[name] = convolutional(cnn, name, 64)
+        recipes[name] = convolutional(name, 64)
     recipes["gpt2"] = language_model(transformers.GPT2LMHeadModel, transformers.GPT2Config(), (4, 1024))
     # TinyLlama's shape.
     llama = transformers.LlamaConfig(
@@ -132,17 +130,7 @@ def networks() -> dict[str, Recipe]:
     return recipes
 
 
-def load_cnn() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("cnn", ROOT / "examples" / "cnn.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["cnn"] = module  # torch.compile imports modules again by name
-    spec.loader.exec_module(module)
-    return module
-
-
-def convolutional(cnn: ModuleType, name: str, batch: int) -> Recipe:
+def convolutional(name: str, batch: int) -> Recipe:
     def recipe() -> tuple[Any, ...]:
         step, model, _, images, labels = cnn.recipe(name, batch=batch)
         return step, model, torch.optim.SGD(model.parameters(), lr=0.01), images, labels

@@ -42,7 +42,7 @@ from hetero.stm.updates.captured import ParameterUpdate
 
 _WARM_UP = 16
 # Of what `manage` is told, and whether the step is deferred.
-_WAYS: dict[str, dict[str, bool]] = {
+_WAYS: dict[str, dict[str, Any]] = {
     "at once": {"device_homes": False, "speculate": False, "defers": False},
     "deferred": {"device_homes": False, "speculate": False, "defers": True},
     "homes": {"device_homes": True, "speculate": False, "defers": True},

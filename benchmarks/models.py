@@ -51,6 +51,10 @@ def _llama() -> nn.Module:
     return transformers.LlamaForCausalLM(config)
 
 
+# The default calls histc on integers, which a CPU, and so the virtual accelerator, does not have.
+_EAGER_EXPERTS: dict[str, Any] = {"experts_implementation": "eager"}
+
+
 def _mixtral() -> nn.Module:
     config = transformers.MixtralConfig(
         num_hidden_layers=8,
@@ -61,8 +65,7 @@ def _mixtral() -> nn.Module:
         num_local_experts=4,
         num_experts_per_tok=2,
         vocab_size=_TOKENS,
-        # The default calls histc on integers, which a CPU, and so the virtual accelerator, does not have.
-        experts_implementation="eager",
+        **_EAGER_EXPERTS,
     )
     return transformers.MixtralForCausalLM(config)
 
@@ -75,9 +78,8 @@ def _bert() -> nn.Module:
 
 
 def _vit() -> nn.Module:
-    config = transformers.ViTConfig(
-        **_WIDE, intermediate_size=768, image_size=64, patch_size=8, num_labels=10
-    )
+    config = transformers.ViTConfig(**_WIDE, intermediate_size=768, image_size=64, patch_size=8)
+    config.num_labels = 10
     return transformers.ViTForImageClassification(config)
 
 

@@ -12,9 +12,11 @@ import json
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import hetero.pool as pool
-from benchmarks.allocators import ROOT, load_cnn
+from benchmarks.allocators import ROOT
+from examples import cnn
 from hetero.trace import trace_recipe
 from hetero.units import format_bytes
 
@@ -30,7 +32,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "networks.json")
     arguments = parser.parse_args()
-    cnn = load_cnn()
     rows = []
     print(
         f"{'network':<10} {'buffers':>7} {'peak load':>10} {'smartpool':>9} {'portfolio':>9} {'pytorch':>8} {'bfc':>7}"
@@ -50,7 +51,7 @@ def main() -> None:
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def measure(name: str, recipe: "partial[tuple[object, ...]]", seconds: float) -> dict[str, object]:
+def measure(name: str, recipe: "partial[tuple[object, ...]]", seconds: float) -> dict[str, Any]:
     problem = trace_recipe(recipe).to_problem()
     peak = pool.lower_bound(problem)
     best = pool.solve(problem, "portfolio", seconds)

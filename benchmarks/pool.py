@@ -15,6 +15,7 @@ import os
 import platform
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -81,7 +82,7 @@ def measure(path: Path, seconds: float, known: dict[str, str] | None) -> dict[st
     }
 
 
-def format_row(row: dict[str, object]) -> str:
+def format_row(row: dict[str, Any]) -> str:
     known = row["best_known"]
     return (
         f"{row['instance']:<42} {row['buffers']:>7} {row['bound']:>11} "
@@ -91,7 +92,7 @@ def format_row(row: dict[str, object]) -> str:
     )
 
 
-def greedy_speed() -> list[dict[str, object]]:
+def greedy_speed() -> list[dict[str, Any]]:
     lines = []
     for count in (20_000, 60_000):
         problem = generated(count, seed=2)

@@ -6,20 +6,16 @@ same networks are traced and put on that card's roofline; measured over roofline
 Winograd's convolutions multiply less often than the direct ones that are counted.
 """
 
-import sys
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from examples import cnn
 from hetero.simulate import GTX_1080_TI
 from hetero.trace import operator_seconds, trace_recipe
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-import cnn
 
 __all__ = ["MEASURED_MS", "slowdown"]
 

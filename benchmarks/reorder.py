@@ -13,6 +13,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ import torch
 import transformers
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from benchmarks.allocators import ROOT, load_cnn
+from benchmarks.allocators import ROOT
+from examples import cnn
 from hetero.pool.reorder import inductor, reorder
 from hetero.trace.reorder import dataflow_of
 from hetero.units import format_bytes
@@ -97,18 +99,22 @@ def compare(name: str, make: Callable[[], tuple[nn.Module, dict[str, Any]]]) -> 
 
 def networks() -> dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]]:
     """Small enough to be run, as compiling does: a CPU computes each once."""
-    cnn = load_cnn()
     found: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {}
     for name in ("vgg16", "resnet18", "resnet50"):
-        build = cnn.vgg if name in cnn.VGG_LAYERS else cnn.resnet
-        found[name] = lambda build=build, name=name: (build(name), {"input": torch.randn(4, 3, 32, 32)})
-    tokens = torch.zeros(2, 128, dtype=torch.long)
+        found[name] = partial(_network, name)
     for name, (build, config) in transformer_configs().items():
-        found[name] = lambda build=build, config=config: (
-            build(config),
-            {"input_ids": tokens, "labels": tokens},
-        )
+        found[name] = partial(_transformer, build, config)
     return found
+
+
+def _network(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    build = cnn.vgg if name in cnn.VGG_LAYERS else cnn.resnet
+    return build(name), {"input": torch.randn(4, 3, 32, 32)}
+
+
+def _transformer(build: Callable[[Any], nn.Module], config: object) -> tuple[nn.Module, dict[str, Any]]:
+    tokens = torch.zeros(2, 128, dtype=torch.long)
+    return build(config), {"input_ids": tokens, "labels": tokens}
 
 
 def transformer_configs() -> dict[str, tuple[Callable[[Any], nn.Module], Any]]:

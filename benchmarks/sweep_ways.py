@@ -288,7 +288,7 @@ def fsdp2(settings: Settings) -> Row:
     backend = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl", "cpu": "gloo"}.get(device.type)
     if backend is None:
         raise HeteroError(f"no communication backend for {device.type}")
-    store = torch.distributed.HashStore()
+    store = torch._C._distributed_c10d.HashStore()
     torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
     try:
         mesh = init_device_mesh(device.type, (1,))
