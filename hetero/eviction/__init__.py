@@ -19,9 +19,9 @@ from hetero.eviction.model import (
     Updates,
 )
 from hetero.eviction.placement import Placement, choose_placement
+from hetero.eviction.places import choose_places, renewable, spare_bytes, without_places
 from hetero.eviction.planner import plan
 from hetero.eviction.policies import resolve_policy
-from hetero.eviction.renewal import choose_renewed, renewable, spare_bytes, without_places
 from hetero.eviction.simulation import Simulation, simulate
 
 __all__ = [
@@ -42,7 +42,7 @@ __all__ = [
     "check",
     "choose_device_homes",
     "choose_placement",
-    "choose_renewed",
+    "choose_places",
     "compete",
     "host_bytes",
     "leave_link_free",

@@ -51,7 +51,7 @@ class HostUpdates:
         self._updates = updates
         self._early = early
         self.ranks = {x: rank for rank, x in enumerate(updates.tensors)}
-        self._in_time = frozenset(updates.renewed)  # these go first in backward
+        self._in_time = frozenset(updates.places)  # these go first in backward
         self._has_stepped = True
         self._free = 0.0
         self.due = inf

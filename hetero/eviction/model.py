@@ -72,7 +72,7 @@ class Updates:
     tensor that has not been updated cannot be fetched.
 
     ``early``: each begins as soon as its gradient is there, of several the first in this order, and the tensor's copy
-    is worthless from the gradient on. ``renewed``: tensors whose place on the device is theirs for good, in no
+    is worthless from the gradient on. ``places``: tensors whose place on the device is theirs for good, in no
     moment's capacity; it is filled anew after each update."""
 
     tensors: tuple[int, ...]
@@ -80,7 +80,7 @@ class Updates:
     queued: int
     finished: int
     early: bool = False
-    renewed: tuple[int, ...] = ()
+    places: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,7 @@ class Moment:
     ``invalidates``: tensors whose device copies become worthless here, before the operator.
     ``produces``: operands that come into being here, on the device, and need no fetch: they have no copy before.
     ``sends``: gradients that go home, in the order of their times.
-    ``awaits``: those of ``Updates.renewed`` that it reads as well; they are no operands.
+    ``awaits``: those of ``Updates.places`` that it reads as well; they are no operands.
     """
 
     operands: tuple[int, ...]

@@ -1,7 +1,7 @@
 """How many parameters live on the device, and how many of the others keep a place there: chosen together.
 
 Owns the search over pairs of numbers. Which parameters these are follows from the numbers: those that live there are
-the first by use (`hetero.eviction.device_homes`), places are spread over the others (`hetero.eviction.renewal`). A few
+the first by use (`hetero.eviction.device_homes`), places are spread over the others (`hetero.eviction.places`). A few
 numbers of homes are tried first, each with a few numbers of places; then the neighbours of what was best so far, best
 first. The result is never slower than what the first of these alone finds. A pure function.
 
@@ -24,7 +24,7 @@ from hetero.eviction.device_homes import (
     step_seconds,
 )
 from hetero.eviction.model import CapacityError, Links, Schedule, Trace
-from hetero.eviction.renewal import choose_renewed, spread
+from hetero.eviction.places import choose_places, spread
 
 __all__ = ["Placement", "choose_placement"]
 
@@ -142,7 +142,7 @@ def _coarse(pairs: _Pairs, most_bytes: int) -> Placement:
         others = pairs.others(frozenset(homes))
         if not others:
             return ()
-        return choose_renewed(others, lambda places: pairs.planned(homes, places), thorough=thorough)
+        return choose_places(others, lambda places: pairs.planned(homes, places), thorough=thorough)
 
     home = choose_device_homes(
         pairs.order,

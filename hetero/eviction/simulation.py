@@ -7,7 +7,7 @@ until the transfer has ended; a moment waits for the oldest write backs only as 
 it. Gradients go home by the same link, in the middle of a period, and are waited for when too many are on their way.
 The host updates one tensor after another, each when its gradient is there; a tensor that waits for its update is
 fetched when that is done, and fetches that could start meanwhile go first. Copies that are renewed before the step
-(`hetero.eviction.renewal`) displace no planned ones, so that no moment holds more than its capacity. It assumes a valid
+(`hetero.eviction.places`) displace no planned ones, so that no moment holds more than its capacity. It assumes a valid
 schedule.
 """
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from hetero.eviction.host_updates import HostUpdates, early_sends
 from hetero.eviction.model import Links, Schedule, Trace
-from hetero.eviction.renewal import renewable, spare_bytes
+from hetero.eviction.places import renewable, spare_bytes
 
 __all__ = ["Simulation", "Simulator", "simulate"]
 
@@ -110,7 +110,7 @@ class _Run:
         self.sending_bytes = 0
         updates = trace.updates
         self.host = None if updates is None else HostUpdates(updates, simulator.early)
-        self.renewed = frozenset(() if updates is None else updates.renewed)
+        self.places = frozenset(() if updates is None else updates.places)
         self.ordered: list[tuple[float, int, int]] = []  # fetches of what is not updated yet: when it will be
         self.on_order: dict[int, int] = {}  # which of these it is, once that is known
         self.orders = 0
@@ -124,7 +124,7 @@ class _Run:
 
     def iteration(self) -> Simulation:
         began = self.clock
-        down = sum(map(self.of.up_seconds.__getitem__, self.renewed))
+        down = sum(map(self.of.up_seconds.__getitem__, self.places))
         up = compute = 0.0
         updates, queue = self.trace.updates, self.host
         host = 0.0 if updates is None else sum(updates.seconds)
@@ -213,7 +213,7 @@ class _Run:
     def _update(self, queue: HostUpdates) -> None:
         """The optimizer has stepped."""
         queue.queue(self.clock)
-        for x in self.renewed:
+        for x in self.places:
             if x not in self.on_order and (x not in queue.done or queue.done[x] > self.clock):
                 self._expect(x)
 
@@ -236,7 +236,7 @@ class _Run:
         """Its gradient has been made, and its update begins early: the copy is worthless."""
         self.arrival.pop(x, None)
         self.on_order.pop(x, None)
-        if x in self.renewed:
+        if x in self.places:
             self._expect(x)
         elif x in self.present:
             self.present.discard(x)

@@ -69,19 +69,19 @@ def traces_with_updates(draw, *, tensors=6, again=False):
     """
     count = draw(st.integers(1, tensors))
     nbytes = tuple(draw(st.lists(st.integers(1, 4), min_size=count, max_size=count)))
-    renewed = draw(st.sets(st.integers(0, count - 1)))
+    places = draw(st.sets(st.integers(0, count - 1)))
     room = draw(st.sampled_from([0, 12, 60]))  # beside operands, at most
-    moments = [_layer(draw, nbytes, renewed, {x}, room) for x in range(count)]
+    moments = [_layer(draw, nbytes, places, {x}, room) for x in range(count)]
     for x in reversed(range(count)):
         late = draw(st.sets(st.integers(x + 1, count - 1), max_size=1)) if again and x + 1 < count else set()
-        moments.append(_layer(draw, nbytes, renewed, {x, *late}, room))
+        moments.append(_layer(draw, nbytes, places, {x, *late}, room))
         if draw(st.integers(0, 5)):  # without, it is stepped by a gradient that was there
             when = draw(st.sampled_from([0.0, 0.5, 1.0])) * moments[-1].seconds
             moments[-1] = replace(moments[-1], sends=(Send(tensor=x, nbytes=nbytes[x], seconds=when),))
-    gone = tuple(x for x in range(count) if x not in renewed)
+    gone = tuple(x for x in range(count) if x not in places)
     moments += [
-        _layer(draw, nbytes, renewed, set(), room),
-        replace(_layer(draw, nbytes, renewed, set(), room), invalidates=gone),
+        _layer(draw, nbytes, places, set(), room),
+        replace(_layer(draw, nbytes, places, set(), room), invalidates=gone),
     ]
     return Trace(
         sizes=nbytes,
@@ -93,16 +93,16 @@ def traces_with_updates(draw, *, tensors=6, again=False):
             queued=len(moments) - 1,
             finished=len(moments) - 2,
             early=draw(st.integers(0, 3)) > 0,
-            renewed=tuple(sorted(renewed)),
+            places=tuple(sorted(places)),
         ),
     )
 
 
-def _layer(draw, nbytes, renewed, used, room):
-    operands = tuple(sorted(used - renewed))
+def _layer(draw, nbytes, places, used, room):
+    operands = tuple(sorted(used - places))
     return Moment(
         operands=operands,
-        awaits=tuple(sorted(used & renewed)),
+        awaits=tuple(sorted(used & places)),
         seconds=draw(st.sampled_from([0.0, 1.0, 4.0])),
         capacity=sum(nbytes[x] for x in operands) + draw(st.integers(room // 2, room)),
     )

@@ -79,7 +79,7 @@ def test_what_may_be_renewed_early_fits_beside_everything_planned_until_it_would
     planned, early = residents(trace, schedule), set(renewable(trace, schedule))
     event(f"renewable: {bool(early)}")
     count, queued = len(trace.moments), trace.updates.queued
-    assert early <= {*trace.moments[queued].invalidates} - {*trace.updates.renewed}
+    assert early <= {*trace.moments[queued].invalidates} - {*trace.updates.places}
     for turn in range(count):
         now = (queued + turn) % count
         early -= planned[now]

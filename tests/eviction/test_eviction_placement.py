@@ -15,11 +15,11 @@ from hetero.eviction import (
     Updates,
     choose_device_homes,
     choose_placement,
-    choose_renewed,
+    choose_places,
     placement,
     plan,
 )
-from hetero.eviction.renewal import spread
+from hetero.eviction.places import spread
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Model:
             queued=2 * count + 1,
             finished=2 * count,
             early=self.early,
-            renewed=tuple(sorted(places)),
+            places=tuple(sorted(places)),
         )
         return Trace(sizes=sizes, moments=moments, sending_bytes=sending, updates=updates)
 
@@ -113,7 +113,7 @@ class Model:
             others = [x for x in range(len(self.sizes)) if x not in homes] if self.early else []
             if not others:
                 return ()
-            return choose_renewed(others, lambda some: self.planned(homes, some), thorough=thorough)
+            return choose_places(others, lambda some: self.planned(homes, some), thorough=thorough)
 
         best = choose_device_homes(
             range(len(self.sizes)),

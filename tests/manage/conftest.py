@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import hetero
 from hetero.eviction import CapacityError, HomeStep, placement
-from hetero.eviction.renewal import spread
+from hetero.eviction.places import spread
 from hetero.stm.deferred import Update, UpdateQueue
 from hetero.stm.plans import homechoice
 from hetero.stm.plans.timings import Timings
@@ -75,8 +75,8 @@ def places(monkeypatch: pytest.MonkeyPatch) -> None:
                 return chosen
         return ()
 
-    monkeypatch.setattr(homechoice, "choose_renewed", most)
-    monkeypatch.setattr(placement, "choose_renewed", most)
+    monkeypatch.setattr(homechoice, "choose_places", most)
+    monkeypatch.setattr(placement, "choose_places", most)
     monkeypatch.setattr(placement, "_refined", lambda pairs, coarse, *limits: coarse)
     monkeypatch.setattr(
         Forecast, "is_habit", property(lambda self: True, lambda self, value: None), raising=False

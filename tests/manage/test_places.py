@@ -62,7 +62,7 @@ def test_a_tight_budget_and_places_give_the_bits_of_a_plain_run(pattern, momentu
     nbytes = sum(p.nbytes for p in model.parameters())
     used = torch.accelerator.memory_allocated()
     budget = used + int((1.4 if device_homes else 0.8) * nbytes)
-    renewed, homes = set(), set()
+    places, homes = set(), set()
     with hetero.manage(
         model, optimizer, device=target, device_budget=budget, speculate=True, device_homes=device_homes
     ) as manager:
@@ -70,13 +70,13 @@ def test_a_tight_budget_and_places_give_the_bits_of_a_plain_run(pattern, momentu
 
         def look(step):
             if plans.last is not None:
-                renewed.update(plans.last.renewed)
+                places.update(plans.last.places)
                 homes.update(manager._host_step.on_device)
 
         torch.accelerator.reset_peak_memory_stats()
         train(model, optimizer, target, pattern, 24, look)
         assert torch.accelerator.max_memory_allocated() <= budget + GAPS
-    assert renewed or (device_homes and homes)  # which may have taken all the room
+    assert places or (device_homes and homes)  # which may have taken all the room
     assert not races()
     assert torch.accelerator.memory_allocated() == used
     for p, q in zip(model.parameters(), expected, strict=True):
@@ -113,10 +113,10 @@ def test_places_go_when_updates_begin_late_again(monkeypatch):
         plans = manager._stm.plans
         for _ in range(15):  # until times are final, and the last plan is that of training
             train(model, optimizer, target, "never", 4)
-            if plans.last.renewed:
+            if plans.last.places:
                 break
-        assert plans.last.renewed
+        assert plans.last.places
         monkeypatch.setattr(manager._stm.home_choice, "updates_early", lambda: False)
         train(model, optimizer, target, "never", 4)
-        assert not plans.last.renewed
+        assert not plans.last.places
         assert not plans.last.trace.updates.early

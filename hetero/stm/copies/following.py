@@ -22,10 +22,10 @@ from hetero.errors import ManageError
 from hetero.stm.copies.uploads import Uploads
 from hetero.stm.tensors.managed import ManagedTensor
 
-__all__ = ["renew", "written_twice"]
+__all__ = ["refresh", "written_twice"]
 
 
-def renew(tensor: ManagedTensor, engine: CopyEngine, uploads: Uploads) -> None:
+def refresh(tensor: ManagedTensor, engine: CopyEngine, uploads: Uploads) -> None:
     """Write what home holds to the copy, which is held and older. Home, and its twin in low precision, are settled.
 
     Raises `ManageError` if both have been written since."""

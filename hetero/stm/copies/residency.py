@@ -19,7 +19,7 @@ import torch
 from hetero.devices import Accelerator, CopyEngine
 from hetero.errors import ManageError
 from hetero.eviction import Policy
-from hetero.stm.copies.following import renew, written_twice
+from hetero.stm.copies.following import refresh, written_twice
 from hetero.stm.copies.room import Room
 from hetero.stm.copies.uploads import TransferMeter, Uploads
 from hetero.stm.deferred import Update, UpdateQueue
@@ -145,7 +145,7 @@ class Residency:
             return
         with torch.inference_mode(False), torch.no_grad():
             self._refresh_low(tensor)
-            renew(tensor, self._engine, self.uploads)
+            refresh(tensor, self._engine, self.uploads)
 
     def follow_homes(self) -> None:
         """As `follow_home`, wherever home may have been written without our knowing."""

@@ -7,7 +7,7 @@ and has saved no time, what memory ran short with. How a choice is made is `hete
 
 from collections.abc import Callable, Sequence
 
-from hetero.eviction import choose_placement, choose_renewed
+from hetero.eviction import choose_placement, choose_places
 from hetero.msc import Phase, Segment
 from hetero.stm.plans.plan import CyclePlan
 from hetero.stm.plans.planbook import Keys, PlanBook
@@ -63,15 +63,15 @@ class HomeChoice:
             return
         if book.timings.learn(keys, segments):
             if book.timings.was_in_vain(keys):
-                book.renewed[keys] = self._choose_places(keys, ())
+                book.places[keys] = self._choose_places(keys, ())
                 book.set_homes(())
             else:
                 book.remake(keys)
         if self.updates_early() is not book.early:
             book.early = not book.early
             self._chosen.clear()
-            if any(book.renewed.values()):  # they have lost what they were for
-                book.renewed.clear()
+            if any(book.places.values()):  # they have lost what they were for
+                book.places.clear()
                 book.remake_all()
         if keys not in self._chosen:
             self._choose(keys)
@@ -104,9 +104,9 @@ class HomeChoice:
         # Each kind of iteration has its own best number; all of them have to live with the least.
         others = len(self._chosen) > 1
         chosen = tuple(index for index in best.home.homes if not others or index in book.device_homes)
-        book.renewed[keys] = best.places if chosen == best.home.homes else self._choose_places(keys, chosen)
+        book.places[keys] = best.places if chosen == best.home.homes else self._choose_places(keys, chosen)
         early = plan.trace.updates is not None and plan.trace.updates.early is not book.early
-        if chosen == book.device_homes and (early or plan.renewed != book.renewed[keys]):
+        if chosen == book.device_homes and (early or plan.places != book.places[keys]):
             book.remake(keys)
         book.set_homes(chosen, on_trial=keys if best.home.moves_more and not book.device_homes else None)
 
@@ -114,7 +114,7 @@ class HomeChoice:
         """Which parameters keep a place on the device beside ``homes``."""
         plan = self._book.get(keys)
         others = [] if plan is None else [index for index in self._may_stay(plan) if index not in homes]
-        return choose_renewed(others, lambda places: self._book.tried(keys, homes, places)) if others else ()
+        return choose_places(others, lambda places: self._book.tried(keys, homes, places)) if others else ()
 
     def _may_stay(self, plan: CyclePlan) -> tuple[int, ...]:
         """Those that may keep a place, by first use."""

@@ -54,7 +54,7 @@ class CyclePlan:
     trace, which is about the others, does not know them. ``whole_gradients[i]``: what gradients would take, did
     everything live there. ``activations``: per segment, the trace's numbers of what it saves, in order
     (`hetero.stm.plans.lives`). ``guarded``: segments in which something has to leave in the middle of a period, as it
-    did when it was measured. ``left``: of each forward, what `hetero.msc.Segment.left_bytes` was at most. ``renewed``:
+    did when it was measured. ``left``: of each forward, what `hetero.msc.Segment.left_bytes` was at most. ``places``:
     tensors whose place on the device is theirs all along, in no moment's capacity, and is filled again when they have
     been updated.
     """
@@ -78,7 +78,7 @@ class CyclePlan:
     activations: tuple[tuple[int, ...], ...]
     guarded: tuple[bool, ...]
     left: tuple[int | None, ...]
-    renewed: tuple[int, ...]
+    places: tuple[int, ...]
 
     @functools.cached_property
     def spare(self) -> tuple[int, ...]:
@@ -87,13 +87,13 @@ class CyclePlan:
 
     @functools.cached_property
     def whole_trace(self) -> Trace:
-        """The trace with ``renewed`` like any others."""
+        """The trace with ``places`` like any others."""
         return without_places(self.trace)
 
     @property
     def fetched_bytes(self) -> int:
         """To the device, in an iteration."""
-        return self.schedule.fetched_bytes + sum(self.trace.sizes[x] for x in self.renewed)
+        return self.schedule.fetched_bytes + sum(self.trace.sizes[x] for x in self.places)
 
     @property
     def gradient_bytes(self) -> int:
@@ -104,13 +104,13 @@ class CyclePlan:
     def expected(self) -> tuple[int, ...]:
         """Tensors with a copy on the device, or on its way, when an iteration begins, in the order of first use."""
         copies = (x for x in (*self.schedule.start, *self.device_homes) if x in self.first_uses)
-        return tuple(sorted({*copies, *self.renewed}, key=self.first_uses.__getitem__))
+        return tuple(sorted({*copies, *self.places}, key=self.first_uses.__getitem__))
 
     @functools.cached_property
     def overtaken(self) -> frozenset[int]:
         """Tensors whose copies home is known to overtake in an iteration, and those that have none."""
         known = (x for moment in self.trace.moments for x in moment.invalidates)
-        return frozenset((*known, *self.device_homes, *self.renewed))
+        return frozenset((*known, *self.device_homes, *self.places))
 
     @functools.cached_property
     def renewable(self) -> frozenset[int]:
@@ -176,13 +176,13 @@ class PlanMaker:
         homes: tuple[int, ...],
         costs: Mapping[int, HomeCost],
         *,
-        renewed: tuple[int, ...] = (),
+        places: tuple[int, ...] = (),
         early: bool = False,
         thorough: bool = True,
     ) -> CyclePlan:
         """The plan for iterations of these segments, as sampled, with ``homes`` living on the device at ``costs``.
 
-        ``renewed``: see `CyclePlan`. ``early``: updates begin in backward. ``thorough``: as in `plan_iteration`. Raises
+        ``places``: see `CyclePlan`. ``early``: updates begin in backward. ``thorough``: as in `plan_iteration`. Raises
         `CapacityError` if they leave too little to the others; without homes and places it does not.
         """
         at_home = frozenset(range(len(self._tensors))).difference(homes)
@@ -190,9 +190,9 @@ class PlanMaker:
         sizes = (*(t.device_nbytes if t.index in at_home else 0 for t in self._tensors), *lives.sizes)
         home_bytes, step_bytes = self._home_bytes(homes, costs, keys, samples)
         timing = self._timing(keys, samples)
-        renewed = tuple(x for x in renewed if x in at_home and timing is not None)
-        elsewhere = frozenset((*homes, *renewed))
-        beside = self._fixed_bytes() + sum(sizes[x] for x in renewed)
+        places = tuple(x for x in places if x in at_home and timing is not None)
+        elsewhere = frozenset((*homes, *places))
+        beside = self._fixed_bytes() + sum(sizes[x] for x in places)
         placed = [beside + nbytes for nbytes in home_bytes]
         spare = self._spare_bytes(keys, samples, margin, placed, sizes, lives, elsewhere)
         gradients = self._gradient_reserves(keys, samples, at_home, timing, spare)
@@ -203,7 +203,7 @@ class PlanMaker:
             placed=[sum(all_of_them) for all_of_them in zip(placed, gradients, steps, strict=True)],
             at_home=at_home,
             elsewhere=elsewhere,
-            renewed=renewed,
+            places=places,
         )
         for place, key in enumerate(keys):
             rows.add_segment(samples[key], lives, sizes, None if timing is None else timing.periods[place])
@@ -213,7 +213,7 @@ class PlanMaker:
             sending_bytes=max(gradients),
             updates=None
             if timing is None
-            else self._updates(timing, keys, rows.bounds, rows.operands, homes, renewed, early=early),
+            else self._updates(timing, keys, rows.bounds, rows.operands, homes, places, early=early),
         )
         schedule = plan_iteration(
             trace,
@@ -243,7 +243,7 @@ class PlanMaker:
             schedule=schedule,
             positions=_positions(rows.operands),
             uses=_uses(rows.moments),
-            renewed=renewed,
+            places=places,
             first_uses=_first_uses(rows.operands),
             device_homes=homes,
             home_bytes=tuple(home_bytes),
@@ -266,7 +266,7 @@ class PlanMaker:
         bounds: Sequence[int],
         operands: Sequence[tuple[int, ...]],
         homes: tuple[int, ...],
-        renewed: tuple[int, ...],
+        places: tuple[int, ...],
         *,
         early: bool,
     ) -> Updates | None:
@@ -284,7 +284,7 @@ class PlanMaker:
             queued=bounds[steps[-1] + 1] - 1,
             finished=bounds[steps[-1]],
             early=early,
-            renewed=renewed,
+            places=places,
         )
 
     def least(self, plan: CyclePlan) -> int:
@@ -300,7 +300,7 @@ class PlanMaker:
     def planned(self, plan: CyclePlan) -> int:
         """What the plan's moments need with the copies that it keeps and fetches ahead."""
         sizes, resident, most = plan.trace.sizes, set(plan.schedule.start), 0
-        places = sum(sizes[x] for x in plan.renewed)
+        places = sum(sizes[x] for x in plan.places)
         for position, (moment, actions) in enumerate(
             zip(plan.trace.moments, plan.schedule.actions, strict=True)
         ):

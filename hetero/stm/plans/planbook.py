@@ -56,7 +56,7 @@ class PlanBook:
         self._departures: dict[Keys, int] = defaultdict(int)
         # Parameters that live on the device, in all plans alike, and those that keep a place there, in one.
         self.device_homes: tuple[int, ...] = ()
-        self.renewed: dict[Keys, tuple[int, ...]] = {}
+        self.places: dict[Keys, tuple[int, ...]] = {}
         self.early = False  # updates at home begin in backward
         # What each parameter would cost there, by index; empty: none can, or nothing has been measured.
         self.home_costs: Callable[[], dict[int, HomeCost]] = dict
@@ -197,11 +197,11 @@ class PlanBook:
         while waiting:
             keys = next(iter(waiting))
             try:
-                places = self.renewed.get(keys, ())
+                places = self.places.get(keys, ())
                 made[keys] = self._make(keys, waiting[keys], self.device_homes, costs, places)
                 del waiting[keys]
             except CapacityError:
-                if self.renewed.pop(keys, ()):
+                if self.places.pop(keys, ()):
                     continue
                 if not self.device_homes:
                     raise
@@ -222,5 +222,5 @@ class PlanBook:
         thorough: bool = True,
     ) -> CyclePlan:
         return self._planner.make(
-            keys, self.samples, margin, homes, costs, renewed=places, early=self.early, thorough=thorough
+            keys, self.samples, margin, homes, costs, places=places, early=self.early, thorough=thorough
         )

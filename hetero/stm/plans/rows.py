@@ -28,7 +28,7 @@ class Rows:
     placed: Sequence[int]
     at_home: frozenset[int]
     elsewhere: frozenset[int]
-    renewed: tuple[int, ...]
+    places: tuple[int, ...]
     moments: list[Moment] = field(default_factory=list)
     operands: list[tuple[int, ...]] = field(default_factory=list)
     limits: list[int] = field(default_factory=list)
@@ -67,7 +67,7 @@ class Rows:
                         *lives.ended[now],
                     ),
                     sends=_sends(time, self.at_home),
-                    awaits=tuple(t for t in dict.fromkeys(period.operands) if t in self.renewed),
+                    awaits=tuple(t for t in dict.fromkeys(period.operands) if t in self.places),
                 )
             )
             self.operands.append(period.operands)

@@ -180,7 +180,7 @@ class Executor:
         plan = self._plan
         if plan is None:
             return
-        if tensor.index in plan.renewed:
+        if tensor.index in plan.places:
             self._backlog.want([tensor.index])
         elif tensor.index in plan.renewable:
             self._backlog.want_renewed(tensor, plan.first_uses)
@@ -193,7 +193,7 @@ class Executor:
         for tensor in tensors:
             self._collector.count_stale(tensor.index)
         if self._plan is not None:
-            self._backlog.want(self._plan.renewed)
+            self._backlog.want(self._plan.places)
         self._change_layout([], (), "stepped")
 
     def homes_overtook(self, indices: Iterable[int]) -> None:

@@ -185,7 +185,7 @@ class Speculation:
     def _ranks(self) -> dict[int, int]:
         """Those whose copies have places of their own come first: the link can carry them while backward runs."""
         ranks, plan = dict(self._stm.by_first_use()), self._stm.plans.last
-        for index in () if plan is None else plan.renewed:
+        for index in () if plan is None else plan.places:
             ranks[index] -= len(ranks)
         return ranks
 

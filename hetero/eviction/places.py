@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from hetero.eviction.model import CapacityError, Schedule, Trace
 
-__all__ = ["choose_renewed", "renewable", "spare_bytes", "spread", "without_places"]
+__all__ = ["choose_places", "renewable", "spare_bytes", "spread", "without_places"]
 
 _MOST_MOMENTS = 40_000  # of all schedules tried together
 _COUNTS, _FEW_COUNTS = 24, 6
@@ -24,10 +24,10 @@ _WORTH = 0.005  # share of the step that places must save to be worth it
 Planner = Callable[[tuple[int, ...]], tuple[Trace, Schedule]]
 
 
-def choose_renewed(order: Sequence[int], plan: Planner, *, thorough: bool = True) -> tuple[int, ...]:
+def choose_places(order: Sequence[int], plan: Planner, *, thorough: bool = True) -> tuple[int, ...]:
     """Those of ``order`` (tensors by first use) whose places make the iteration shortest.
 
-    ``plan(renewed)``: trace and schedule with these; may raise `CapacityError`. ``thorough``: not only a few numbers
+    ``plan(places)``: trace and schedule with these; may raise `CapacityError`. ``thorough``: not only a few numbers
     of them. Raises `CapacityError` if that happens for none.
     """
     trace, schedule = plan(())
@@ -75,7 +75,7 @@ def renewable(trace: Trace, schedule: Schedule) -> frozenset[int]:
     free = [*free[queued:], *free[:queued]]
     found = []
     for x in updates.tensors:
-        if x in updates.renewed or x not in lost or x not in begins:
+        if x in updates.places or x not in lost or x not in begins:
             continue
         if any(nbytes < trace.sizes[x] for nbytes in free[: begins[x]]):
             break
@@ -105,20 +105,20 @@ def _free_bytes(trace: Trace, schedule: Schedule) -> list[int]:
 def without_places(trace: Trace) -> Trace:
     """The same, with tensors that have a place of their own like any others."""
     updates = trace.updates
-    if updates is None or not updates.renewed:
+    if updates is None or not updates.places:
         return trace
-    nbytes = sum(trace.sizes[x] for x in updates.renewed)
+    nbytes = sum(trace.sizes[x] for x in updates.places)
     moments = [
         replace(
             moment,
             operands=(*moment.operands, *moment.awaits),
             capacity=moment.capacity + nbytes,
-            invalidates=(*moment.invalidates, *(updates.renewed if now == updates.queued else ())),
+            invalidates=(*moment.invalidates, *(updates.places if now == updates.queued else ())),
             awaits=(),
         )
         for now, moment in enumerate(trace.moments)
     ]
-    return replace(trace, moments=tuple(moments), updates=replace(updates, renewed=()))
+    return replace(trace, moments=tuple(moments), updates=replace(updates, places=()))
 
 
 def spread(order: Sequence[int], count: int) -> tuple[int, ...]:

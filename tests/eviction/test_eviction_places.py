@@ -13,7 +13,7 @@ from hetero.eviction import (
     Trace,
     Updates,
     check,
-    choose_renewed,
+    choose_places,
     lower_bound_seconds,
     plan,
     simulate,
@@ -24,14 +24,14 @@ from hetero.eviction import (
 SIZE = 1000
 
 
-def chain(count, room, renewed=(), *, early=True, update=3.0, sending=2):
+def chain(count, room, places=(), *, early=True, update=3.0, sending=2):
     """Forward takes 1 s a layer, backward 2; each gradient leaves at its layer's end."""
-    capacity = (room - len(renewed)) * SIZE
+    capacity = (room - len(places)) * SIZE
 
     def layer(x, seconds, sends=()):
         return Moment(
-            operands=() if x in renewed else (x,),
-            awaits=(x,) if x in renewed else (),
+            operands=() if x in places else (x,),
+            awaits=(x,) if x in places else (),
             seconds=seconds,
             capacity=capacity - (sending * SIZE if sends else 0),
             sends=sends,
@@ -41,9 +41,7 @@ def chain(count, room, renewed=(), *, early=True, update=3.0, sending=2):
     backward = [layer(x, 2.0, (Send(tensor=x, nbytes=SIZE, seconds=2.0),)) for x in reversed(range(count))]
     step = [
         Moment(operands=(), capacity=capacity),
-        Moment(
-            operands=(), capacity=capacity, invalidates=tuple(x for x in range(count) if x not in renewed)
-        ),
+        Moment(operands=(), capacity=capacity, invalidates=tuple(x for x in range(count) if x not in places)),
     ]
     updates = Updates(
         tensors=tuple(range(count)),
@@ -51,7 +49,7 @@ def chain(count, room, renewed=(), *, early=True, update=3.0, sending=2):
         queued=2 * count + 1,
         finished=2 * count,
         early=early,
-        renewed=tuple(renewed),
+        places=tuple(places),
     )
     return Trace(
         sizes=(SIZE,) * count,
@@ -78,7 +76,7 @@ def test_updates_that_begin_in_backward_shorten_the_iteration_and_not_below_what
 
 
 def test_where_everything_has_a_place_each_is_uploaded_once_and_waited_for_after_its_update():
-    trace = chain(3, 6, renewed=(0, 1, 2), update=5.0)
+    trace = chain(3, 6, places=(0, 1, 2), update=5.0)
     schedule = planned(trace, 2.0)
     assert not schedule.fetched_bytes
     result = simulate(trace, schedule, links(2.0))
@@ -91,13 +89,13 @@ def test_where_everything_has_a_place_each_is_uploaded_once_and_waited_for_after
 def test_the_choice_is_never_worse_than_none_and_better_on_a_chain_that_the_link_holds_up():
     seconds = {}
 
-    def with_places(renewed):
-        trace = chain(24, 14, renewed)
+    def with_places(places):
+        trace = chain(24, 14, places)
         schedule = planned(trace, 2.0)
-        seconds[renewed] = schedule.predicted_seconds
+        seconds[places] = schedule.predicted_seconds
         return trace, schedule
 
-    chosen = choose_renewed(range(24), with_places)
+    chosen = choose_places(range(24), with_places)
     assert chosen
     assert seconds[chosen] < 0.97 * seconds[()]
     assert seconds[chosen] == min(seconds.values())
@@ -115,8 +113,8 @@ def test_the_choice_is_never_worse_than_none_and_better_on_a_chain_that_the_link
 def test_any_places_give_valid_schedules_and_times_no_shorter_than_any_server_needs(
     count, room, picks, early, update, copy
 ):
-    renewed = tuple(sorted(x for x in picks if x < count))
-    trace = chain(count, room, renewed, early=early, update=update)
+    places = tuple(sorted(x for x in picks if x < count))
+    trace = chain(count, room, places, early=early, update=update)
     try:
         schedule = planned(trace, copy)
     except CapacityError:
@@ -130,7 +128,7 @@ def test_any_places_give_valid_schedules_and_times_no_shorter_than_any_server_ne
     for moment, nbytes in zip(trace.moments, result.model_bytes, strict=True):
         assert nbytes <= moment.capacity
     whole = without_places(trace)
-    assert whole.updates == replace(trace.updates, renewed=())
+    assert whole.updates == replace(trace.updates, places=())
     assert all(not moment.awaits for moment in whole.moments)
     planned(whole, copy)  # has a schedule as well: the same bytes fit
 
@@ -157,6 +155,6 @@ def test_what_comes_back_in_backward_is_no_less_than_the_bound_of_such_an_iterat
     trace = chain(12, 16, tuple(range(12)), update=0.1)
     seconds = planned(trace, 2.0).predicted_seconds
     assert lower_bound_seconds(without_places(trace), links(2.0)) <= seconds
-    late = replace(trace.updates, early=False, renewed=())
+    late = replace(trace.updates, early=False, places=())
     # The test can fail: what bounds updates in the step is beyond that.
     assert lower_bound_seconds(replace(without_places(trace), updates=late), links(2.0)) > seconds
