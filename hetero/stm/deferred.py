@@ -12,7 +12,6 @@ taken back until then (`hetero.stm.step.speculation`).
 
 import os
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
+
+from hetero.stm.living import Living
 
 __all__ = ["Attempt", "Kin", "Trial", "Update", "UpdateQueue", "finish_everything"]
 
@@ -344,12 +345,12 @@ class UpdateQueue:
 
 
 # A forked child has no such thread: what is queued at the fork would never be done there.
-_queues: "weakref.WeakSet[UpdateQueue]" = weakref.WeakSet()
+_queues = Living[UpdateQueue]()
 
 
 def finish_everything() -> None:
     """As `UpdateQueue.finish_all`, for every queue of the process."""
-    for queue in list(_queues):
+    for queue in _queues:
         queue.finish_all()
 
 

@@ -9,10 +9,10 @@ else needs the device or writes homes. What the parent writes after the fork, th
 """
 
 import os
-import weakref
 from typing import Protocol
 
 from hetero.errors import ManageError
+from hetero.stm.living import Living
 
 __all__ = ["Forkable", "in_child", "watch"]
 
@@ -29,7 +29,7 @@ class Forkable(Protocol):
         """In parent and child: go on."""
 
 
-_managers: "weakref.WeakSet[Forkable]" = weakref.WeakSet()
+_managers = Living[Forkable]()
 _forking: list[Forkable] = []
 
 
@@ -48,7 +48,7 @@ def in_child() -> ManageError:
 
 
 def _before() -> None:
-    for manager in list(_managers):
+    for manager in _managers:
         _forking.append(manager)  # first: whatever it raises, which Python prints and drops, locks are held
         manager.begin_fork()
 

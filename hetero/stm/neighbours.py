@@ -4,10 +4,11 @@ Owns who they are, and the question. Invariant: none waits for another, so that 
 wait for ever. What may leave is each one's own matter (`StatefulTensorMgr.give`).
 """
 
-import weakref
 from typing import Protocol
 
 import torch
+
+from hetero.stm.living import Living
 
 __all__ = ["Neighbour", "ask", "join"]
 
@@ -22,7 +23,7 @@ class Neighbour(Protocol):
         if it is busy on another thread."""
 
 
-_managers: "weakref.WeakSet[Neighbour]" = weakref.WeakSet()
+_managers = Living[Neighbour]()
 
 
 def join(manager: Neighbour) -> None:

@@ -21,6 +21,7 @@ from hetero.stm.interception.compiled import CompiledCalls
 from hetero.stm.interception.exchange import exchange, is_like, let_go, may_go_back, redirect
 from hetero.stm.interception.functions import give_back, take_over
 from hetero.stm.interception.intercept import in_scope, is_managed, managed_of
+from hetero.stm.living import Living
 from hetero.stm.manager import StatefulTensorMgr
 from hetero.stm.plans.fits import Growth, Kind, read_growth
 from hetero.stm.plans.plan import CyclePlan
@@ -34,7 +35,7 @@ from hetero.stm.tensors.onlookers import Onlookers, has_other_optimizer
 __all__ = ["Settled", "before_change", "bring_home", "note_optimizer", "record_of"]
 
 # Weakly: whoever drops a settled model without closing drops all of it.
-_settled: "weakref.WeakSet[Settled]" = weakref.WeakSet()
+_settled: "Living[Settled]" = Living()
 _by_id: "weakref.WeakValueDictionary[int, ManagedTensor]" = weakref.WeakValueDictionary()
 _requires_grad = operator.attrgetter("requires_grad")
 _LONGEST_WAIT = 32  # forwards between two attempts
@@ -47,7 +48,7 @@ def record_of(parameter: object) -> ManagedTensor | None:
 
 def before_change(optimizer: torch.optim.Optimizer) -> None:
     """It is about to get other states, or another group."""
-    for settled in list(_settled):
+    for settled in _settled:
         if settled.optimizer is optimizer:
             settled.leave()
 

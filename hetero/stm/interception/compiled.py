@@ -14,7 +14,6 @@ Compile per block: all of a region's parameters are on the device at once, in fo
 import contextlib
 import functools
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,6 +26,7 @@ from hetero.stm.interception.intercept import in_scope, is_managed, managed_of, 
 from hetero.stm.interception.misplaced import note_misplaced
 from hetero.stm.interception.outside import full_copies, keeps_its_type
 from hetero.stm.interception.parts import is_part_of
+from hetero.stm.living import Living
 from hetero.stm.running.guard import unguarded
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.managed import ManagedTensor
@@ -52,13 +52,13 @@ SLOT = "_compiled_call_impl"  # torch's own slot for a replaced call; it is not 
 
 
 # Those that are attached: torch tells which module is compiled, not whose model it belongs to.
-_ATTACHED: "weakref.WeakSet[CompiledCalls]" = weakref.WeakSet()
+_ATTACHED: "Living[CompiledCalls]" = Living()
 
 
 def compile_module(module: nn.Module, compile: Callable[[], None]) -> None:
     """``compile`` is ``module``'s own ``compile()``, which replaces its call: ours is put around it again."""
     with contextlib.ExitStack() as stack:
-        for calls in list(_ATTACHED):
+        for calls in _ATTACHED:
             if calls.covers(module):
                 stack.enter_context(calls.changing())
         compile()
