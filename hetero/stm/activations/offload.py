@@ -358,18 +358,21 @@ class Activations:
 
     def _bring(self, record: Activation) -> None:
         account = record.account
-        if account.flight is None and not self._closed:
-            if account.index >= 0:
-                self._collector.count_unplanned(1)
-            self.make_room(account.device_nbytes)
-        try:
-            self._start_back(record)
-        except torch.OutOfMemoryError:
-            if self.shed(account.device_nbytes) == 0:
-                raise
-            self._accelerator.note_answered()
-            self._accelerator.release_cached()
-            self._start_back(record)
+        comes_back = account.flight is None and not self._closed
+        if comes_back and account.index >= 0:
+            self._collector.count_unplanned(1)
+        # In the middle of a period, whose peak is not measured against what leaves for it.
+        with self._collector.evicting(for_operator=False):
+            if comes_back:
+                self.make_room(account.device_nbytes)
+            try:
+                self._start_back(record)
+            except torch.OutOfMemoryError:
+                if self.shed(account.device_nbytes) == 0:
+                    raise
+                self._accelerator.note_answered()
+                self._accelerator.release_cached()
+                self._start_back(record)
 
     def _start_back(self, record: Activation) -> None:
         """Its bytes are on the device again, or on their way there."""
