@@ -25,7 +25,8 @@ test: $(VENV)/.ready
 
 # The tests marked cuda, on a machine that has such a device.
 test-cuda: $(VENV)/.ready
-	$(BIN)/python -m pytest -m cuda tests $(ARGS)
+	@printf '%s\n' tests/manage/test_*.py tests/pool/test_pool_cuda.py | xargs -P $(JOBS) -I FILE sh -c ' \
+		output=$$($(BIN)/python -m pytest -m cuda FILE $(ARGS) 2>&1); code=$$?; printf "FILE\n%s\n" "$$output"; exit $$code'
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check .

@@ -10,6 +10,9 @@ import os
 os.environ.setdefault("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "1")
 # And cuBLAS keeps a workspace for each thread, which is memory in use: 32 MiB each on an H100, with this 128 KiB.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "128")  # KiB, no more: torch would warn of it
+# torch's databases of tests ask numba for the device, which has nothing to do there.
+os.environ.setdefault("NUMBA_DISABLE_CUDA", "1")
 
 import torch
 from hypothesis import HealthCheck, settings

@@ -59,7 +59,8 @@ def _add_device(table: Table, accelerator: Accelerator) -> None:
     table.add_row(
         str(device), f"{name}, {format_bytes(accelerator.total_bytes())}, {format_bytes(free)} free"
     )
-    table.add_row(f"{device} device_budget", f"{format_bytes(free)} by default")
+    budget = accelerator.usable_of(free)
+    table.add_row(f"{device} device_budget", f"{format_bytes(budget)} by default")
     try:
         links = str(probe_links(accelerator))
     except (HeteroError, torch.OutOfMemoryError) as error:  # a full device is still worth listing

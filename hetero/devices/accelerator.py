@@ -115,6 +115,10 @@ class Accelerator:
         allocated = stats["allocated_bytes"]["all"]
         return allocated["current"], allocated["peak"], stats["num_ooms"] - _answered[self.device]
 
+    def failures(self) -> int:
+        """Out-of-memory errors of the allocator so far, whoever has learned of them; 0 where nobody counts them."""
+        return 0 if self._stats is None else int(self._stats(self.device)["num_ooms"])
+
     def note_answered(self) -> None:
         """An out-of-memory error has been caught, and its allocation will be tried again or done without."""
         _answered[self.device] += 1
@@ -143,11 +147,14 @@ class Accelerator:
     def free_bytes(self) -> int:
         """What this process could still allocate: free on the device, plus what its allocator caches."""
         free, _ = self._call("mem_get_info", self.device)
-        cached = self.reserved_bytes() - self._call("memory_allocated", self.device)
-        return int(free + cached)
+        return int(free) + self.reserved_bytes() - self.used_bytes()
 
     def reserved_bytes(self) -> int:
         """What this process's allocator holds of the device, cached blocks included."""
+        if self.device.type == "cuda":  # as `used_bytes`
+            return int(
+                torch.cuda.memory_stats_as_nested_dict(self.device)["reserved_bytes"]["all"]["current"]
+            )
         return int(self._call("memory_reserved", self.device))
 
     def cap(self, nbytes: int | None) -> None:

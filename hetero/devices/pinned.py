@@ -136,13 +136,13 @@ def _register(accelerator: Accelerator, address: int, nbytes: int) -> Callable[[
         from hetero.devices import virtual
 
         virtual.host_register(address, nbytes)
-        unregister = virtual.host_unregister
     elif accelerator.device.type == "cuda":  # ROCm answers to the same names
-        runtime = torch.cuda.cudart()
-        if int(runtime.cudaHostRegister(address, nbytes, 0)) != 0:
-            _forget_cuda_error(accelerator.device)
-            return None
-        unregister = runtime.cudaHostUnregister
+        with torch.cuda.device(
+            accelerator.device
+        ):  # else another one, if it is current, is given a context for it
+            if int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)) != 0:
+                _forget_cuda_error(accelerator.device)
+                return None
     else:
         return None
 
@@ -152,9 +152,19 @@ def _register(accelerator: Accelerator, address: int, nbytes: int) -> Callable[[
         if os.getpid() != process:
             return  # a forked child has the memory, not the device
         accelerator.synchronize()  # a copy nobody waited for may still be reading this memory
-        unregister(address)
+        _unregister(accelerator.device, address)
 
     return undo
+
+
+def _unregister(device: torch.device, address: int) -> None:
+    if device.type == "virtual":
+        from hetero.devices import virtual
+
+        virtual.host_unregister(address)
+    else:
+        with torch.cuda.device(device):
+            torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def _forget_cuda_error(device: torch.device) -> None:

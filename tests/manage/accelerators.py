@@ -6,6 +6,7 @@ poisoned; ``make test-cuda`` runs the same tests, marked ``cuda``, on the real o
 
 import gc
 import os
+import warnings
 
 import torch
 from backward_ends import wait_for_backward_ends
@@ -18,6 +19,11 @@ ON_CUDA = torch.cuda.is_available()
 # each thread (`tests/conftest.py`). What fails then would fail on a CUDA device.
 SEGMENTS = not ON_CUDA and bool(os.environ.get("HETERO_TEST_SEGMENTS"))
 _workspaces: list[torch.Tensor] = []
+if (
+    ON_CUDA
+):  # here, because torch's own databases of tests, once imported, let nobody set cuDNN's flags any more
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
 # By how much a guarded iteration may pass a budget there: the cap is on segments, and what lies in the gaps of a small
 # and a large one that are there anyway is not refused.
 GAPS = (2 << 20) + (20 << 20) if ON_CUDA or SEGMENTS else 0
@@ -36,11 +42,12 @@ def device(memory: str | int = "256MiB", **link: str) -> torch.device:
         found = hetero.virtual_device(memory=memory, **link)
         wait_for_backward_ends(found)
         return found
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
-    # What libraries allocate once for the process would otherwise count for the test that comes first.
+    # What libraries allocate once for the process would otherwise count for the test that comes first. On autograd's
+    # thread there is no CUDA context before cuBLAS makes one, of which torch warns once.
     x = torch.ones(64, 64, device="cuda", requires_grad=True)
-    (x @ x).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        (torch.nn.functional.linear(x, x, x[0]) @ x).sum().backward()
     del x
     found = torch.device("cuda", 0)
     wait_for_backward_ends(found)

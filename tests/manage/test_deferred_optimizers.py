@@ -4,7 +4,7 @@ import pytest
 import torch
 from lateness import host_step_of, managed_mlp
 from loops import batch, mlp, two_steps
-from twins import assert_same, assert_twins, at_home, plain
+from twins import assert_same, assert_twins, at_home, device, managed, plain
 
 pytestmark = pytest.mark.usefixtures("late_queue")
 
@@ -178,6 +178,29 @@ def test_what_a_closure_runs_is_planned_and_where_everything_fits_nothing_moves(
         after = manager.stats
     assert after.total_fetched_bytes == before.total_fetched_bytes
     assert after.total_written_bytes == before.total_written_bytes
+
+
+@pytest.mark.parametrize(
+    "kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad], ids=lambda kind: kind.__name__
+)
+@pytest.mark.parametrize("fused", [None, True, False])
+def test_a_learning_rate_on_the_device_is_there_for_a_step_at_home(kind, fused):
+    def run(where):
+        def make(model):
+            return kind(model.parameters(), lr=torch.tensor(0.01, device=where), foreach=None, fused=fused)
+
+        def loop(model, optimizer, target):
+            seen = []
+            for _ in range(3):
+                seen.append(two_steps(model, optimizer, target))
+                optimizer.param_groups[0]["lr"].mul_(0.5)
+            assert optimizer.param_groups[0]["lr"].device.type == torch.device(where).type
+            return seen
+
+        seen, state, _ = managed(lambda: mlp(), loop, 256 << 10, make)
+        return seen, state
+
+    assert_same(plain(run(device())), plain(run("cpu")), "observed")
 
 
 def test_torch_never_sees_groups_of_which_all_are_capturable_because_there_are_none(monkeypatch):

@@ -68,6 +68,62 @@ def test_an_operator_that_fails_at_its_second_allocation_does_not_pass_the_budge
         assert torch.accelerator.max_memory_allocated() <= budget + GAPS
 
 
+@torch.library.custom_op("hetero_tests::engine", mutates_args=())
+def engine(x: torch.Tensor, nbytes: int, breaks: bool = False) -> torch.Tensor:
+    """As cuDNN's convolutions: whatever the allocator says, the error is another one."""
+    if breaks:
+        raise RuntimeError("no such engine")
+    try:
+        torch.empty(nbytes, dtype=torch.uint8, device=x.device)
+    except torch.OutOfMemoryError:
+        raise RuntimeError("GET was unable to find an engine to execute this computation") from None
+    return x.clone()
+
+
+class Engine(nn.Module):
+    def __init__(self, workspace, breaks=False):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(1024, 1024) for _ in range(8)])
+        self.workspace, self.breaks = workspace, breaks
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return engine(x, self.workspace, self.breaks)
+
+
+def test_an_error_of_a_library_that_hides_the_allocators_is_answered_like_that():
+    target = device()
+    x = torch.randn(4, 1024, device=target)
+    layers, budget = 8 * (1024 * 1024 * 4), 60 << 20
+    torch.manual_seed(0)
+    model = Engine(workspace=budget - layers)  # beside which not all layers fit
+    reference = Engine(workspace=0)
+    reference.load_state_dict(model.state_dict())
+    expected = reference.to(target)(x).detach()
+    del reference
+    before = torch.accelerator.memory_allocated()
+    keywords = {"device": target, "device_budget": before + budget, "warmup_budget": 0.9}
+    with hetero.manage(model, **keywords) as manager, torch.no_grad():
+        assert torch.equal(model(x), expected)
+        assert manager._stm.collector.total.evicted_bytes > 0
+    model.workspace = budget
+    with (
+        hetero.manage(model, **keywords),
+        torch.no_grad(),
+        pytest.raises(hetero.BudgetError, match=r"engine.* more"),
+    ):
+        model(x)
+    # Memory has been short before, but this is no matter of memory.
+    broken = Engine(0, breaks=True)
+    with (
+        hetero.manage(broken, **keywords),
+        torch.no_grad(),
+        pytest.raises(RuntimeError, match=r"^no such engine$"),
+    ):
+        broken(x)
+
+
 def test_formulas_that_depend_on_the_mode_give_the_same_bits():
     assert_twins(Formulas, steps, share=0.9)
 

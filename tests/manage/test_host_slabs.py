@@ -1,8 +1,10 @@
 """Page-locked slabs, and copies that two threads start at once."""
 
+import contextlib
 import gc
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,6 +33,35 @@ def test_a_slab_is_unlocked_while_its_memory_is_still_there(monkeypatch):
     gc.collect()
     assert seen == [True]
     assert not is_mapped(address)
+
+
+def test_on_cuda_memory_is_locked_for_the_device_that_is_managed(monkeypatch):
+    # Whichever is current: another one would be given a context, which takes memory of it.
+    current, calls = [0], []
+
+    @contextlib.contextmanager
+    def on(device):
+        current[:], before = [device.index], list(current)
+        yield
+        current[:] = before
+
+    def register(address, nbytes, flags):
+        calls.append(("register", nbytes, *current))
+        return 0
+
+    runtime = SimpleNamespace(
+        cudaHostRegister=register,
+        cudaHostUnregister=lambda address: calls.append(("unregister", *current)),
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", on)
+    accelerator = SimpleNamespace(
+        device=torch.device("cuda", 1), synchronize=lambda: calls.append(("synchronize",))
+    )
+    tensor = HostArena(accelerator, pin=True).empty_strided((4096,), (1,), torch.uint8)
+    del tensor
+    gc.collect()
+    assert calls == [("register", 4096, 1), ("synchronize",), ("unregister", 1)]
 
 
 class Meeting(TorchDispatchMode):

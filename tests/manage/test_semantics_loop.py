@@ -474,6 +474,8 @@ def test_refusals_name_the_cure():
         hetero.manage(nn.Linear(2, 2, device="meta"), None, device=target)
     with pytest.raises(hetero.ManageError, match="none of the model's"):
         hetero.manage(mlp(), adamw(mlp()), device=target)
+    with pytest.raises(hetero.ManageError, match=r"capturable=True.* fused=True"):
+        hetero.manage(model, torch.optim.AdamW(model.parameters(), capturable=True), device=target)
     with pytest.raises(hetero.ManageError, match="lazy"):
         hetero.manage(nn.LazyLinear(3), None, device=target)
     with pytest.raises(hetero.ManageError, match="no parameters"):

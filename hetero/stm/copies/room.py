@@ -8,8 +8,6 @@ to ``device_budget`` as a whole. It decides nothing about the future: whom to ev
 
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
-
 from hetero.devices import Accelerator
 from hetero.errors import BudgetError
 from hetero.eviction import Candidate, Policy
@@ -130,12 +128,12 @@ class Room:
             self._evict_for(nbytes - (before - used()), set())
         return before - used()
 
-    def refused(self, operator: str, error: torch.OutOfMemoryError) -> BudgetError:
+    def refused(self, operator: str, error: RuntimeError) -> BudgetError:
         """What to say of an operator that has failed with ``error`` after everything has left that can."""
         held = sum(tensor.device_nbytes for tensor in self._resident.values())
         return no_room(self._accelerator, self._budget, operator, error, held=held, enough=self.enough())
 
-    def allows(self, error: torch.OutOfMemoryError) -> bool:
+    def allows(self, error: RuntimeError) -> bool:
         """What the allocator has refused is within the budget: it found no gap that is large enough."""
         least = least_bytes(self._accelerator, error)
         return least is not None and least <= self._budget

@@ -52,7 +52,7 @@ def no_room(
     accelerator: Accelerator,
     budget: int,
     operator: str,
-    error: torch.OutOfMemoryError,
+    error: RuntimeError,
     *,
     held: int,
     enough: int | None,
@@ -77,7 +77,7 @@ def no_room(
     )
 
 
-def least_bytes(accelerator: Accelerator, error: torch.OutOfMemoryError) -> int | None:
+def least_bytes(accelerator: Accelerator, error: RuntimeError) -> int | None:
     """What would have been in use, had the allocator not refused; None if it says nothing that we know."""
     wanted = _wanted_bytes(error)
     return None if wanted is None else _used_bytes(accelerator, error) + wanted
@@ -86,11 +86,11 @@ def least_bytes(accelerator: Accelerator, error: torch.OutOfMemoryError) -> int 
 _SIZE = r"([0-9.]+) ([KMGT]iB|bytes)"
 
 
-def _wanted_bytes(error: torch.OutOfMemoryError) -> int | None:
+def _wanted_bytes(error: RuntimeError) -> int | None:
     return _bytes_in(re.search(f"[Tt]ried to allocate {_SIZE}", str(error)))
 
 
-def _used_bytes(accelerator: Accelerator, error: torch.OutOfMemoryError) -> int:
+def _used_bytes(accelerator: Accelerator, error: RuntimeError) -> int:
     """In use when the allocator refused: an operator that had allocated before has given that back since."""
     found = re.search(f"{_SIZE} (?:in use of|is allocated by PyTorch)", str(error))
     then = _bytes_in(found)

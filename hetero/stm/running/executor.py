@@ -95,6 +95,7 @@ class Executor:
             note_answered=self._accelerator.note_answered,
             explain=self._room.refused,
             uncapped=lambda error: lifted(self._cap, self._is_guarded and self._room.allows(error)),
+            failures=self._accelerator.failures,
         )
 
     def begin_segment(self, key: SegmentKey, *, is_open: bool = False) -> None:

@@ -7,6 +7,11 @@ write, so running one again after a failed allocation repeats nothing.
 
 It costs a few microseconds an operator: iterations that follow their plan run without it.
 
+[Note: errors of libraries]
+cuDNN tries engines until the memory that one wants can be had, and catches the allocator's error itself. Where all want
+too much, it says that there is no engine for this computation, in an ordinary `RuntimeError`. That it was memory is
+told by the allocator's count of its errors.
+
 [Note: formulas]
 ATen chooses the backward formula of a few operators by whether any dispatch mode is active, and another formula
 gives other bits. For those nodes the guard steps aside, after making all the room there is. Which they are was
@@ -45,10 +50,10 @@ _CHOSEN_BY_MODE = frozenset(
 )
 
 
-Explain = Callable[[str, torch.OutOfMemoryError], Exception]
+Explain = Callable[[str, RuntimeError], Exception]
 """What to raise for an operator of that name, and the allocator's error, when nothing is left to be freed."""
 
-Uncapped = Callable[[torch.OutOfMemoryError], contextlib.AbstractContextManager[bool]]
+Uncapped = Callable[[RuntimeError], contextlib.AbstractContextManager[bool]]
 """Within it the allocator is not capped, if it has refused what the budget allows; whether it was."""
 
 
@@ -61,8 +66,11 @@ class _Guard(TorchDispatchMode):
         note_answered: Callable[[], None],
         explain: Explain,
         uncapped: Uncapped,
+        failures: Callable[[], int],
     ) -> None:
         super().__init__()
+        self._failures = failures
+        self._seen_failures = 0
         self._explain = explain
         self._uncapped = uncapped
         self.relieve = relieve
@@ -79,12 +87,23 @@ class _Guard(TorchDispatchMode):
             while True:
                 try:
                     return func(*args, **(kwargs or {}))
-                except torch.OutOfMemoryError as error:
+                except RuntimeError as error:
+                    if not self._is_shortage(error):
+                        raise
                     if self.relieve() == 0:
                         if is_uncapped or not stack.enter_context(self._uncapped(error)):
                             raise self._explain(str(func), error) from error
                         is_uncapped = True
                     self._note_answered()
+
+    def begin(self) -> None:
+        """It is about to be put in place: errors from now on count."""
+        self._seen_failures = self._failures()
+
+    def _is_shortage(self, error: RuntimeError) -> bool:
+        """[Note: errors of libraries]"""
+        before, self._seen_failures = self._seen_failures, self._failures()
+        return isinstance(error, torch.OutOfMemoryError) or self._seen_failures > before
 
 
 class _Here(threading.local):
@@ -103,11 +122,12 @@ def guarded(
     note_answered: Callable[[], None] = lambda: None,
     explain: Explain = lambda operator, error: error,
     uncapped: Uncapped = lambda error: contextlib.nullcontext(False),
+    failures: Callable[[], int] = lambda: 0,
 ) -> Iterator[None]:
     """Within it, operators of this thread, and of a backward that begins here, are guarded: ``at_once``, or from
     `arm` on. ``note_answered``: called for each error after which an operator is tried again. ``explain``,
-    ``uncapped``: see `Explain`, `Uncapped`."""
-    guard = _Guard(relieve, note_answered, explain, uncapped)
+    ``uncapped``: see `Explain`, `Uncapped`. ``failures``: how many out-of-memory errors there have been."""
+    guard = _Guard(relieve, note_answered, explain, uncapped, failures)
     outer, _here.guard = _here.guard, guard
     _guards.append(guard)
     if at_once:
@@ -144,10 +164,13 @@ def arm(relieve: Callable[[], int]) -> None:
             _arm_nodes(guard, guard.roots[-1])
     elif not guard.is_armed:
         guard.is_armed = True
+        guard.begin()
         _push_below(guard)
 
 
 def _arm_nodes(guard: _Guard, roots: Sequence[Any]) -> None:
+    guard.begin()
+
     def put_in_place(gradients: Any) -> None:
         _push_below(guard)  # for this node: autograd restores its threads' modes afterwards
 

@@ -9,6 +9,7 @@ A parameter that has been stepped before (so that its state exists), whose optim
 memory, gradient and state nobody else holds (`hetero.stm.tensors.exposure`).
 """
 
+import operator
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -25,7 +26,7 @@ from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.managed import ManagedTensor
 from hetero.stm.updates.captured import ParameterUpdate, device_update, home_update, settings_of
 from hetero.stm.updates.kernels import split
-from hetero.stm.updates.optimizers import make_shell
+from hetero.stm.updates.optimizers import at_home, is_known, make_shell
 
 __all__ = ["Capture"]
 
@@ -127,11 +128,17 @@ class Capture:
         """What the step is left to do, it does with the kernels that `hetero.stm.updates.kernels` chooses."""
         optimizer = self._optimizer
         given = optimizer.param_groups
-        groups, self._written_unseen = split(optimizer, given, self.is_ours)
-        if self._written_unseen:
+        placed = [self._place_settings(group) for group in given]
+        groups, self._written_unseen = split(optimizer, placed, self.is_ours)
+        if self._written_unseen or any(map(operator.is_not, placed, given)):
             if self._groups is None:
                 self._groups = given
             optimizer.param_groups = groups
+
+    def _place_settings(self, group: Group) -> Group:
+        """Where its parameters are. Not for optimizers that may write to their groups."""
+        is_home = is_known(self._optimizer) and all(map(self.is_ours, group["params"]))
+        return at_home(group) if is_home else group
 
     def end_groups(self) -> None:
         """They are the user's again."""

@@ -20,6 +20,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 __all__ = [
     "ELEMENTWISE",
+    "at_home",
     "calls_closure_first",
     "hyper_parameters",
     "is_known",
@@ -104,6 +105,15 @@ _CONTENT = ("param_groups", "state", "step")
 def hyper_parameters(group: Group) -> Group:
     """A group's settings as they are now, without its parameters."""
     return {key: snapshot(value) for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def at_home(group: Group) -> Group:
+    """``group`` for a step on the host: settings that lie on a device are there for it. torch would fetch them without
+    waiting, or refuse them."""
+    moved = {
+        key: snapshot(value) for key, value in group.items() if key != "params" and not _is_on_host(value)
+    }
+    return {**group, **moved} if moved else group
 
 
 def snapshot(value: Any) -> Any:
