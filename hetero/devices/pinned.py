@@ -137,9 +137,8 @@ def _register(accelerator: Accelerator, address: int, nbytes: int) -> Callable[[
 
         virtual.host_register(address, nbytes)
     elif accelerator.device.type == "cuda":  # ROCm answers to the same names
-        with torch.cuda.device(
-            accelerator.device
-        ):  # else another one, if it is current, is given a context for it
+        # Else another device, if it is current, is given a context for it.
+        with torch.cuda.device(accelerator.device):
             if int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)) != 0:
                 _forget_cuda_error(accelerator.device)
                 return None

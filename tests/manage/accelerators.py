@@ -19,9 +19,7 @@ ON_CUDA = torch.cuda.is_available()
 # each thread (`tests/conftest.py`). What fails then would fail on a CUDA device.
 SEGMENTS = not ON_CUDA and bool(os.environ.get("HETERO_TEST_SEGMENTS"))
 _workspaces: list[torch.Tensor] = []
-if (
-    ON_CUDA
-):  # here, because torch's own databases of tests, once imported, let nobody set cuDNN's flags any more
+if ON_CUDA:  # now: torch's own databases of tests, once imported, let nobody set cuDNN's flags any more
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
 # By how much a guarded iteration may pass a budget there: the cap is on segments, and what lies in the gaps of a small

@@ -83,17 +83,20 @@ class _Guard(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Below autograd a managed parameter is only memory at home: it must not be intercepted again.
         with plain(), contextlib.ExitStack() as stack:
-            is_uncapped = False
+            is_uncapped = is_sure = False
             while True:
                 try:
                     return func(*args, **(kwargs or {}))
                 except RuntimeError as error:
                     if not self._is_shortage(error):
                         raise
-                    if self.relieve() == 0:
+                    # What was counted may be an earlier operator's, which did without: the second time it is not.
+                    is_sure = is_sure or isinstance(error, torch.OutOfMemoryError)
+                    if self.relieve() == 0 and is_sure:
                         if is_uncapped or not stack.enter_context(self._uncapped(error)):
                             raise self._explain(str(func), error) from error
                         is_uncapped = True
+                    is_sure = True
                     self._note_answered()
 
     def begin(self) -> None:
