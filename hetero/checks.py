@@ -43,6 +43,11 @@ def check_manageable(
         raise ManageError(
             f"optimizer is a {type(optimizer).__name__}: expected a torch.optim.Optimizer or None"
         )
+    if not hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):
+        raise ManageError(
+            f"{type(optimizer).__name__} was made without Optimizer.__init__, so it is not told of loading: if it "
+            "wraps another optimizer (timm's Lookahead does), pass that one, and go on stepping the wrapper"
+        )
     ours = {id(parameter) for _, parameter in parameters}
     held = [p for group in optimizer.param_groups for p in group["params"]]
     foreign = sum(id(parameter) not in ours for parameter in held)

@@ -312,7 +312,11 @@ def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
                 if not is_managed(parameter) or parameter.grad is None:
                     continue
                 tensor = managed_of(parameter)
-                if not (tensor.stays and tensor.owner.is_stepping(optimizer)):
+                if tensor.owner.is_stepping(optimizer):
+                    written = not tensor.stays
+                else:  # was settled before; what is not now, the managed optimizer has stepped within this step
+                    written = tensor.pending is None and not tensor.is_dirty
+                if written:
                     tensor.note_write()
                     tensor.owner.after_home_write(tensor)
 
