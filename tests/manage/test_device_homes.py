@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from accelerators import GAPS, clear_races, races
+from accelerators import GAPS, ON_CUDA, ON_HOST, clear_races, races
 from backward_ends import wait_for_backward_ends
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -449,6 +449,7 @@ def test_checkpoints_go_on_with_the_same_numbers():
     assert_twins(mlp, loop, share=1.2)
 
 
+@pytest.mark.skipif(ON_CUDA, reason=ON_HOST)
 def test_close_brings_everything_home():
     model, optimizer, manager, target = managed_mlp("64MiB")
     before = torch.accelerator.memory_allocated()

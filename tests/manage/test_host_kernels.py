@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from accelerators import ON_CUDA, ON_HOST
 from equality import as_chosen, assert_identical, device, on_host, values_of
 from torch import nn
 
@@ -15,6 +16,8 @@ from hetero.stm.updates import slices as slicing
 from hetero.stm.updates.captured import ParameterUpdate, run_together
 from hetero.stm.updates.kernels import GroupKernels, is_open, split, takes_fused
 from hetero.stm.updates.optimizers import hyper_parameters, make_shell
+
+pytestmark = pytest.mark.skipif(ON_CUDA, reason=ON_HOST)
 
 KINDS = {
     torch.optim.AdamW: {"lr": 0.01},

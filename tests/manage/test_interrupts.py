@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from accelerators import clear_races, races
+from accelerators import ON_CUDA, ON_HOST, clear_races, races
 from torch import nn
 from twins import adamw, device
 
@@ -125,6 +125,7 @@ ON_OUR_BEHALF = [
 ]
 
 
+@pytest.mark.skipif(ON_CUDA, reason=ON_HOST)
 @pytest.mark.parametrize("place", ON_OUR_BEHALF, ids=".".join)
 def test_an_interrupt_in_a_library_that_we_have_called_is_put_off(place):
     target = device()

@@ -9,12 +9,14 @@ import copy
 
 import pytest
 import torch
-from accelerators import races
+from accelerators import ON_CUDA, ON_HOST, races
 from equality import as_chosen, assert_identical, device, on_host, values_of
 from torch import nn
 from torch_databases import optim_db
 
 import hetero
+
+pytestmark = pytest.mark.skipif(ON_CUDA, reason=ON_HOST)
 
 STEPS = 5
 

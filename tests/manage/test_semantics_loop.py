@@ -6,6 +6,7 @@ import io
 
 import pytest
 import torch
+from accelerators import ON_CUDA, STEPS_AT_HOME
 from loops import batch, mlp, train
 from torch import nn
 from twins import adamw, assert_same, assert_twins, device, managed, plain, unmanaged
@@ -203,6 +204,7 @@ def test_frozen_then_thawed_layers_and_parameters_without_gradient():
     assert_twins(Partial, loop)
 
 
+@pytest.mark.skipif(ON_CUDA, reason=STEPS_AT_HOME)
 def test_lbfgs_with_a_closure():
     def loop(model, optimizer, target):
         x = batch(target)

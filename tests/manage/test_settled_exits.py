@@ -9,7 +9,7 @@ import pickle
 
 import pytest
 import torch
-from accelerators import GAPS, ON_CUDA, clear_races, races, set_memory_limit
+from accelerators import GAPS, ON_CUDA, ON_HOST, STEPS_AT_HOME, clear_races, races, set_memory_limit
 from backward_ends import wait_for_backward_ends
 from loops import batch, losses, mlp, square_loss
 from torch import nn
@@ -148,6 +148,7 @@ def test_a_graph_of_the_settled_state_is_gone_through_after_it_has_ended():
 @pytest.mark.parametrize(
     "fused", [None, False]
 )  # None: hetero chooses the kernels, by a step of its own around torch's
+@pytest.mark.skipif(ON_CUDA, reason=STEPS_AT_HOME)
 def test_a_closure_with_a_batch_of_another_size(fused):
     """It is called by torch's own step, which goes on with parameters and states where they were."""
     settled = []
@@ -195,6 +196,7 @@ def test_a_closure_with_a_batch_of_another_size(fused):
     assert settled[:3] == [True, True, False]  # ended by the first closure with other inputs
 
 
+@pytest.mark.skipif(ON_CUDA, reason=STEPS_AT_HOME)
 @pytest.mark.parametrize("fused", [None, False])
 def test_closures_alone_settle_as_well(fused):
     """All forwards are within a step, as in a framework's loop."""
@@ -337,6 +339,7 @@ def test_errors_that_another_manager_has_answered_do_not_end_it():
 # -- the user changes something ------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(ON_CUDA, reason=STEPS_AT_HOME)
 def test_layers_are_frozen_and_unfrozen():
     def loop(model, optimizer, target, note):
         seen, parameters = losses(model, optimizer, target, 6), list(model.parameters())
@@ -401,6 +404,7 @@ def test_states_are_loaded():
     assert_leaves_and_comes_back(loop)
 
 
+@pytest.mark.skipif(ON_CUDA, reason=STEPS_AT_HOME)
 def test_checkpoints_are_plain_and_those_who_hold_one_keep_it_settled():
     model, optimizer, manager, target = managed_mlp()
     with manager:
@@ -459,6 +463,7 @@ def test_a_smaller_share_of_the_device():
         assert torch.accelerator.max_memory_allocated() <= (600 << 10) + GAPS
 
 
+@pytest.mark.skipif(ON_CUDA, reason=ON_HOST)
 def test_closing_gives_back_what_was_there_and_training_goes_on():
     model, optimizer, manager, target = managed_mlp()
     settle(model, optimizer, manager, target)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from accelerators import GAPS, clear_races, device, races
+from accelerators import GAPS, ON_CUDA, clear_races, device, races
 from bits import same_bits
 from torch import nn
 
@@ -44,7 +44,10 @@ def unmanaged(
 
 
 def at_home(build: Build, loop: Loop, make_optimizer: Callable[[nn.Module], Any] = adamw) -> Any:
-    """Observations on the host, where homes and their updates are: no device takes part."""
+    """Observations on the host, where homes and their updates are: no device takes part, unless its kernels round
+    otherwise; then only updates are the host's (`StepsAtHome`)."""
+    if ON_CUDA:
+        return unmanaged(build, loop, make_optimizer)[0]
     torch.manual_seed(0)
     model = build()
     optimizer = make_optimizer(model)
