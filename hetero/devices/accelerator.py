@@ -205,6 +205,15 @@ class Accelerator:
         although fewer are in use."""
         return self.leaves_gaps and self.free_bytes() + self.used_bytes() < nbytes * _WITH_GAPS
 
+    def least_request(self, tried: int) -> int:
+        """Of an allocation that has failed, the bytes that were asked for, at least. CUDA's allocator says how many it
+        has ``tried`` to have: a segment, of 2 MiB, for more than 1 MiB of 20, for more than 10 a multiple of 2."""
+        if self.device.type != "cuda":
+            return tried
+        if tried <= 2 << 20:
+            return ALLOCATION_GRANULARITY
+        return 1 << 20 if tried <= 20 << 20 else tried - (2 << 20)
+
     def release_cached(self) -> None:
         """Give cached, unused memory back to the device."""
         self._call("empty_cache")

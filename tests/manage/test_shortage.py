@@ -10,6 +10,8 @@ from torch import nn
 from twins import adamw, device
 
 import hetero
+from hetero.devices import Accelerator
+from hetero.stm.copies.shortage import least_bytes
 
 WIDTH, ROWS = 128, 512
 BUDGET = 3 << 20
@@ -96,3 +98,20 @@ def test_where_nothing_was_measured_the_message_says_that_its_number_is_not_enou
     allocated = torch.accelerator.memory_allocated()
     assert named(error) >= allocated + model[0].weight.nbytes + model[0].bias.nbytes
     del theirs
+
+
+@pytest.mark.parametrize(
+    ("tried", "asked"),
+    [("2.00 MiB", 512), ("20.00 MiB", 1 << 20), ("22.00 MiB", 20 << 20), ("1.50 GiB", (1536 - 2) << 20)],
+)
+def test_of_cudas_allocator_it_is_known_what_was_asked_for_at_least(tried, asked):
+    # It names the segment that it has tried to have, and a budget that has room for the tensor is not passed by it.
+    accelerator = Accelerator.__new__(Accelerator)
+    accelerator.device = torch.device("cuda", 0)
+    accelerator.used_bytes = lambda: 3 << 20
+    error = torch.OutOfMemoryError(
+        f"CUDA out of memory. Tried to allocate {tried}. GPU 0 has a total capacity of 139.81 GiB of which 139.00 GiB "
+        "is free. 4.00 MiB allowed; Of the allocated memory 3.00 MiB is allocated by PyTorch, and 1.00 MiB is reserved "
+        "by PyTorch but unallocated."
+    )
+    assert least_bytes(accelerator, error) == (3 << 20) + asked

@@ -78,9 +78,9 @@ def no_room(
 
 
 def least_bytes(accelerator: Accelerator, error: RuntimeError) -> int | None:
-    """What would have been in use, had the allocator not refused; None if it says nothing that we know."""
+    """What would have been in use at least, had the allocator not refused; None if it says nothing that we know."""
     wanted = _wanted_bytes(error)
-    return None if wanted is None else _used_bytes(accelerator, error) + wanted
+    return None if wanted is None else _used_bytes(accelerator, error) + accelerator.least_request(wanted)
 
 
 _SIZE = r"([0-9.]+) ([KMGT]iB|bytes)"
