@@ -8,14 +8,15 @@ from every module when management ends, unless somebody has replaced it since.
 [Note: parts] A module of the model that is called by itself (``model.encoder(x)``), with something on the device, is a
 forward as well. Those are its children that have children; any other is told by the first operator in it
 (`hetero.stm.interception.parts`), and is one from its next call on. Within the model's own forward each then adds a
-call of ours; while everything fits, none.
+call of ours; while everything fits, only those do that have been called by themselves before, because their calls are
+checked as the model's are. Parts go by their names: what is replaced is not kept alive.
 """
 
 import contextlib
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,6 +26,7 @@ from hetero.stm.activations.saved import part_saved_as_handles, saved_tensors_as
 from hetero.stm.checkpoints import refuse_export
 from hetero.stm.interception.arguments import any_on
 from hetero.stm.interception.compiled import (
+    IS_OURS,
     SLOT,
     CompiledCalls,
     check_called_eagerly,
@@ -33,6 +35,7 @@ from hetero.stm.interception.compiled import (
     run_eagerly,
 )
 from hetero.stm.interception.intercept import in_scope, scope
+from hetero.stm.interception.parts import look_again
 from hetero.stm.interception.signatures import may_record, signature_of
 from hetero.stm.interception.transforms import check_transformed, is_transforming
 from hetero.stm.manager import StatefulTensorMgr
@@ -42,6 +45,33 @@ from hetero.stm.tensors.precision import cast_inputs
 __all__ = ["ModelCalls"]
 
 _Call = Callable[..., Any]
+
+
+class _Replaced(NamedTuple):
+    module: "weakref.ref[nn.Module]"
+    own: _Call | None
+    call: _Call
+
+    def put_back(self) -> None:
+        """Unless somebody else has replaced it since."""
+        module = self.module()
+        if module is not None and module.__dict__.get(SLOT) is self.call:
+            if self.own is None:
+                del module.__dict__[SLOT]
+            else:
+                module.__dict__[SLOT] = self.own
+
+
+def _is_ours(call: _Call | None) -> bool:
+    return getattr(call, IS_OURS, False)
+
+
+def _find(model: nn.Module, name: str) -> nn.Module | None:
+    """The module of that name, if there is one now."""
+    found: nn.Module | None = model
+    for key in name.split("."):
+        found = None if found is None else found._modules.get(key)
+    return found
 
 
 class ModelCalls:
@@ -68,11 +98,11 @@ class ModelCalls:
         self._has_optimizer = has_optimizer
         self._keeps = keeps
         # Each module whose call is replaced, the model first: what stood in its slot, and what does.
-        self._replaced: list[tuple[nn.Module, _Call | None, _Call]] = []
-        # [Note: parts]. With ``precision``, what is called beside the model computes with home's values
-        # (`hetero.stm.interception.outside`).
+        self._replaced: list[_Replaced] = []
+        # [Note: parts]: their names, and whether they have been called by themselves. With ``precision``, what is
+        # called beside the model computes with home's values (`hetero.stm.interception.outside`).
         children = model.named_children() if self._precision is None else ()
-        self._parts = {name: part for name, part in children if next(part.children(), None) is not None}
+        self._parts = {name: False for name, part in children if next(part.children(), None) is not None}
         self._are_parts_off = False
 
     def __del__(self) -> None:
@@ -85,53 +115,52 @@ class ModelCalls:
         model = self._model
         own = model.__dict__.get(SLOT)
         self._put(model, own, self._of_model(own or model._call_impl))
-        if not self._are_parts_off:
-            self._wrap_parts()
+        self._wrap_parts()
 
     def unwrap(self) -> None:
         """Put back what was there."""
         while self._replaced:
-            self._take_off(*self._replaced.pop())
+            self._replaced.pop().put_back()
 
     def add_part(self, part: nn.Module) -> None:
         """It is being called by itself."""
-        if self._precision is None and part is not self._model and part not in self._parts.values():
+        if self._precision is None and part is not self._model and not _is_ours(part.__dict__.get(SLOT)):
             for name, module in self._model.named_modules():
                 if module is part:
-                    self._parts[name] = part
+                    self._parts[name] = True
                     self._wrap_part(name, part)
 
     def rest(self) -> None:
-        """Everything fits: parts are called as the user's own."""
+        """Everything fits: parts are called as the user's own, but for those that are called by themselves."""
         self._are_parts_off = True
-        while len(self._replaced) > 1:
-            self._take_off(*self._replaced.pop())
+        self._unwrap_parts()
+        self._wrap_parts()
 
     def wake(self) -> None:
         """It does not any more."""
         self._are_parts_off = False
         if self._replaced:
+            self._unwrap_parts()
             self._wrap_parts()
 
+    def _unwrap_parts(self) -> None:
+        while len(self._replaced) > 1:
+            self._replaced.pop().put_back()
+
     def _wrap_parts(self) -> None:
-        for name, part in self._parts.items():
-            self._wrap_part(name, part)
+        for name, is_called in self._parts.items():
+            part = _find(self._model, name)
+            if part is not None and (is_called or not self._are_parts_off):
+                self._wrap_part(name, part)
 
     def _wrap_part(self, name: str, part: nn.Module) -> None:
-        if part.__dict__.get(SLOT) is None:  # else it is the compiler's to call
-            self._put(part, None, self._of_part(name, part, part._call_impl))
+        own = part.__dict__.get(SLOT)
+        if not _is_ours(own):
+            self._put(part, own, self._of_part(name, part, own))
 
     def _put(self, module: nn.Module, own: _Call | None, call: _Call) -> None:
         module.__dict__[SLOT] = mark_as_ours(run_eagerly(call))
-        self._replaced.append((module, own, call))
-
-    @staticmethod
-    def _take_off(module: nn.Module, own: _Call | None, call: _Call) -> None:
-        if module.__dict__.get(SLOT) is call:
-            if own is None:
-                del module.__dict__[SLOT]
-            else:
-                module.__dict__[SLOT] = own
+        self._replaced.append(_Replaced(weakref.ref(module), own, call))
 
     # -- what they do ---------------------------------------------------------------------------------
 
@@ -165,32 +194,48 @@ class ModelCalls:
                 with scope(), saved_tensors_as_handles():
                     args, kwargs = self._cast(args, kwargs)
                     return inner(*args, **kwargs)
-            check_called_eagerly(model)
+            check_called_eagerly(model, type(model).__name__)
             saving = saved_tensors_as_handles(self._activations)
             return self._run(inner, signature, trains, saving, args, kwargs)
 
         return call
 
-    def _of_part(self, name: str, part: nn.Module, inner: _Call) -> _Call:
+    def _of_part(self, name: str, part: nn.Module, own: _Call | None) -> _Call:
         """[Note: parts]"""
         device = self._stm.device
-        reference = weakref.ref(self)  # the model's own call keeps us
+        # The model's own call keeps us; and nothing of ours keeps a part, nor by that the model.
+        reference, this = weakref.ref(self), weakref.ref(part)
 
-        @functools.wraps(inner)
+        @functools.wraps(nn.Module._call_impl)
         def call(*args: Any, **kwargs: Any) -> Any:
-            calls = reference()
+            calls, part = reference(), this()
+            assert part is not None  # it is being called
+            inner = own or part._call_impl
             if (
                 calls is None
+                or calls._settled.running
                 or in_scope()
                 or torch._C._current_graph_task_id() != -1
                 or is_transforming()
-                or is_compiling()
                 or not any_on(device, args, kwargs)
             ):
                 return inner(*args, **kwargs)
-            calls._stm.check_process()
-            signature = (name, *signature_of(part, device.type, args, kwargs))
-            trains = torch.is_grad_enabled() and may_record(calls._stm.tensors, args, kwargs)
+            if is_compiling():
+                check_called_eagerly(part, name)
+                return inner(*args, **kwargs)
+            stm, settled, compiled = calls._stm, calls._settled, calls._compiled
+            if stm.is_in_child:
+                stm.check_process()
+            if compiled.is_outdated:
+                compiled.follow()
+            calls._parts[name] = True
+            # The name comes last: what else is told by the rest is told alike (`hetero.stm.fits`).
+            signature = (*signature_of(part, device.type, args, kwargs), name)
+            trains = torch.is_grad_enabled() and (
+                calls._has_optimizer or may_record(stm.tensors, args, kwargs)
+            )
+            if settled.enter(trains, signature):
+                return settled.run(compiled.own_call(inner), args, kwargs)
             saving = part_saved_as_handles(calls._activations)
             return calls._run(inner, signature, trains, saving, args, kwargs)
 
@@ -206,6 +251,7 @@ class ModelCalls:
         kwargs: dict[str, Any],
     ) -> Any:
         """As a segment of its own."""
+        look_again()
         segments = self._stm.segments
         segments.begin_forward(signature, trains=trains)
         complete = False

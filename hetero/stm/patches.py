@@ -58,6 +58,7 @@ from hetero.stm.interception.intercept import (
 )
 from hetero.stm.interception.onethread import run_on_device_thread
 from hetero.stm.interception.outside import full_copies, keeps_its_type
+from hetero.stm.interception.parts import look_again
 from hetero.stm.running.guard import formulas_kept
 from hetero.stm.settled import before_change, note_optimizer
 from hetero.stm.tensors import hostcopies
@@ -188,6 +189,7 @@ def _announced_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
             for listener in tuple(_listeners):
                 listener.wait_for_gradients()
         return result
+    look_again()
     with contextlib.ExitStack() as stack:
         listeners = tuple(_listeners)  # Python's collector may let go of one in between
         for listener in listeners:

@@ -58,7 +58,7 @@ def bring_home(tensors: Iterable[ManagedTensor]) -> bool:
     forward, where they cannot go."""
     owners = {id(tensor.owner.settled) for tensor in tensors}
     for settled in [one for one in _settled if id(one) in owners]:
-        if in_scope() or settled._running:
+        if in_scope() or settled.running:
             return False
         settled.leave(force=True)
     return True
@@ -111,7 +111,7 @@ class Settled:
         self.forwards = 0
         self._must_leave = False
         self._without_state: set[int] = set()  # parameters that have been stepped, and need none
-        self._running: list[None] = []  # forwards that run now, of all threads
+        self.running: list[None] = []  # forwards that run now, of all threads
         self._growth = Growth(peak=0, by_kind={})
         self._limit = budget  # less what was given to others when it settled: `Manager.trim` ends it
         self._seen_failures = self._seen_peak = 0
@@ -158,14 +158,14 @@ class Settled:
     def run(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The user's own forward."""
         self.forwards += 1
-        self._running.append(None)
+        self.running.append(None)
         try:
             return inner(*args, **kwargs)
         except torch.OutOfMemoryError:
             self._must_leave, self._allowed = True, False
             raise
         finally:
-            self._running.pop()
+            self.running.pop()
 
     def _note_failures(self, failures: int) -> None:
         """The allocator's count of them is another than at the last check; less if somebody has reset it."""
@@ -210,11 +210,13 @@ class Settled:
 
     def _settle(self, kind: Kind) -> bool:
         stm = self._stm
-        if in_scope() or self._running or torch._C._current_graph_task_id() != -1:
+        if in_scope() or self.running or torch._C._current_graph_task_id() != -1:
             return False
         with stm.lock, torch.inference_mode(False), torch.no_grad(), plain():
+            if not stm.close_iteration():
+                return False
             looked, self.onlookers.have_looked = self.onlookers.have_looked, False
-            if not stm.close_iteration() or looked:
+            if looked:
                 return False
             growth = self._fits()
             if growth is None or kind not in growth.by_kind or not self._may_settle(growth):
@@ -359,13 +361,13 @@ class Settled:
         self._frozen = [t.parameter for t in stm.tensors if not t.parameter.requires_grad]
         stm.gradients.norms.stop()
         stm.executor.release_cap()
+        self._rest()  # its calls are around those of compiled modules
         if (compiled := self._compiled()) is not None:
             compiled.pause()
         self._must_leave = False
         _, self._seen_peak, self._seen_failures = self._accelerator.pressure()
         self.is_on = True
         _settled.add(self)
-        self._rest()
 
     # -- and back -------------------------------------------------------------------------------------
 
@@ -381,11 +383,11 @@ class Settled:
             return True
         stm = self._stm
         with stm.lock, torch.inference_mode(False), torch.no_grad(), plain():
-            if not force and (self._running or (in_scope() and not amid) or not self._may_leave()):
+            if not force and (self.running or (in_scope() and not amid) or not self._may_leave()):
                 return False
-            self._wake()
             if (compiled := self._compiled()) is not None:
                 compiled.resume()
+            self._wake()
             for tensor, shadow in zip(stm.tensors, self._shadows, strict=True):
                 self._leave_one(tensor, shadow, amid=amid)
             self._end_step()

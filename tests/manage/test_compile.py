@@ -151,6 +151,74 @@ def test_a_managed_model_within_a_compiled_function_is_refused() -> None:
         model(torch.randn(2, 16, device=target)).sum().backward()
 
 
+@pytest.mark.parametrize("way", ["beside", "in a function"])
+def test_a_part_within_a_compiled_function_is_refused(way: str) -> None:
+    target = device()
+    model = Parts()
+    x = torch.randn(2, WIDTH, device=target)
+    with hetero.manage(model, None, device=target, device_budget="1MiB"):
+        torch._dynamo.reset()
+        part = model.encoder
+        outer = torch.compile(part if way == "beside" else lambda x: part(x), backend="aot_eager")
+        with pytest.raises(hetero.ManageError, match=r"encoder\.compile\(\)"):
+            outer(x)
+        model.encoder(x).sum().backward()
+
+
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = Block(), Block()
+
+
+def _compile_part(model: Parts, way: str) -> None:
+    if way == "in place":
+        model.encoder.compile(backend="aot_eager")
+    elif way == "wrapper":
+        model.encoder = torch.compile(model.encoder, backend="aot_eager")
+    else:
+        model.encoder.up = torch.compile(model.encoder.up, backend="aot_eager")
+
+
+@pytest.mark.parametrize("after", [0, 3])
+@pytest.mark.parametrize("budget", [240 << 10, 4 << 20])
+@pytest.mark.parametrize("way", ["in place", "wrapper", "nested"])
+def test_parts_that_are_compiled_while_managed_train_to_the_same_bits(
+    way: str, budget: int, after: int
+) -> None:
+    """The model itself is never called. It has 200 KiB of weights."""
+
+    def train(budget: int | None) -> dict[str, torch.Tensor]:
+        torch._dynamo.reset()
+        fresh_memory()
+        torch.manual_seed(0)
+        model = Parts()
+        if budget is None:
+            model.to(target)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, foreach=False)
+        manager = (
+            None if budget is None else hetero.manage(model, optimizer, device=target, device_budget=budget)
+        )
+        found = {}
+        for step in range(8):
+            if step == after:
+                _compile_part(model, way)
+            loss = model.decoder(model.encoder(torch.randn(4, WIDTH, device=target))).square().mean()
+            loss.backward()
+            found[f"loss {step}"] = loss.detach().cpu()
+            optimizer.step()
+            optimizer.zero_grad()
+        if manager is not None:
+            manager.close()
+            assert peak_memory() <= budget + GAPS
+        return found | values_of(model)
+
+    target = device()
+    expected = train(None)
+    assert_identical(train(budget), expected)
+    assert races() == []
+
+
 def test_a_forward_that_is_replaced_by_a_compiled_function_says_what_to_call() -> None:
     target = device()
     model = Model()

@@ -1,10 +1,14 @@
 """A submodule that is called by itself computes on the device, what it makes of parameters alone included."""
 
 import copy
+import gc
+import weakref
+from collections import Counter
 
 import pytest
 import torch
 from accelerators import device
+from our_calls import our_calls
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
@@ -151,7 +155,7 @@ def test_calls_are_replaced_where_parts_are_called_and_as_long_as_that_is_needed
         assert calls_of_ours(model) == ["", "down", "down.1", "up"]
         trained(by_the_model, width=128, steps=8)(model, optimizer, target)
         assert manager.plan.everything_fits
-        assert calls_of_ours(model) == [""]
+        assert calls_of_ours(model) == ["", "down.1"]  # is checked
         manager.trim("1MiB")
         assert calls_of_ours(model) == ["", "down", "down.1", "up"]
         assert calls_of_ours(copy.deepcopy(model)) == []
@@ -191,3 +195,146 @@ def test_elsewhere_and_for_inputs_on_the_host_parameters_alone_stay_at_home():
         )  # called, and no part of what is managed
         outer(torch.randn(2, 16).to(device()))
         assert seen[0].is_cpu
+
+
+# -- where everything fits -----------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("homes_on_device")
+@pytest.mark.parametrize(
+    ("build", "loss_of", "width"),
+    [(Autoencoder, by_parts, 16), (Autoencoder, beside, 16), (Coder, by_methods, 128)],
+)
+def test_loops_of_parts_settle(build, loss_of, width):
+    manager = assert_twins(build, trained(loss_of, width=width, steps=9), budget=64 << 20)
+    assert manager.stats.settled_forwards > 6
+
+
+@pytest.mark.usefixtures("homes_on_device")
+@pytest.mark.parametrize("settles_by", [by_methods, by_the_model])
+def test_a_larger_batch_through_a_method_ends_it_before_the_budget_is_passed(settles_by):
+    budget = 3 << 20
+    settled = []
+
+    def loop(model, optimizer, target):
+        with torch.no_grad():
+            model.encode(torch.randn(8, 128).to(target))  # is known to be called from now on
+        seen = trained(settles_by, width=128, steps=8)(model, optimizer, target)
+        settled.append(model.up[0][0].weight.device == target)
+        for rows in (600, 8):
+            seen += trained(by_methods, rows=rows, width=128, steps=4)(model, optimizer, target)
+        return seen
+
+    _, _, peak = unmanaged(Coder, loop)
+    assert peak > budget
+    settled.clear()
+    assert_twins(Coder, loop, budget=budget)
+    assert settled[-1]
+
+
+@pytest.mark.usefixtures("homes_on_device")
+def test_what_is_called_by_itself_costs_one_check_and_the_rest_nothing():
+    torch.manual_seed(0)
+    model = Coder()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    target = device()
+    x = torch.randn(8, 128).to(target)
+    with hetero.manage(model, optimizer, device=target, device_budget="64MiB") as manager:
+        model.down(x)
+        trained(by_the_model, width=128, steps=8)(model, optimizer, target)
+        assert manager.plan.everything_fits
+        trained(lambda m, x, step: m.down(x).square().mean(), width=128, steps=8)(model, optimizer, target)
+        assert manager.plan.everything_fits
+        assert not our_calls(lambda: model.up(x))
+        by_itself = our_calls(lambda: model.down(x))
+        assert by_itself["settled.Settled.enter"] == 1
+        within = our_calls(lambda: model(x))
+        assert within["settled.Settled.enter"] == 1
+        # Six for the model; one for the part, which sees that the model runs.
+        assert sum(within.values()) == 7
+        assert sum(by_itself.values()) <= 14
+
+
+@pytest.mark.usefixtures("homes_on_device")
+def test_a_look_between_two_parts_keeps_parameters_at_home():
+    torch.manual_seed(0)
+    model = Coder()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    target = device()
+    before = torch.ones(128, 128)
+
+    def loss_of(model, x, step):
+        hidden = model.encode(x)
+        with torch.no_grad():
+            (model.up[0][0].weight * before).sum()  # which is on the host
+        return (model.decode(hidden) - x).square().mean()
+
+    with hetero.manage(model, optimizer, device=target, device_budget="64MiB") as manager:
+        trained(loss_of, width=128, steps=8)(model, optimizer, target)
+        assert not manager.plan.everything_fits
+
+
+# -- which modules there are -----------------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    """Its method's operators are in no module of it."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(16, 16))
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(layers))
+
+    def encode(self, x):
+        return ((x @ self.w) @ self.w) @ self.w
+
+    def forward(self, x):
+        return self.encode(x)
+
+
+class Around(nn.Module):
+    def __init__(self, model: Wide) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model.encode(x)
+
+
+def test_an_operator_outside_of_a_forward_costs_the_same_however_many_modules_there_are():
+    counts = []
+    for layers in (4, 400):
+        model, target = Wide(layers), device()
+        around, x = Around(model), torch.randn(2, 16).to(target)
+        with hetero.manage(model, device=target, device_budget="64MiB"), torch.no_grad():
+            around(x)
+            counts.append(our_calls(lambda: around(x)))  # noqa: B023
+    assert counts[0] == counts[1] != Counter()
+
+
+def test_modules_that_come_later_are_parts_and_those_that_they_replace_are_not_kept():
+    class Inserted(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return nn.functional.linear(self.inner(x), self.inner.weight.t().contiguous())
+
+    model, target = Autoencoder(), device()
+    x = torch.randn(2, 16).to(target)
+    with hetero.manage(model, device=target, device_budget="64MiB"):
+        model.decoder[1](x)
+        model.decoder[0] = Inserted(model.decoder[0])  # torch tells
+        model.decoder[0](x).sum().backward()
+        assert "decoder.0" in calls_of_ours(model)
+        model.decoder._modules["2"] = Inserted(model.decoder[2])  # nobody does
+        hidden = torch.randn(2, 64).to(target)
+        model.decoder[2](hidden).sum().backward()
+        assert "decoder.2" in calls_of_ours(model)
+        reference = weakref.ref(model.decoder)
+        model.decoder = nn.Sequential(model.decoder[0].inner)
+        gc.collect()
+        assert reference() is None
+        model.decoder(x).sum().backward()
+        assert "decoder" in calls_of_ours(model)

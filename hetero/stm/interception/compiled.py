@@ -25,13 +25,14 @@ from hetero.stm.interception.arguments import any_on
 from hetero.stm.interception.intercept import in_scope, is_managed, managed_of, substituted
 from hetero.stm.interception.misplaced import note_misplaced
 from hetero.stm.interception.outside import full_copies, keeps_its_type
-from hetero.stm.interception.parts import is_part_of
+from hetero.stm.interception.parts import is_part_of, look_again
 from hetero.stm.living import Living
 from hetero.stm.running.guard import unguarded
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.managed import ManagedTensor
 
 __all__ = [
+    "IS_OURS",
     "SLOT",
     "CompiledCalls",
     "check_called_eagerly",
@@ -49,6 +50,7 @@ _FAST_IN_EVAL = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 _FRAMES: Any = torch._C._dynamo.eval_frame
 
 SLOT = "_compiled_call_impl"  # torch's own slot for a replaced call; it is not copied nor pickled
+IS_OURS = "_is_ours"  # of a call there that does not make its module a compiled one
 
 
 # Those that are attached: torch tells which module is compiled, not whose model it belongs to.
@@ -65,10 +67,12 @@ def compile_module(module: nn.Module, compile: Callable[[], None]) -> None:
 
 
 def note_registered(parent: nn.Module, name: str, submodule: nn.Module | None) -> None:
-    """``submodule`` has become one of ``parent``'s: torch's hook for that."""
+    """``submodule`` is about to become one of ``parent``'s: torch's hook for that."""
+    look_again()
     if submodule is not None and _is_compiled(submodule):
         for calls in _ATTACHED:
-            calls.is_outdated = calls.is_outdated or calls.covers(parent)
+            if calls.covers(parent):
+                calls.note_compiled(submodule)
 
 
 def run_eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -80,7 +84,7 @@ def run_eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def mark_as_ours(call: Callable[..., Any]) -> Callable[..., Any]:
     """``call``, in a module's slot, does not make it a compiled one (`hetero.stm.modelcalls`)."""
-    call._is_ours = True  # type: ignore[attr-defined]
+    setattr(call, IS_OURS, True)
     return call
 
 
@@ -91,13 +95,14 @@ def is_compiling() -> bool:
 
 
 @run_eagerly
-def check_called_eagerly(model: nn.Module) -> None:
-    """The managed ``model`` is called: raises `ManageError` within a function that is compiled as a whole."""
-    if is_compiling():
+def check_called_eagerly(module: nn.Module, name: str) -> None:
+    """The managed model, or a part of it, is called with parameters of ours: raises `ManageError` within a function
+    that is compiled as a whole."""
+    if is_compiling() and _managed_places(module):
         raise ManageError(
-            f"{type(model).__name__} is called within a function that was compiled with it (torch.compile(model) after "
-            f"hetero.manage?): a compiled region would want all its parameters at once. Call {type(model).__name__}."
-            "compile() or block.compile() instead, or pass the compiled model to hetero.manage"
+            f"{name} is called within a function that was compiled with it (torch.compile({name}) after "
+            f"hetero.manage?): a compiled region would want all its parameters at once. Call {name}.compile() or "
+            "block.compile() instead, or pass the compiled model to hetero.manage"
         )
 
 
@@ -182,14 +187,29 @@ class CompiledCalls:
         finally:
             self._is_paused = False
             self.attach()
+            self.wrap()
             if is_paused:
                 self.pause()
-            self.wrap()
 
     def follow(self) -> None:
         """Wrap what has been compiled since."""
         with self.changing():
             pass
+
+    def note_compiled(self, submodule: nn.Module) -> None:
+        """``submodule`` is about to be one that the model is made of: `follow` at the next forward, which may be its
+        own."""
+        self.is_outdated = True
+        own = submodule.__dict__.get(SLOT)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.follow()  # which takes this away
+            return submodule(*args, **kwargs)
+
+        if not any(wrapped is submodule for wrapped, _, _ in self._wrapped):
+            self._wrapped.append((submodule, own, mark_as_ours(run_eagerly(call))))
+            if not self._is_paused:
+                _set_slot(submodule, call)
 
     def pause(self) -> None:
         """Calls are the user's own until `resume`; one that somebody has wrapped since hands on."""
@@ -233,7 +253,7 @@ def _is_compiled(module: nn.Module) -> bool:
     own = module.__dict__
     compiled_forward = hasattr(own.get("forward"), "_torchdynamo_orig_callable")
     call = own.get(SLOT)
-    replaced = call is not None and not getattr(call, "_is_ours", False)
+    replaced = call is not None and not getattr(call, IS_OURS, False)
     return compiled_forward or replaced or _is_optimized(module)
 
 

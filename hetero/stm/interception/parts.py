@@ -3,6 +3,11 @@
 Owns which they are, and how the first such call is told: by an operator that meets a managed parameter outside of any
 forward, of Python's stack, where ``nn.Module.__call__`` has a frame for as long as the module runs. From then on such
 calls are ours (`hetero.stm.modelcalls`); a wrapper around every submodule would cost each call within the model's own.
+
+[Note: known modules]
+Every operator outside of a forward asks, so which modules there are is not gone through each time. It is again after a
+forward or backward has begun, and once a module has been registered anywhere: torch tells that, but not what is put
+into a module's ``_modules`` directly.
 """
 
 import sys
@@ -14,21 +19,30 @@ from torch import nn
 
 from hetero.stm.interception.arguments import any_on
 
-__all__ = ["called_part", "forget_model", "is_part_of", "managed_modules", "note_model"]
+__all__ = ["called_part", "forget_model", "is_part_of", "look_again", "managed_modules", "note_model"]
 
 _CALL: CodeType = nn.Module._call_impl.__code__
 
 _models: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+_known: "dict[int, weakref.ref[nn.Module]] | None" = None  # their modules, by id. [Note: known modules]
 
 
 def note_model(model: nn.Module) -> None:
     """``model`` is managed from now on."""
     _models.add(model)
+    look_again()
 
 
 def forget_model(model: nn.Module) -> None:
     """It is not any more."""
     _models.discard(model)
+    look_again()
+
+
+def look_again() -> None:
+    """Models may be made of other modules than before."""
+    global _known
+    _known = None
 
 
 def managed_modules() -> frozenset[int]:
@@ -43,7 +57,7 @@ def called_part(device: torch.device) -> nn.Module | None:
     while frame is not None:
         if frame.f_code is _CALL:
             called = frame.f_locals
-            if any_on(device, called["args"], called["kwargs"]) and _is_part(called["self"]):
+            if _is_part(called["self"]) and any_on(device, called["args"], called["kwargs"]):
                 found = called["self"]
         frame = frame.f_back
     return found
@@ -55,4 +69,9 @@ def is_part_of(model: nn.Module, module: nn.Module) -> bool:
 
 
 def _is_part(module: nn.Module) -> bool:
-    return any(is_part_of(model, module) for model in _models)
+    global _known
+    known = _known
+    if known is None:
+        known = _known = {id(part): weakref.ref(part) for model in _models for part in model.modules()}
+    found = known.get(id(module))
+    return found is not None and found() is module
