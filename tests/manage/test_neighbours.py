@@ -173,3 +173,38 @@ def test_idle_saved_tensors_and_device_homes_make_way_within_anothers_forward():
 
     for budget in (520 << 10, 700 << 10):
         twins(loop, build, budget)
+
+
+@pytest.mark.parametrize("budget", [720 << 10, 800 << 10])
+def test_a_model_that_has_settled_makes_way_for_an_operator_on_its_own_parameter(budget):
+    """In the other's forward, which has the teacher's weight by itself: it is tried again, with what it was given."""
+
+    class Student(nn.Module):
+        def __init__(self, teacher):
+            super().__init__()
+            self.own = mlp(depth=3)
+            self.__dict__["teacher"] = teacher  # no submodule: it has a manager of its own
+
+        def forward(self, x):
+            hidden = self.own(x)
+            return self.own(hidden * self.teacher[0].weight.repeat(10, 1, 1).sum())
+
+    def build():
+        teacher = mlp(depth=3)
+        models = teacher, Student(teacher)
+        return models, [sgd(model) for model in models]
+
+    def loop(models, optimizers, target):
+        seen = []
+        for which, rows, steps in ((0, 8, 7), (1, 60 if budget < 800 << 10 else 300, 3), (0, 8, 2)):
+            for _ in range(steps):
+                loss = models[which](batch(target, rows)).square().mean()
+                loss.backward()
+                optimizers[which].step()
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                seen.append(loss.detach())
+        return seen
+
+    stats = twins(loop, build, budget)
+    assert stats[0].settled_forwards > 0

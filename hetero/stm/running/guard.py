@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
@@ -31,6 +32,7 @@ from torch.utils._python_dispatch import (
     _pop_mode,
     _push_mode,
 )
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from hetero.stm.tensors.fetch import plain
@@ -92,12 +94,14 @@ class _Guard(TorchDispatchMode):
                         raise
                     # What was counted may be an earlier operator's, which did without: the second time it is not.
                     is_sure = is_sure or isinstance(error, torch.OutOfMemoryError)
+                    ordinary = _ordinary_parameters((args, kwargs))
                     if self.relieve() == 0 and is_sure:
                         if is_uncapped or not stack.enter_context(self._uncapped(error)):
                             raise self._explain(str(func), error) from error
                         is_uncapped = True
                     is_sure = True
                     self._note_answered()
+                    args, kwargs = _on_device_still(ordinary, (args, kwargs))
 
     def begin(self) -> None:
         """It is about to be put in place: errors from now on count."""
@@ -107,6 +111,22 @@ class _Guard(TorchDispatchMode):
         """[Note: errors of libraries]"""
         before, self._seen_failures = self._seen_failures, self._failures()
         return isinstance(error, torch.OutOfMemoryError) or self._seen_failures > before
+
+
+def _ordinary_parameters(given: Any) -> set[int]:
+    """Ids of those in ``given`` that nobody intercepts."""
+    return {id(value) for value in tree_leaves(given) if type(value) is nn.Parameter}
+
+
+def _on_device_still(ordinary: set[int], given: Any) -> Any:
+    """``given`` to an operator that is tried again. Those that were ``ordinary`` parameters of another model, which had
+    settled and has made way for it, are at home now, and home is behind: the copies in their place."""
+
+    def copy_of(parameter: nn.Parameter) -> Any:
+        managed = getattr(parameter, "_hetero", None) if id(parameter) in ordinary else None
+        return parameter if managed is None else managed.data
+
+    return tree_map_only(nn.Parameter, copy_of, given) if ordinary else given
 
 
 class _Here(threading.local):
