@@ -11,6 +11,8 @@ from torch import nn
 from twins import assert_same, plain
 
 import hetero
+from hetero.stm.running.executor import Executor
+from hetero.stm.settled import _settled
 
 
 def twins(loop, build, budget):
@@ -207,4 +209,45 @@ def test_a_model_that_has_settled_makes_way_for_an_operator_on_its_own_parameter
         return seen
 
     stats = twins(loop, build, budget)
+    assert stats[0].settled_forwards > 0
+
+
+def test_a_model_that_has_settled_makes_way_for_an_operator_on_parameters_of_both(monkeypatch):
+    """Between the look at what the operator was given and its running."""
+
+    class Student(nn.Module):
+        def __init__(self, teacher):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(128, 64))
+            self.__dict__["teacher"] = teacher
+
+        def forward(self, x):
+            return x @ (self.w + self.teacher[0].weight).t()
+
+    def build():
+        teacher = mlp(depth=1)
+        models = teacher, Student(teacher)
+        return models, [sgd(model) for model in models]
+
+    def loop(models, optimizers, target):
+        seen = in_turn(models[:1], optimizers[:1], target)
+        for settled in list(_settled):
+            before = Executor.before_operator
+
+            def before_operator(self, operands, name, settled=settled, before=before):
+                if operands and operands[0].parameter is models[1].w:
+                    assert settled.make_way()
+                before(self, operands, name)
+
+            monkeypatch.setattr(Executor, "before_operator", before_operator)
+        for _ in range(2):
+            loss = models[1](batch(target)).square().mean()
+            loss.backward()
+            seen += [loss.detach(), models[0][0].weight.grad.detach().clone()]
+            optimizers[1].step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        return seen
+
+    stats = twins(loop, build, 8 << 20)
     assert stats[0].settled_forwards > 0

@@ -210,9 +210,15 @@ def _run(
     """``func`` with ``copies``, by id of parameter, in the place of ``operands``, which are in COMPUTE."""
     casts = kept_casts(func, operands, copies) if _is_any_autocast_enabled() else None
     ahead = {} if in_forward else ahead_of_home(operands)
-    args = _replace(args, copies)
-    if kwargs:
-        kwargs = {key: replace_one(value, copies) for key, value in kwargs.items()}
+    try:
+        args = _replace(args, copies)
+        if kwargs:
+            kwargs = {key: replace_one(value, copies) for key, value in kwargs.items()}
+    except KeyError:  # one of another model, which had settled and has just made way for ``operands``
+        everyone = list(operands)
+        collect((args, kwargs), everyone)
+        with substituted(everyone, func) as copies:
+            return _run(func, everyone, copies, args, kwargs, in_forward=in_forward)
     while True:
         try:
             result = func(*args, **kwargs)
