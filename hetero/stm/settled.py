@@ -110,6 +110,7 @@ class Settled:
         # Forwards that ran settled, each after one check.
         self.forwards = 0
         self._must_leave = False
+        self._times_passed = 0  # the budget, by what depends on more than what tells iterations apart
         self._without_state: set[int] = set()  # parameters that have been stepped, and need none
         self.running: list[None] = []  # forwards that run now, of all threads
         self._growth = Growth(peak=0, by_kind={})
@@ -177,6 +178,8 @@ class Settled:
         """It is another than at the last check; lower if somebody has reset it. Settled, it is ours alone to pass."""
         if peak > max(self._seen_peak, self._limit):
             self._must_leave = True
+            self._times_passed += 1
+            self._wait = 4 << self._times_passed  # forwards
             self._stm.plans.outgrown.note(peak - self._limit, passes_budget=True)
         self._seen_peak = peak
 
@@ -220,6 +223,9 @@ class Settled:
                 return False
             growth = self._fits()
             if growth is None or kind not in growth.by_kind or not self._may_settle(growth):
+                return False
+            # By what was measured everything fitted before as well; and the counter would not tell of it again.
+            if self._times_passed and self._accelerator.peak_bytes() > self._budget - stm.plans.margin:
                 return False
             if not self._is_private() or not self._begin_step():
                 self._wait_longer()

@@ -54,6 +54,8 @@ class PlanBook:
         self._plans: dict[Keys, CyclePlan] = {}
         self._verified: set[Keys] = set()
         self._departures: dict[Keys, int] = defaultdict(int)
+        # Of iterations that are to be measured again: what their plan kept free for what had not been measured.
+        self._kept_free: dict[Keys, int] = {}
         # Parameters that live on the device, in all plans alike, and those that keep a place there, in one.
         self.device_homes: tuple[int, ...] = ()
         self.places: dict[Keys, tuple[int, ...]] = {}
@@ -104,18 +106,20 @@ class PlanBook:
                 if self.outgrown.is_unsure(keys):
                     self._learn_growth(keys, segments)
         if keys not in self._plans and self.samples.suffice(keys):
-            self._make_all({keys: self.margin})
+            self._make_all({keys: self.margin + self._kept_free.pop(keys, 0)})
             self.last = self._plans[keys]
         else:
             self._make_if_outgrown(keys, segments)
 
     def measure_again(self, keys: Keys) -> bool:
         """Iterations with these keys are no longer what they were: forget them at the 1st, 2nd, 4th, 8th ... that was
-        not, because some models take another path every time."""
+        not, because some models take another path every time. What the longest of these took may come again."""
         self._departures[keys] += 1
         if self._departures[keys].bit_count() != 1:
             return False
         plan = self._plans.pop(keys, None)
+        if plan is not None:
+            self._kept_free[keys] = max(0, plan.margin - self.margin)
         if plan is self.last:
             self.last = None
         self._verified.discard(keys)
