@@ -131,3 +131,20 @@ def test_what_a_step_has_written_before_it_failed_is_seen_on_the_device(fused, w
         got = model(x).detach().cpu()
     with torch.no_grad():
         assert torch.equal(got, model(x.cpu()))
+
+
+def test_an_error_in_the_queue_is_no_matter_of_another_manager():
+    model, optimizer, manager, target = managed_mlp(lambda m: Fragile(m.parameters()))
+    with manager:
+        two_steps(model, optimizer, target)
+        backward(model, target)
+        model[2].weight.grad[0, 0] = float("nan")
+        optimizer.step()
+        optimizer.zero_grad()
+        manager._stm.updates.finish_all()
+        another, steps, its_manager, _ = managed_mlp()  # looks at what tensors there are
+        with its_manager:
+            two_steps(another, steps, target)
+        with pytest.raises(ValueError, match="half-way"):
+            model(batch(target))
+        two_steps(model, optimizer, target)

@@ -18,12 +18,13 @@ import torch
 from torch import nn
 
 from hetero.stm.interception.arguments import any_on
+from hetero.stm.living import Living
 
 __all__ = ["called_part", "forget_model", "is_part_of", "look_again", "managed_modules", "note_model"]
 
 _CALL: CodeType = nn.Module._call_impl.__code__
 
-_models: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+_models = Living[nn.Module]()
 _known: "dict[int, weakref.ref[nn.Module]] | None" = None  # their modules, by id. [Note: known modules]
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from hetero.devices import storage_of
+from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.managed import ManagedTensor
 
 __all__ = ["Onlookers", "has_other_optimizer"]
@@ -34,11 +35,12 @@ class Onlookers:
 
     def __init__(self) -> None:
         self.have_looked = self.have_values = self.have_gradients = False
-        self._before = {
-            id(found): (weakref.ref(found), found._version)
-            for found in _host_tensors()
-            if not found.is_inference()
-        }
+        with plain():  # there are other managers' parameters as well, which are not looked at by this
+            self._before = {
+                id(found): (weakref.ref(found), found._version)
+                for found in _host_tensors()
+                if not found.is_inference()
+            }
 
     def note_look(self) -> None:
         """Somebody has been given home, or what an operator made of it."""
