@@ -88,8 +88,7 @@ def _parse() -> argparse.Namespace:
 
 def _record(name: str, device: torch.device) -> Recorded:
     with _Run(name, device, budget="2GiB") as run:
-        run.steps(_STEPS)
-        cycle, stats = run.cycle, run.manager.stats
+        cycle, stats = run.until_planned(), run.manager.stats
         return Recorded(
             trace=cycle.trace,
             non_model_bytes=max(period.device_non_model_bytes for period in stats.periods),
@@ -122,11 +121,12 @@ class _Run:
             self._optimizer.step()
             self._optimizer.zero_grad()
 
-    @property
-    def cycle(self) -> CyclePlan:
-        cycle = self.manager._stm.plans.last
-        assert cycle is not None, "nothing is planned yet: more warm-up steps are needed"
-        return cycle
+    def until_planned(self) -> CyclePlan:
+        """Experts take another path now and then, and such an iteration is measured again."""
+        self.steps(_STEPS)
+        while self.manager._stm.plans.last is None:
+            self.steps(1)
+        return self.manager._stm.plans.last
 
 
 def _at(trace: Trace, share: float) -> Trace:
@@ -180,7 +180,7 @@ def _measured(
         + int(share * recorded.parameter_bytes)
     )
     with _Run(name, device, budget=budget, policy=policy, prefetch=prefetch) as run:
-        run.steps(_STEPS)
+        cycle = run.until_planned()
         before = run.manager.stats
         fetched = []
         for _ in range(_MEASURED_STEPS):
@@ -188,7 +188,8 @@ def _measured(
             run.steps(1)
             fetched.append(run.manager.stats.total_fetched_bytes - begin)
         after = run.manager.stats
-        trace, schedule = run.cycle.trace, run.cycle.schedule
+        cycle = run.manager._stm.plans.last or cycle
+        trace, schedule = cycle.trace, cycle.schedule
         least = lower_bound(trace)
         return {
             "model": name,
