@@ -242,7 +242,6 @@ def test_what_depends_on_values_passes_the_budget_less_and_less_often():
         peaks = []
         assert list(losses(model, optimizer, peaks)) == expected
         assert manager.stats.settled_forwards > 0
-    print([round(p / budget, 2) for p in peaks])
     over = [step for step, peak in enumerate(peaks) if peak > budget]
     assert 0 < len(over) <= 4, over  # of ten
 

@@ -211,6 +211,18 @@ def test_loops_of_parts_settle(build, loss_of, width):
 
 
 @pytest.mark.usefixtures("homes_on_device")
+def test_what_an_earlier_part_has_saved_is_not_counted_twice():
+    """Where saved tensors are most of it, a loop of parts stays settled under a budget in which the model's does."""
+    settled = []
+    for loss_of in (by_the_model, by_methods):
+        loop = trained(loss_of, rows=600, width=128, steps=9)
+        settled.append(assert_twins(Coder, loop, share=1.2).stats.settled_forwards)
+    whole, parts = settled
+    assert whole > 0
+    assert parts == 2 * whole
+
+
+@pytest.mark.usefixtures("homes_on_device")
 @pytest.mark.parametrize("settles_by", [by_methods, by_the_model])
 def test_a_larger_batch_through_a_method_ends_it_before_the_budget_is_passed(settles_by):
     budget = 3 << 20

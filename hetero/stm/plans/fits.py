@@ -46,13 +46,15 @@ def read_growth(plans: Iterable[CyclePlan], *, budget: int, gradient_bytes: int,
     tensors and gradients count as long as they live."""
     peak, by_kind = 0, dict[Kind, KindGrowth]()
     for plan in plans:
-        needs = _needs(plan, budget, step_bytes)
+        saved = _saved_bytes(plan)
+        needs = _needs(plan, budget, step_bytes, saved)
         totals = list(map(operator.add, needs, _gradients(plan, gradient_bytes)))
         peak = max(peak, *totals)
         for place, key in enumerate(plan.keys):
             if key.phase is Phase.FORWARD:
                 begin = plan.bounds[place]
-                growth = _growth(needs[begin:], totals[begin:], plan.non_model[begin])
+                # What forwards before it have saved is there when it begins.
+                growth = _growth(needs[begin:], totals[begin:], plan.non_model[begin] + saved[begin])
                 if plan.whole_gradients[begin]:  # what it is without them has not been measured
                     growth = replace(growth, without=growth.with_gradients + gradient_bytes)
                 before = by_kind.get(kind_of(key), growth)
@@ -75,19 +77,26 @@ def _gradients(plan: CyclePlan, gradient_bytes: int) -> list[int]:
     return [nbytes + unseen for nbytes in plan.whole_gradients]
 
 
-def _needs(plan: CyclePlan, budget: int, step_bytes: int) -> list[int]:
-    """Of each moment: its peak of everything but parameters, gradients, states and buffers."""
+def _saved_bytes(plan: CyclePlan) -> list[int]:
+    """Of saved tensors, at each moment: each counts from the one after it was saved in."""
     alive: dict[int, None] = {}
-    needs = []
-    steps = [key.phase is Phase.STEP for key in plan.keys]
-    place = 0
-    for position, moment in enumerate(plan.trace.moments):
-        while position >= plan.bounds[place + 1]:
-            place += 1
+    saved = []
+    for moment in plan.trace.moments:
         for tensor in moment.invalidates:
             alive.pop(tensor, None)
         alive.update(dict.fromkeys(moment.produces))
+        saved.append(sum(plan.trace.sizes[tensor] for tensor in alive))
+    return saved
+
+
+def _needs(plan: CyclePlan, budget: int, step_bytes: int, saved: list[int]) -> list[int]:
+    """Of each moment: its peak of everything but parameters, gradients, states and buffers."""
+    needs = []
+    steps = [key.phase is Phase.STEP for key in plan.keys]
+    place = 0
+    for position, nbytes in enumerate(saved):
+        while position >= plan.bounds[place + 1]:
+            place += 1
         beside = budget - plan.margin - plan.limits[position]
-        saved = sum(plan.trace.sizes[tensor] for tensor in alive)
-        needs.append(beside + saved + (step_bytes if steps[place] else 0))
+        needs.append(beside + nbytes + (step_bytes if steps[place] else 0))
     return needs
