@@ -17,18 +17,24 @@ class Living(Generic[T]):
     """A set, by identity."""
 
     def __init__(self) -> None:
-        self._references: set[weakref.ref[T]] = set()
+        self._references: dict[int, weakref.ref[T]] = {}  # by id: some compare by what they are made of
 
     def __iter__(self) -> Iterator[T]:
         """Those of now."""
-        for reference in list(self._references):
+        for reference in list(self._references.values()):
             if (one := reference()) is not None:
                 yield one
 
     def add(self, one: T) -> None:
         """Know it from now on."""
-        self._references.add(weakref.ref(one, self._references.discard))
+        key, references = id(one), self._references
+
+        def forget(reference: "weakref.ref[T]") -> None:
+            if references.get(key) is reference:  # else another has that id by now
+                del references[key]
+
+        references[key] = weakref.ref(one, forget)
 
     def discard(self, one: T) -> None:
         """Know it no longer."""
-        self._references.discard(weakref.ref(one))
+        self._references.pop(id(one), None)

@@ -33,3 +33,22 @@ def test_who_is_kept_by_nobody_else_is_gone():
     known.discard(kept)
     known.discard(One())
     assert list(known) == []
+
+
+def test_equal_ones_are_different_ones():
+    class Equal(One):
+        def __eq__(self, other):
+            return isinstance(other, Equal)
+
+        def __hash__(self):
+            return 0
+
+    known, first, second = Living(), Equal(), Equal()
+    known.add(first)
+    known.add(second)
+    assert len(list(known)) == 2
+    del first
+    gc.collect()
+    assert [one is second for one in known] == [True]
+    known.discard(Equal())
+    assert len(list(known)) == 1
