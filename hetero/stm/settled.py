@@ -226,6 +226,7 @@ class Settled:
                 return False
             # By what was measured everything fitted before as well; and the counter would not tell of it again.
             if self._times_passed and self._accelerator.peak_bytes() > self._budget - stm.plans.margin:
+                self._wait_longer()  # nothing but the user may ever reset it
                 return False
             if not self._is_private() or not self._begin_step():
                 self._wait_longer()

@@ -18,6 +18,7 @@ from hetero.msc.peaks import PeakKeeper
 from hetero.stm.manager import StatefulTensorMgr
 from hetero.stm.plans.outgrown import Outgrown
 from hetero.stm.running.executor import Executor
+from hetero.stm.settled import Settled
 
 WIDTH, ROWS, LAYERS = 128, 32, 6
 BUDGET = 480 << 10
@@ -244,6 +245,31 @@ def test_what_depends_on_values_passes_the_budget_less_and_less_often():
         assert manager.stats.settled_forwards > 0
     over = [step for step, peak in enumerate(peaks) if peak > budget]
     assert 0 < len(over) <= 4, over  # of ten
+
+
+def test_a_counter_that_nobody_resets_is_not_asked_at_every_forward(monkeypatch):
+    """Once the budget has been passed for the third time, it shows that for good."""
+    asked = []
+    fits = Settled._fits
+    monkeypatch.setattr(Settled, "_fits", lambda settled: [asked.append(step), fits(settled)][1])
+    gc.collect()
+    target = device()
+    torch.accelerator.reset_peak_memory_stats()
+    before = torch.accelerator.memory_allocated()
+    torch.manual_seed(0)
+    model = Routed()
+    optimizer = adamw(model)
+    with hetero.manage(model, optimizer, device=target, device_budget=before + (3 << 20)):
+        settled = []
+        for step in range(160):
+            model.share = 1.0 if step in (15, 30, 60) else 0.1
+            model(torch.randn(8 * ROWS, WIDTH).to(target)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            settled.append(type(next(model.parameters())) is nn.Parameter)
+    assert all(settled[step] for step in (15, 30, 60))
+    assert not any(settled[61:])
+    assert len([step for step in asked if step > 60]) <= 8  # of a hundred
 
 
 # -- the pieces ----------------------------------------------------------------------------------------
