@@ -56,7 +56,8 @@ def check_manageable(
             f"the optimizer holds none of the model's {len(parameters)} parameters (it holds {len(held)} others): "
             "make it from model.parameters() after the last change of the model's device or dtype"
         )
-    if any(group.get("capturable") and not group.get("fused") for group in optimizer.param_groups):
+    with_ours = [g for g in optimizer.param_groups if any(id(p) in ours for p in g["params"])]
+    if any(group.get("capturable") and not group.get("fused") for group in with_ours):
         raise ManageError(
             f"{type(optimizer).__name__} has capturable=True, which torch takes on accelerators only, and hetero steps "
             "parameters at home: leave it False, or set fused=True, where it makes no difference"

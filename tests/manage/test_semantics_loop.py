@@ -478,6 +478,10 @@ def test_refusals_name_the_cure():
         hetero.manage(mlp(), adamw(mlp()), device=target)
     with pytest.raises(hetero.ManageError, match=r"capturable=True.* fused=True"):
         hetero.manage(model, torch.optim.AdamW(model.parameters(), capturable=True), device=target)
+    # Of groups without a parameter of the model's it is the user's matter.
+    other = {"params": [nn.Parameter(torch.zeros(1, device=target))], "capturable": True}
+    optimizer = torch.optim.AdamW([{"params": list(model.parameters())}, other])
+    hetero.manage(model, optimizer, device=target).close()
     with pytest.raises(hetero.ManageError, match="lazy"):
         hetero.manage(nn.LazyLinear(3), None, device=target)
     with pytest.raises(hetero.ManageError, match="no parameters"):
