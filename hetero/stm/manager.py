@@ -33,6 +33,7 @@ from hetero.stm.gradients.offload import Gradients
 from hetero.stm.neighbours import ask, join
 from hetero.stm.plans.cycles import Cycles
 from hetero.stm.plans.homechoice import HomeChoice
+from hetero.stm.plans.plan import PlanMaker
 from hetero.stm.plans.planbook import PlanBook
 from hetero.stm.running.executor import Executor
 from hetero.stm.running.segments import Segments
@@ -129,10 +130,9 @@ class StatefulTensorMgr:
         self.residency.room.reclaim = self._reclaim
         self.residency.room.shed = self.activations.shed
         self.residency.room.ask = lambda nbytes, urgent: ask(self, nbytes, urgent=urgent)
-        self.plans = PlanBook(
+        planner = PlanMaker(
             self.tensors,
             budget=config.device_budget,
-            warmup_steps=config.warmup_steps,
             links=Links(
                 h2d_bandwidth=links.h2d_bandwidth, d2h_bandwidth=links.d2h_bandwidth, latency=links.latency
             ),
@@ -141,6 +141,7 @@ class StatefulTensorMgr:
             fixed_bytes=self.registry.buffer_bytes,
             host_room=self.activations.host_room,
         )
+        self.plans = PlanBook(planner, warmup_steps=config.warmup_steps)
         self.home_choice = HomeChoice(self.tensors, self.plans)
         self.cycles = Cycles(
             self.plans,

@@ -147,7 +147,8 @@ class CyclePlan:
 
 
 class PlanMaker:
-    """Makes plans for one manager's parameters under its budget."""
+    """Makes plans for one manager's parameters under its budget. ``fixed_bytes``: of buffers on the device;
+    ``host_room``: bytes that saved tensors may take at home."""
 
     def __init__(
         self,
@@ -161,7 +162,7 @@ class PlanMaker:
         host_room: Callable[[], int],
     ) -> None:
         self._tensors = tensors
-        self._budget = budget
+        self.budget = budget
         self.timings = Timings(links)
         self._policy = policy
         self._prefetch = prefetch
@@ -199,7 +200,7 @@ class PlanMaker:
         phases = [key.phase for key in keys for _ in samples[key][-1].periods]
         steps = [step_bytes if phase is Phase.STEP else 0 for phase in phases]
         rows = Rows(
-            room=self._budget - margin,
+            room=self.budget - margin,
             placed=[sum(all_of_them) for all_of_them in zip(placed, gradients, steps, strict=True)],
             at_home=at_home,
             elsewhere=elsewhere,
@@ -314,7 +315,7 @@ class PlanMaker:
 
     def _beside(self, plan: CyclePlan, position: int) -> int:
         """Bytes of a moment that are no parameters: what operators allocate, and buffers."""
-        return self._budget - plan.margin - plan.limits[position] + self._fixed_bytes()
+        return self.budget - plan.margin - plan.limits[position] + self._fixed_bytes()
 
     def _home_bytes(
         self,
@@ -326,7 +327,7 @@ class PlanMaker:
         """What ``homes`` take in each period, and the most that the update of one of them takes more."""
         known = {index: costs[index] for index in homes if index in costs}
         if len(known) < len(homes):  # states gone, the optimizer changed
-            raise CapacityError(moment=0, needed=self._budget + 1, capacity=self._budget)
+            raise CapacityError(moment=0, needed=self.budget + 1, capacity=self.budget)
         always = sum(cost.nbytes - cost.gradient_nbytes for cost in known.values())
         gradients = home_gradients(
             [samples[key] for key in keys],
@@ -395,7 +396,7 @@ class PlanMaker:
                 mandatory = mandatory_in(period, lives, now)
                 beside = placed[now] + non_model_peak(measured, index) + lives.unseen[now]
                 needed = beside + sum(sizes[x] for x in mandatory if x not in elsewhere)
-                spare.append(self._budget - margin - needed)
+                spare.append(self.budget - margin - needed)
         return spare
 
 

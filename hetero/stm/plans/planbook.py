@@ -6,15 +6,14 @@ memory allows it at all, there is a plan for every kind that was sampled, made f
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from hetero.eviction import CapacityError, HomeCost, Links, Policy, Schedule, Trace
+from hetero.eviction import CapacityError, HomeCost, Schedule, Trace
 from hetero.msc import Segment, SegmentKey
 from hetero.stm.plans.outgrown import Outgrown
 from hetero.stm.plans.plan import CyclePlan, PlanMaker
 from hetero.stm.plans.samples import Samples
-from hetero.stm.tensors.managed import ManagedTensor
 
 __all__ = ["Keys", "PlanBook"]
 
@@ -22,32 +21,12 @@ Keys = tuple[SegmentKey, ...]
 
 
 class PlanBook:
-    """Of one manager. ``fixed_bytes``: of buffers on the device; ``host_room``: bytes that saved tensors may take at
-    home."""
+    """Of one manager, made by ``planner``. ``warmup_steps``: iterations that are measured."""
 
-    def __init__(
-        self,
-        tensors: Sequence[ManagedTensor],
-        *,
-        budget: int,
-        warmup_steps: int,
-        links: Links,
-        policy: Policy,
-        prefetch: bool,
-        fixed_bytes: Callable[[], int],
-        host_room: Callable[[], int],
-    ) -> None:
-        self.budget = budget
-        self._planner = PlanMaker(
-            tensors,
-            budget=budget,
-            links=links,
-            policy=policy,
-            prefetch=prefetch,
-            fixed_bytes=fixed_bytes,
-            host_room=host_room,
-        )
-        self.timings = self._planner.timings
+    def __init__(self, planner: PlanMaker, *, warmup_steps: int) -> None:
+        self._planner = planner
+        self.budget = planner.budget
+        self.timings = planner.timings
         self.samples = Samples(warmup_steps)
         self.outgrown = Outgrown()
         self.margin = 0  # of the budget, what was given to others (`trim`): no plan uses it
