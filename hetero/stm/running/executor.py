@@ -356,7 +356,7 @@ class Executor:
         if self._plan is None:
             return self._cycles.unplanned_limit(self._segment)
         limit = self._plan.limits[max(0, self._position - 1)] - self._drift
-        return min(limit, self._cycles.unplanned_limit(self._segment)) if self._has_left_plan else limit
+        return min(limit, self._cycles.unplanned_limit(None)) if self._has_left_plan else limit
 
     def _limit_gradients(self) -> None:
         """Before anything is known, a gradient is handed over at once: what is measured is then the operator's own
