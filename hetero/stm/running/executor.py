@@ -313,7 +313,8 @@ class Executor:
         self._is_guarded = guarded
 
     def _leave_plan(self) -> None:
-        """What the plan knows of memory holds no longer: from here on keep to the budget as if there were none."""
+        """What the plan knows of memory holds no longer: from here on keep to the budget as if there were none. Beside
+        more than a warm-up's share, what no guard sees, a compiled region, might find no room."""
         self._has_left_plan = True
         self._cycles.leave_plan()
         self._guard_from_here()
