@@ -5,8 +5,8 @@ import gc
 import pytest
 import torch
 from accelerators import ON_CUDA
+from blocks import ROWS, WIDTH, deep, shed_all
 from racing import listening
-from test_activations import ROWS, WIDTH, deep, shed_all
 from twins import device
 
 import hetero

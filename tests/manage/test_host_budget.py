@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 from accelerators import races
-from test_activations import ROWS, WIDTH, deep, steps
+from blocks import ROWS, WIDTH, deep, steps
 from twins import adamw, assert_same, device, plain, unmanaged
 
 import hetero

@@ -1,7 +1,7 @@
 """The plan lists what it reached beside what no schedule can go below, in bytes and in time."""
 
 import torch
-from test_activations import ROWS, WIDTH, deep, steps
+from blocks import ROWS, WIDTH, deep, steps
 from twins import adamw, device, unmanaged
 
 import hetero
