@@ -243,6 +243,10 @@ class StatefulTensorMgr:
         with self._lock:
             end_compute(operands)
 
+    def note_unguarded(self) -> None:
+        """An operator is about to come that cannot be tried again when it runs out of memory."""
+        self.executor.runs_unguarded = True
+
     def copy_for(self, tensor: ManagedTensor) -> torch.Tensor:
         """The identity, or for a frozen parameter the bare copy."""
         # Without grad mode too: kernels are chosen by `requires_grad` whatever the mode (matmul folds batches by it).

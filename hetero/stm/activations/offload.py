@@ -15,7 +15,7 @@ import contextlib
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -74,8 +74,8 @@ class Activations:
         self._starting: tuple[torch.Tensor, torch.Tensor] | None = None
         self._forward = 0
         self._ordinal = 0
-        self._indices: tuple[int, ...] = ()
-        self._sizes: tuple[int, ...] = ()
+        self._coming: Iterator[int] = iter(())
+        self._sizes: Sequence[int] = ()
         self._closed = False
         self.kept = 0  # tensors that were saved as they are
         # Set by the manager: what a sampling moment is, and who makes room.
@@ -128,7 +128,7 @@ class Activations:
         ordinal = self._ordinal
         self._ordinal = ordinal + 1
         device_nbytes = self._accelerator.allocated_size(nbytes)
-        index = self._indices[ordinal] if ordinal < len(self._indices) else -1
+        index = next(self._coming, -1)
         if index >= 0 and self._sizes[index] != device_nbytes:
             index = -1
         account = Account(self._ledger, (self._forward, ordinal), device_nbytes, index)
@@ -160,10 +160,10 @@ class Activations:
                 account.retire()
         self._forward, self._ordinal = number, 0
 
-    def follow(self, indices: tuple[int, ...], sizes: tuple[int, ...]) -> None:
-        """What the segment that begins saves is known to the plan as ``indices``, in that order; ``sizes`` are of
-        everything in the plan."""
-        self._indices, self._sizes = indices, sizes
+    def follow(self, indices: Iterable[int], sizes: Sequence[int] = ()) -> None:
+        """What is saved from now on is known to the plan as ``indices``, in that order, and not at all after these;
+        ``sizes`` are of everything in the plan."""
+        self._coming, self._sizes = iter(indices), sizes
 
     def held(self) -> tuple[Key, ...]:
         """The records that cannot leave now, because somebody besides the graph holds them."""

@@ -284,6 +284,7 @@ def _substituting(
             if tensor not in operands:
                 operands.append(tensor)
         # Modes would make the compiler run everything eagerly, which is not the same arithmetic.
+        operands[0].owner.note_unguarded()
         outside = not in_scope() and keeps_its_type(operands)
         given = full_copies(operands) if outside else substituted(operands, label)
         with plain(), given as copies, unguarded():

@@ -6,8 +6,8 @@ without gradients, or one forward and backward where there is no optimizer. Inva
 for; plans for other sequences (an eval loop, another shape, another number of micro-batches) live beside it.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 from hetero.msc import Phase, Segment, SegmentKey
 from hetero.stm.plans.homechoice import HomeChoice
@@ -48,8 +48,9 @@ _LONGEST_CYCLE = 1024
 class _History:
     keys: list[SegmentKey]
     segments: list[Segment]
-    has_left_plan: bool = False
+    has_strayed: bool = False
     is_outdated: bool = False
+    omitted: set[int] = field(default_factory=set)
 
 
 class Cycles:
@@ -115,7 +116,7 @@ class Cycles:
             time=book.is_verified(plan.keys) and book.timings.wants(plan.keys),
             missing=plan.expected if place == 0 else (),
             number=place,
-            guarded=unsure or history.has_left_plan or plan.guarded[place],
+            guarded=unsure or history.has_strayed or plan.guarded[place],
             unsure=unsure,
         )
 
@@ -123,13 +124,18 @@ class Cycles:
         """`Place.guarded` of a training segment that is about to begin with ``key``."""
         history = self._training
         plan = self._book.find((*history.keys, key), self._coming)
-        if plan is None or history.has_left_plan or self._book.outgrown.is_unsure(plan.keys):
+        if plan is None or history.has_strayed or self._book.outgrown.is_unsure(plan.keys):
             return True
         return plan.guarded[len(history.keys)]
 
-    def leave_plan(self) -> None:
-        """Operators come that the plan does not know: a branch with the same shapes, a layer unfrozen."""
-        self._current.has_left_plan = True
+    def note_strayed(self) -> None:
+        """An operator comes that the plan does not know: a branch with the same shapes, a layer unfrozen."""
+        self._current.has_strayed = self._current.is_outdated = True
+
+    def note_omitted(self, moments: Iterable[int]) -> None:
+        """These of the plan do not come: a layer is left out, an expert has no tokens."""
+        self._current.has_strayed = True
+        self._current.omitted.update(moments)
 
     def note_outdated(self) -> None:
         """The iteration follows its plan, and shows what that did not know of."""
@@ -149,7 +155,8 @@ class Cycles:
         """The current cycle was left by an exception: forget how far it went."""
         self._current.keys.clear()
         self._current.segments.clear()
-        self._current.has_left_plan = self._current.is_outdated = False
+        self._current.omitted.clear()
+        self._current.has_strayed = self._current.is_outdated = False
 
     def finish(self) -> None:
         """Close the cycle if its last segment is over."""
@@ -172,7 +179,7 @@ class Cycles:
             if not over:
                 return
         keys, segments = tuple(history.keys), list(history.segments)
-        is_outdated = history.has_left_plan or history.is_outdated
+        is_outdated, omitted = history.is_outdated, frozenset(history.omitted)
         self.abandon()
         if len(segments) == len(keys):
             if history is self._training:
@@ -180,7 +187,7 @@ class Cycles:
             before = self._book.device_homes
             self._book.learn(keys, segments)
             self._homes.learn(keys, segments)
-            if is_outdated and self._book.measure_again(keys):
+            if self._book.measure_again(keys) if is_outdated else self._book.omits_always(keys, omitted):
                 self._homes.choose_again_for(keys)
             if gone := frozenset(before).difference(self._book.device_homes):
                 self._homes.send_home(gone)  # the new plan has given their room to others

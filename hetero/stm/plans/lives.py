@@ -19,7 +19,8 @@ class Lives:
     ``produced`` come to be there, ``ended`` are gone before it; ``unseen`` bytes went in that period's middle without
     having been needed there, which makes its peak of non-model data look lower than it is.
 
-    ``sizes``: of each record. ``indices``: per segment, its records in the order in which they were saved.
+    ``sizes``: of each record. ``first_saved``: by moment, and once more for the end, the first record that was saved
+    then or later; they are numbered in that order.
     """
 
     sizes: tuple[int, ...]
@@ -27,7 +28,7 @@ class Lives:
     produced: tuple[tuple[int, ...], ...]
     ended: tuple[tuple[int, ...], ...]
     unseen: tuple[int, ...]
-    indices: tuple[tuple[int, ...], ...]
+    first_saved: tuple[int, ...]
 
 
 def read_lives(segments: Sequence[Segment], first_index: int) -> Lives:
@@ -49,21 +50,19 @@ class _Reader:
 
     def read(self) -> Lives:
         alive: dict[tuple[int, int], int] = {}
-        indices: list[tuple[int, ...]] = []
+        first_saved: list[int] = []
         moment = 0
         for segment in self.segments:
-            mine: list[int] = []
             self._retire(segment, alive, moment)
             for period in segment.periods:
+                first_saved.append(self.first_index + len(self.sizes))
                 for key in (*period.held_saved, *period.used):
                     self._need(alive.get(key), moment)
                 for key, nbytes in period.saved:
                     alive[key] = self._bear(nbytes, moment + 1)
-                    mine.append(alive[key])
                 for key in period.dropped:
                     self._end(alive.pop(key, None), moment)
                 moment += 1
-            indices.append(tuple(mine))
         for index in alive.values():
             if self.born[index] < self.count:
                 self.ended[0].append(index)
@@ -73,7 +72,7 @@ class _Reader:
             produced=tuple(map(tuple, self.produced)),
             ended=tuple(map(tuple, self.ended)),
             unseen=tuple(self.unseen),
-            indices=tuple(indices),
+            first_saved=(*first_saved, self.first_index + len(self.sizes)),
         )
 
     def _retire(self, segment: Segment, alive: dict[tuple[int, int], int], moment: int) -> None:

@@ -52,8 +52,8 @@ class CyclePlan:
     schedule asks for nothing there, else None. ``margin``: kept free of everything. ``first_uses``: rank of each tensor
     by when it is used first. ``device_homes``: tensors that live on the device and take ``home_bytes[i]`` there; the
     trace, which is about the others, does not know them. ``whole_gradients[i]``: what gradients would take, did
-    everything live there. ``activations``: per segment, the trace's numbers of what it saves, in order
-    (`hetero.stm.plans.lives`). ``guarded``: segments in which something has to leave in the middle of a period, as it
+    everything live there. ``first_saved``: the trace's numbers of saved tensors (`hetero.stm.plans.lives.Lives`).
+    ``guarded``: segments in which something has to leave in the middle of a period, as it
     did when it was measured. ``left``: of each forward, what `hetero.msc.Segment.left_bytes` was at most. ``places``:
     tensors whose place on the device is theirs all along, in no moment's capacity, and is filled again when they have
     been updated.
@@ -75,7 +75,7 @@ class CyclePlan:
     device_homes: tuple[int, ...]
     home_bytes: tuple[int, ...]
     whole_gradients: tuple[int, ...]
-    activations: tuple[tuple[int, ...], ...]
+    first_saved: tuple[int, ...]
     guarded: tuple[bool, ...]
     left: tuple[int | None, ...]
     places: tuple[int, ...]
@@ -249,7 +249,7 @@ class PlanMaker:
             device_homes=homes,
             home_bytes=tuple(home_bytes),
             whole_gradients=tuple(self._whole_gradients(keys, samples)),
-            activations=lives.indices,
+            first_saved=lives.first_saved,
             guarded=tuple(rows.guarded),
             left=tuple(_left(samples[key]) for key in keys),
         )

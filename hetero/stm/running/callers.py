@@ -11,10 +11,10 @@ from hetero.stm.copies.room import Room
 from hetero.stm.plans.outgrown import Outgrown
 from hetero.stm.plans.plan import CyclePlan
 
-__all__ = ["CallersPart"]
+__all__ = ["MOST_OF_ITS_OWN", "CallersPart"]
 
-# Times what a loss has kept, its backward may take for a while.
-_MOST_OF_ITS_OWN = 8
+# Times what a loss has kept, its backward may take for a while; and times what the model has kept, a loss may.
+MOST_OF_ITS_OWN = 8
 
 
 class CallersPart:
@@ -40,7 +40,7 @@ class CallersPart:
         self._unused = -self._room.excess(limit)
         known = plan.left[number]
         more = 0 if known is None else segment.left_bytes - known - plan.margin - drift
-        if more <= 0 or not self._room.exceeds(limit - _MOST_OF_ITS_OWN * more):
+        if more <= 0 or not self._room.exceeds(limit - MOST_OF_ITS_OWN * more):
             return self.look_back()
         self._watch(plan, position)
         return more

@@ -20,7 +20,7 @@ from hetero.stm.plans.cycles import Cycles
 from hetero.stm.plans.plan import CyclePlan
 from hetero.stm.plans.planbook import PlanBook
 from hetero.stm.running.backlog import Backlog
-from hetero.stm.running.callers import CallersPart
+from hetero.stm.running.callers import MOST_OF_ITS_OWN, CallersPart
 from hetero.stm.running.guard import arm, guarded, lifted
 from hetero.stm.tensors.managed import ManagedTensor
 
@@ -58,9 +58,12 @@ class Executor:
         self._is_guarded = False
         self._is_unsure = False
         self._is_open = False
+        self._has_strayed = False
         self._has_left_plan = False
         self._drift = 0
         self._number = 0
+        # Some of what runs can never be tried again: regions that are compiled.
+        self.runs_unguarded = False
         self._segment: Segment | None = None
         self._plan: CyclePlan | None = None
         self._position = 0
@@ -106,7 +109,7 @@ class Executor:
         place = self._cycles.begin_segment(key)
         self._plan, self._position, self._stop = place.plan, place.begin, place.end
         self._number, self._is_unsure = place.number, place.unsure
-        self._has_left_plan = False
+        self._has_strayed = self._has_left_plan = False
         if place.number == 0 and (key.trains or key.phase is not Phase.FORWARD):
             self._activations.begin_iteration()
         self._set_guarded(place.guarded)
@@ -120,10 +123,7 @@ class Executor:
         # resident than it left behind.
         self._backlog.begin(place.missing if self._plan is not None else ())
         self._activations.reclaim(0)
-        if place.plan is None:
-            self._activations.follow((), ())
-        else:
-            self._activations.follow(place.plan.activations[place.number], place.plan.trace.sizes)
+        self._follow_saved(self._position)
         if place.sample:
             self.await_release()
         self._segment = self._collector.begin_segment(key, sample=place.sample, time=place.time)
@@ -172,7 +172,7 @@ class Executor:
     def follows_plan(self) -> bool:
         """What runs now was planned, has not left its plan, and is not being measured."""
         return not (
-            self._plan is None or self._has_left_plan or self._is_guarded or self._collector.is_sampling
+            self._plan is None or self._has_strayed or self._is_guarded or self._collector.is_sampling
         )
 
     def renew(self, tensor: ManagedTensor) -> None:
@@ -210,21 +210,24 @@ class Executor:
         self._room.require(nbytes, limit=self._limit(), operator=lambda: "a saved tensor")
 
     def leave_room(self) -> None:
-        """Before what the caller does between forward and backward, unguarded: what was measured of it fits, and where
-        nothing was, all that can leave does."""
-        follows = self._plan is not None and not self._has_left_plan and not self._is_unsure
-        limit = self._limit() if follows else self._plans.measured_limit(self._segment)
-        if self._is_unsure:
-            limit = None
+        """Before what the caller does between forward and backward, unguarded: what was measured of it fits, with more
+        beside where forward kept more, and where nothing was measured, all that can leave does."""
         plan, sampling = self._plan, self._collector.is_sampling
+        follows = plan is not None and not self._has_left_plan and not self._is_unsure
         if plan is not None and follows and self._drift and not sampling and not plan.guarded[self._number]:
             self._caller.begin_after_drift(plan, position=max(0, self._position - 1))
-        # Where forward kept more than was measured, the caller may need more as well.
-        if follows and not self._drift and limit is not None and not self._room.exceeds(limit):
-            return
+        if follows:
+            limit = self._limit() - MOST_OF_ITS_OWN * self._drift
+            if not self._room.exceeds(limit):
+                return
         with self._collector.evicting(for_operator=False):
-            self._residency.evict_idle()
-            excess = self._activations.device_bytes if limit is None else self._room.excess(limit)
+            if follows:
+                self._room.trim(limit, keep=())
+                excess = self._room.excess(limit)
+            else:
+                self._residency.evict_idle()
+                measured = None if self._is_unsure else self._plans.measured_limit(self._segment)
+                excess = self._activations.device_bytes if measured is None else self._room.excess(measured)
             if excess > 0:
                 self._activations.shed(excess)
 
@@ -312,12 +315,26 @@ class Executor:
             self._cap(guarded)
         self._is_guarded = guarded
 
-    def _leave_plan(self) -> None:
-        """What the plan knows of memory holds no longer: from here on keep to the budget as if there were none. Beside
-        more than a warm-up's share, what no guard sees, a compiled region, might find no room."""
-        self._has_left_plan = True
-        self._cycles.leave_plan()
+    def _stray(self, found: int | None) -> None:
+        """What comes was planned for later, at the moment ``found``, or not at all. It may take more memory than was
+        measured: then it is tried again, or, where that cannot be, from here on we keep to the budget as if there were
+        no plan."""
+        self._has_strayed = True
+        self._has_left_plan = self.runs_unguarded
+        if found is None:
+            self._cycles.note_strayed()
+        else:
+            self._cycles.note_omitted(range(self._position, found))
         self._guard_from_here()
+
+    def _follow_saved(self, position: int | None) -> None:
+        """What is saved from now on is what the plan has from ``position`` on; it has none of it, if that is None."""
+        plan = self._plan
+        if plan is None or position is None:
+            self._activations.follow(())
+        else:
+            coming = range(plan.first_saved[position], plan.first_saved[self._stop])
+            self._activations.follow(coming, plan.trace.sizes)
 
     def _guard_from_here(self) -> None:
         self._set_guarded(True)
@@ -328,22 +345,29 @@ class Executor:
         plan, position = self._plan, self._position
         if plan is None or position >= self._stop or plan.undisturbed[position] != operands:
             return False
+        if self._has_strayed:
+            return False
         if not self._backlog.is_empty or self._collector.is_sampling:
             return False
         limit = plan.limits[position] - self._drift - self._gradient_room()
         return self._residency.holds(operands, limit=limit)
 
     def _advance(self, operands: tuple[int, ...]) -> Actions:
-        """The schedule's actions for the moment with these operands; skips moments that did not come."""
+        """The schedule's actions for the moment with these operands; skips moments that did not come, and stays where
+        it is at one that was not planned: a layer that is left out, an expert that has no tokens this time."""
         plan = self._plan
         if plan is None:
             return _NOTHING
         position = self._position
         if position < self._stop and plan.operands[position] == operands:
+            if self._has_strayed:
+                self._follow_saved(position)
             self._position = position + 1
             return plan.schedule.actions[position]
-        self._leave_plan()
-        found = plan.find(operands, position, self._stop)
+        # Moments without operands are all alike: those of what is left out or added must not be taken for others.
+        found = plan.find(operands, position, self._stop) if operands else None
+        self._stray(found)
+        self._follow_saved(found)
         if found is None:
             return _NOTHING
         self._position = found + 1

@@ -84,6 +84,9 @@ class Owner(Protocol):
 
     def end_operator(self, operands: list["ManagedTensor"]) -> None: ...
 
+    def note_unguarded(self) -> None:
+        """An operator is about to come that cannot be tried again when it runs out of memory."""
+
     def copy_for(self, tensor: "ManagedTensor") -> torch.Tensor:
         """What the operator receives instead of the parameter."""
 

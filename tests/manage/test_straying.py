@@ -1,0 +1,186 @@
+"""Iterations that leave out some of what was planned, or have more in them: experts without tokens, layers dropped."""
+
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from blocks import Block
+from torch import nn
+from twins import adamw, assert_twins, device
+
+import hetero
+
+WIDTH = 64
+EVERY = tuple(range(6))
+
+
+class Parts(nn.Module):
+    """Of its parts, ``chosen`` run, as nothing that the caller gives tells."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.parts = nn.ModuleList(part() for _ in EVERY)
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.chosen = EVERY
+
+    def forward(self, x):
+        x = self.first(x)
+        for index in self.chosen:
+            x = x + self.parts[index](x)
+        return self.last(x)
+
+
+def expert():
+    return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH))
+
+
+def experts():
+    return Parts(expert)
+
+
+def blocks():
+    return Parts(Block)
+
+
+def steps(model, optimizer, target, paths, rows=8, note=lambda: None):
+    seen = []
+    for path in paths:
+        model.chosen = path
+        loss = F.mse_loss(model(torch.randn(rows, WIDTH).to(target)), torch.zeros(rows, WIDTH).to(target))
+        loss.backward()
+        seen.append([loss.detach().cpu(), *[p.grad for p in model.parameters()]])
+        optimizer.step()
+        optimizer.zero_grad()
+        note()
+    return seen
+
+
+def without(*left_out):
+    return tuple(index for index in EVERY if index not in left_out)
+
+
+PATHS = [
+    EVERY,
+    EVERY,
+    EVERY,
+    without(3),
+    without(0, 5),
+    EVERY,
+    without(1, 2, 3),
+    (),
+    without(4),
+    EVERY,
+    (5, 0, 2),
+]
+
+
+@pytest.mark.parametrize("share", [0.4, 0.7])
+def test_numbers_and_budget_whatever_runs(share):
+    assert_twins(experts, lambda *job: steps(*job, PATHS), share=share)
+
+
+@pytest.mark.parametrize("share", [0.4, 0.7])
+def test_numbers_and_budget_where_saved_tensors_move(share):
+    assert_twins(blocks, lambda *job: steps(*job, PATHS, rows=512), share=share)
+
+
+class Watched:
+    """A managed model that has its plan; ``run`` tells what each iteration fetched: bytes, and how often unplanned."""
+
+    def __init__(self, build=experts, share=0.6, first=EVERY, rows=8):
+        gc.collect()
+        self.rows = rows
+        torch.manual_seed(0)
+        self.model = build()
+        self.optimizer = adamw(self.model)
+        nbytes = sum(p.nbytes for p in self.model.parameters())
+        budget = torch.accelerator.memory_allocated() + int(share * nbytes) + rows * 8 * 1024
+        self.manager = hetero.manage(
+            self.model, self.optimizer, device=device(), device_budget=budget, device_homes=False
+        )
+        self.run([first] * 12)  # until nothing is measured any more
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.manager.close()
+
+    def run(self, paths):
+        fetched = []
+
+        def note():
+            stats = self.manager.stats
+            fetched.append((stats.total_fetched_bytes, stats.unplanned_fetches))
+
+        before = self.manager.stats
+        last = before.total_fetched_bytes, before.unplanned_fetches
+        steps(self.model, self.optimizer, device(), paths, self.rows, note)
+        rows = []
+        for now in fetched:
+            rows.append((now[0] - last[0], now[1] - last[1]))
+            last = now
+        return rows
+
+    @property
+    def planned(self):
+        """Parameters that the plan knows of."""
+        return {index for moment in self.manager._stm.plans.last.operands for index in moment}
+
+
+def test_who_is_left_out_was_fetched_in_vain_and_nothing_else():
+    with Watched() as watched:
+        [(whole, unplanned)] = watched.run([EVERY])
+        assert unplanned == 0
+        part = sum(p.nbytes for p in watched.model.parts[3].parameters())
+        for path in (without(3), without(0, 5), without(1, 2)):
+            for nbytes, unplanned in watched.run([path, EVERY]):
+                assert unplanned == 0
+                assert nbytes <= whole + 2 * part * (len(EVERY) - len(path))
+
+
+def test_who_was_not_planned_for_is_all_that_is_fetched_unplanned():
+    with Watched(first=without(3)) as watched:
+        assert watched.run([without(3)])[0][1] == 0
+        [(_, unplanned)] = watched.run([EVERY])
+        assert 0 < unplanned <= 2 * len(list(watched.model.parts[3].parameters()))
+
+
+def test_what_is_left_out_for_good_is_planned_for_no_longer():
+    with Watched() as watched:
+        mine = len(list(watched.model.parameters())), len(list(watched.model.parts[3].parameters()))
+        assert len(watched.planned) == mine[0]
+        # Others in between, and never all: part 3 is always among them.
+        watched.run([without(3), without(2, 3)] * 8)
+        watched.run([without(3)] * 4)
+        assert len(watched.planned) == mine[0] - mine[1]
+
+
+def test_what_comes_back_now_and_then_stays_planned():
+    with Watched() as watched:
+        paths = [without(3), without(2, 3), without(3), EVERY]
+        watched.run(paths)  # what of an iteration is still there in the next is measured
+        rows = watched.run(paths * 6)
+        assert [unplanned for _, unplanned in rows] == [0] * len(rows)
+        assert len(watched.planned) == len(list(watched.model.parameters()))
+
+
+def test_saved_tensors_are_known_again_after_what_was_left_out():
+    with Watched(blocks, rows=512) as watched:
+        activations = watched.manager._stm.activations
+
+        def known(path):
+            watched.model.chosen = path
+            out = watched.model(torch.randn(512, WIDTH).to(device()))
+            count = len(activations._by_index), len(activations._live)
+            out.square().mean().backward()
+            watched.optimizer.step()
+            watched.optimizer.zero_grad()
+            return count
+
+        all_known, _ = known(EVERY)
+        some_known, alive = known(without(3))
+        assert alive - some_known == 0
+        assert some_known < all_known
