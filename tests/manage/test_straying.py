@@ -6,10 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from blocks import Block
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from twins import adamw, assert_twins, device
 
 import hetero
+from hetero.stm.plans.departures import Departures
 
 WIDTH = 64
 EVERY = tuple(range(6))
@@ -184,3 +187,45 @@ def test_saved_tensors_are_known_again_after_what_was_left_out():
         some_known, alive = known(without(3))
         assert alive - some_known == 0
         assert some_known < all_known
+
+
+# -- when so much speaks against a plan that it is made anew ------------------------------------------------
+
+
+def measured(iterations, parameters=16):
+    """Which of ``iterations`` are followed by one that is measured: what each lost, or which moments it left out."""
+    departures, again = Departures(), []
+    for number, iteration in enumerate(iterations):
+        if isinstance(iteration, int):
+            has_departed = departures.note_more("keys", lost=iteration, parameters=parameters)
+        else:
+            has_departed = departures.note_less("keys", frozenset(iteration))
+        if has_departed:
+            departures.note_measured("keys")
+            again.append(number)
+    return again
+
+
+def test_an_iteration_that_lost_everything_is_measured_at_once_and_ever_less_often_after_it():
+    assert measured([16] * 20) == [0, 2, 6, 14]
+
+
+def test_little_losses_are_added_up():
+    assert measured([5] * 8) == [3]
+    assert measured([0] * 8) == [7]
+
+
+def test_what_is_left_out_by_all_of_eight_in_a_row_is_gone():
+    assert measured([{1, 2}, {2}, {2, 3}] * 3) == [7]
+    assert measured([{1}, {2}] * 30) == measured([()] * 30) == []
+    assert measured(([{1}] * 7 + [()]) * 5) == []
+    assert measured(([{1}] * 7 + [0]) * 5) == []
+
+
+@given(st.lists(st.integers(0, 40) | st.frozensets(st.integers(0, 3)), max_size=300))
+def test_however_an_iteration_changes_it_is_measured_seldom(iterations):
+    again = measured(iterations)
+    for times, (before, after) in enumerate(zip([-1, *again], again, strict=False)):
+        lost = [row for row in iterations[before + 1 : after + 1] if isinstance(row, int)]
+        in_vain = [row for row in iterations[before + 1 : after + 1] if not isinstance(row, int)]
+        assert sum(max(row, 2) for row in lost) >= 16 << times or len(in_vain) >= 8 << times

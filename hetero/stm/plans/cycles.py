@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from hetero.msc import Phase, Segment, SegmentKey
+from hetero.stm.plans.departures import Departures
 from hetero.stm.plans.homechoice import HomeChoice
 from hetero.stm.plans.plan import CyclePlan
 from hetero.stm.plans.planbook import Keys, PlanBook
@@ -46,11 +47,17 @@ _LONGEST_CYCLE = 1024
 
 @dataclass(slots=True)
 class _History:
-    keys: list[SegmentKey]
-    segments: list[Segment]
+    keys: list[SegmentKey] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
     has_strayed: bool = False
+    has_more: bool = False
     is_outdated: bool = False
     omitted: set[int] = field(default_factory=set)
+
+    def clear(self) -> None:
+        """Nothing has come yet."""
+        self.keys, self.segments, self.omitted = [], [], set()
+        self.has_strayed = self.has_more = self.is_outdated = False
 
 
 class Cycles:
@@ -73,8 +80,9 @@ class Cycles:
         self._headroom = headroom
         self._activation_bytes = activation_bytes
         self._ends_with_backward = ends_with_backward
-        self._training = _History([], [])
-        self._inference = _History([], [])
+        self._training = _History()
+        self._inference = _History()
+        self._departures = Departures()
         self._current = self._training
         self._succession = Succession[Keys]()
         self._coming: Keys | None = None  # the keys that the iteration under way is expected to have
@@ -130,7 +138,7 @@ class Cycles:
 
     def note_strayed(self) -> None:
         """An operator comes that the plan does not know: a branch with the same shapes, a layer unfrozen."""
-        self._current.has_strayed = self._current.is_outdated = True
+        self._current.has_strayed = self._current.has_more = True
 
     def note_omitted(self, moments: Iterable[int]) -> None:
         """These of the plan do not come: a layer is left out, an expert has no tokens."""
@@ -153,10 +161,7 @@ class Cycles:
 
     def abandon(self) -> None:
         """The current cycle was left by an exception: forget how far it went."""
-        self._current.keys.clear()
-        self._current.segments.clear()
-        self._current.omitted.clear()
-        self._current.has_strayed = self._current.is_outdated = False
+        self._current.clear()
 
     def finish(self) -> None:
         """Close the cycle if its last segment is over."""
@@ -178,8 +183,8 @@ class Cycles:
             over = self._ends_with_backward and last is Phase.BACKWARD and coming is Phase.FORWARD
             if not over:
                 return
-        keys, segments = tuple(history.keys), list(history.segments)
-        is_outdated, omitted = history.is_outdated, frozenset(history.omitted)
+        keys, segments = tuple(history.keys), history.segments
+        has_departed = len(segments) == len(keys) and self._has_departed(keys, history)
         self.abandon()
         if len(segments) == len(keys):
             if history is self._training:
@@ -187,7 +192,22 @@ class Cycles:
             before = self._book.device_homes
             self._book.learn(keys, segments)
             self._homes.learn(keys, segments)
-            if self._book.measure_again(keys) if is_outdated else self._book.omits_always(keys, omitted):
+            if has_departed:
+                self._departures.note_measured(keys)
+                self._book.measure_again(keys)
                 self._homes.choose_again_for(keys)
             if gone := frozenset(before).difference(self._book.device_homes):
                 self._homes.send_home(gone)  # the new plan has given their room to others
+
+    def _has_departed(self, keys: Keys, history: _History) -> bool:
+        """Iterations with these ``keys`` are so far from their plan that they are to be measured again."""
+        plan = self._book.get(keys)
+        if plan is None:
+            return False
+        if history.is_outdated or history.has_more:
+            parameters = len(plan.first_uses)
+            lost = sum(period.unplanned_fetches for segment in history.segments for period in segment.periods)
+            return self._departures.note_more(
+                keys, lost=parameters if history.is_outdated else lost, parameters=parameters
+            )
+        return self._departures.note_less(keys, frozenset(history.omitted))

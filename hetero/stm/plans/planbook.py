@@ -5,7 +5,6 @@ Owns them and what they are made of: samples, times, what was outgrown, what liv
 memory allows it at all, there is a plan for every kind that was sampled, made for the budget less the margin.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -16,8 +15,6 @@ from hetero.stm.plans.plan import CyclePlan, PlanMaker
 from hetero.stm.plans.samples import Samples
 
 __all__ = ["Keys", "PlanBook"]
-
-_FOR_GOOD = 8  # iterations in a row that leave out the same
 
 Keys = tuple[SegmentKey, ...]
 
@@ -34,9 +31,6 @@ class PlanBook:
         self.margin = 0  # of the budget, what was given to others (`trim`): no plan uses it
         self._plans: dict[Keys, CyclePlan] = {}
         self._verified: set[Keys] = set()
-        self._departures: dict[Keys, int] = defaultdict(int)
-        # Moments of a plan that each of so many iterations, the latest, has left out.
-        self._omitted: dict[Keys, tuple[frozenset[int], int]] = {}
         # Of iterations that are to be measured again: what their plan kept free for what had not been measured.
         self._kept_free: dict[Keys, int] = {}
         # Parameters that live on the device, in all plans alike, and those that keep a place there, in one.
@@ -94,24 +88,9 @@ class PlanBook:
         else:
             self._make_if_outgrown(keys, segments)
 
-    def omits_always(self, keys: Keys, moments: frozenset[int]) -> bool:
-        """An iteration left out these of its plan's. The plan serves it as well, and fetches in vain; where some have
-        been left out for so long that it seems to be for good, as `measure_again`."""
-        always, times = self._omitted.pop(keys, (moments, 0))
-        if not always & moments:
-            return False
-        if times + 1 == _FOR_GOOD:
-            return self.measure_again(keys)
-        self._omitted[keys] = always & moments, times + 1
-        return False
-
-    def measure_again(self, keys: Keys) -> bool:
-        """Iterations with these keys are no longer what they were: forget them at the 1st, 2nd, 4th, 8th ... that was
-        not, because some models take another path every time. What the longest of these took may come again."""
-        self._omitted.pop(keys, None)
-        self._departures[keys] += 1
-        if self._departures[keys].bit_count() != 1:
-            return False
+    def measure_again(self, keys: Keys) -> None:
+        """Iterations with these keys are no longer what they were: forget them. What the longest of these took may come
+        again."""
         plan = self._plans.pop(keys, None)
         if plan is not None:
             self._kept_free[keys] = max(0, plan.margin - self.margin)
@@ -120,7 +99,6 @@ class PlanBook:
         self._verified.discard(keys)
         self.timings.forget(keys)
         self.samples.forget(keys)
-        return True
 
     def _make_if_outgrown(self, keys: Keys, segments: list[Segment]) -> None:
         missed = any(period.unplanned_fetches for segment in segments for period in segment.periods)
