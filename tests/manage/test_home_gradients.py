@@ -16,6 +16,7 @@ from hetero.eviction import Links
 from hetero.msc import Period, PeriodTimes, Phase, Segment, SegmentKey
 from hetero.msc.periods import HandedOver
 from hetero.stm import Kind, Tier
+from hetero.stm.gradients import kept
 from hetero.stm.interception.intercept import is_managed, managed_of
 from hetero.stm.plans.rows import home_gradients, on_their_way, sends_to_come
 
@@ -117,6 +118,52 @@ def test_what_usual_loops_do_beside_sends_none_home(look):
     (before, written), (at_home, then) = steps[-2:]
     assert 0 < before == at_home < sum(p.nbytes for p in mlp().parameters())
     assert then - written == at_home
+
+
+@pytest.mark.parametrize("turn", [0, 1, 3, 7])
+@pytest.mark.parametrize("when", ["changed", "cloned"])
+def test_sent_home_in_the_middle_for_want_of_memory(monkeypatch, when, turn):
+    """What makes a tensor is tried again after room was made, perhaps by this very gradient."""
+    owner, turns = (kept.KeptGradients, "_become") if when == "changed" else (kept, "owns_memory"), []
+    inner = getattr(*owner)
+
+    def interrupted(*args, **keywords):
+        if when == "changed" and args[2].gradient is args[3]:  # in place, which takes no memory
+            return inner(*args)
+        manager = args[1].owner if when == "changed" else managers[-1]
+        turns.append(manager.plans.last is not None and bool(manager.plans.device_homes))
+        if sum(turns) == turn + 1 and turns[-1]:
+            manager.residency.room.send_home(1 << 60)
+        return inner(*args, **keywords) if when == "changed" else False
+
+    def loop(model, optimizer, target):
+        seen = []
+        for _ in range(8):
+            for micro in range(3):
+                loss = model(batch(target)).square().mean()
+                loss.backward()
+                if micro == 1:
+                    seen.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-2))
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss.detach())
+        return seen
+
+    managers = []
+    seen, state, peak = unmanaged(mlp, loop)
+    monkeypatch.setattr(*owner, interrupted)
+    monkeypatch.setattr(kept._Kept, "owns", lambda self: self.is_ours)  # as if autograd still held all others
+    monkeypatch.setattr(
+        kept.KeptGradients,
+        "takes",
+        lambda self, tensor, takes=kept.KeptGradients.takes: (
+            managers.append(tensor.owner) or takes(self, tensor)
+        ),
+    )
+    got, got_state, _ = managed(mlp, loop, int(0.8 * peak))
+    assert sum(turns) > turn
+    assert_same(got, seen, "observed")
+    assert_same(got_state, state, "state")
 
 
 def test_a_forward_leaves_their_room_to_copies():

@@ -4,6 +4,11 @@ Owns them until the step has taken them, or somebody looks at ``p.grad``. Autogr
 is given memory of which nothing is written until then; what later micro-batches contribute is added on the device, and
 autograd is told that there is none. Invariant: a kept gradient is ``p.grad``, less the changes that are still to be
 made, and what is at home is not.
+
+[Note: gone in the middle]
+What makes a tensor may run out of memory. It is then tried again after room has been made, perhaps by sending home what
+lives on the device, with the very gradient that it is about: its result is nobody's then, and what was to be done is
+done at home.
 """
 
 from collections.abc import Sequence
@@ -77,21 +82,18 @@ class KeptGradients:
         return tensor in self and gradient_is_private(parameter)
 
     def keep(self, tensor: ManagedTensor, gradient: torch.Tensor, *, is_shared: bool) -> torch.Tensor | None:
-        """``gradient`` stays; what autograd is given for it, None if it has been added to the one that was kept."""
+        """``gradient`` stays; what autograd is given for it, None if it has been added to the one that was kept. If the
+        tensor is not among these afterwards, nothing has been done ([Note: gone in the middle])."""
         kept = self._kept.get(tensor.index)
         if kept is not None:
-            self._change(tensor, kept)
-            with torch.no_grad():
-                if kept.owns():
-                    kept.gradient.add_(gradient)
-                else:
-                    kept.gradient = kept.gradient + gradient
-                    kept.is_ours = True
-            self._norms.take(tensor.index, kept.gradient)
+            if self._change(tensor, kept) and self._add(tensor, kept, gradient):
+                self._norms.take(tensor.index, kept.gradient)
             return None
         copies = not owns_memory(gradient, is_shared=is_shared)
         if copies:
             gradient = gradient.clone()
+            if not tensor.stays:
+                return None
         # Many are views, such as the transposed product of a linear layer, and hold the tensor that they are a view of.
         self._put(tensor, _Kept(gradient.data, is_ours=copies))
         self._norms.take(tensor.index, gradient)
@@ -100,10 +102,7 @@ class KeptGradients:
     def look(self, tensor: ManagedTensor) -> torch.Tensor | None:
         """Its gradient on the device, complete, if it is kept. The caller does not write to it."""
         kept = self._kept.get(tensor.index)
-        if kept is None:
-            return None
-        self._change(tensor, kept)
-        return kept.gradient
+        return kept.gradient if kept is not None and self._change(tensor, kept) else None
 
     def look_nbytes(self, tensor: ManagedTensor) -> int:
         """What `look` allocates."""
@@ -155,11 +154,28 @@ class KeptGradients:
         self._kept[tensor.index] = kept
         self._memory.entry(tensor).place(Tier.DEVICE, tensor.device_nbytes)
 
-    def _change(self, tensor: ManagedTensor, kept: _Kept) -> None:
+    def _change(self, tensor: ManagedTensor, kept: _Kept) -> bool:
+        """Do what is left to be done to it; False if it is gone."""
         while (wish := self._changes.first_wish(tensor.index)) is not None:
-            kept.gradient = wish.applied(kept.gradient, in_place=kept.owns())
-            kept.is_ours = True
+            if not self._become(tensor, kept, wish.applied(kept.gradient, in_place=kept.owns())):
+                return False
             self._changes.drop_first(tensor.index)
+        return True
+
+    def _add(self, tensor: ManagedTensor, kept: _Kept, gradient: torch.Tensor) -> bool:
+        """False if it is gone."""
+        with torch.no_grad():
+            if kept.owns():
+                kept.gradient.add_(gradient)
+                return True
+            return self._become(tensor, kept, kept.gradient + gradient)
+
+    def _become(self, tensor: ManagedTensor, kept: _Kept, gradient: torch.Tensor) -> bool:
+        """``gradient``, just made, takes its place; False if it is gone."""
+        if self._kept.get(tensor.index) is not kept:
+            return False
+        kept.gradient, kept.is_ours = gradient, True
+        return True
 
 
 def has_gradient(tensor: ManagedTensor) -> bool:

@@ -102,7 +102,9 @@ class Gradients:
         is_shared = is_shared and own is gradient
         gradient = own
         if self.kept.takes(tensor) and not self._is_seen(tensor):
-            return self.kept.keep(tensor, gradient, is_shared=is_shared)
+            taken = self.kept.keep(tensor, gradient, is_shared=is_shared)
+            if tensor in self.kept:
+                return taken
         if self._can_add_later(tensor, gradient) and self._add_later(tensor, gradient, is_shared=is_shared):
             return None
         if gradient.dtype is not home.dtype and not expands(gradient, home.dtype):
