@@ -1,8 +1,9 @@
 """Following the plan.
 
-Owns the position in the iteration. Invariant: the schedule is a hint for speed, never a condition: operands are
+Owns what is done at each sampling moment. Invariant: the schedule is a hint for speed, never a condition: operands are
 made resident at every sampling moment whatever the schedule said, and an access that it did not foresee is a
-fetch of its own, counted. What is planned is decided in `hetero.stm.plans.planbook`; bytes are moved by `Residency`.
+fetch of its own, counted. What is planned is decided in `hetero.stm.plans.planbook`, where in it the iteration is, in
+`hetero.stm.running.course`; bytes are moved by `Residency`.
 """
 
 import contextlib
@@ -10,23 +11,21 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from hetero.devices import Accelerator
-from hetero.eviction import Actions
 from hetero.msc import MemStatsCollector, Phase, Segment, SegmentKey
 from hetero.stm.activations.offload import Activations
 from hetero.stm.copies.residency import Residency
 from hetero.stm.gradients.kept import has_gradient
 from hetero.stm.gradients.offload import Gradients
 from hetero.stm.plans.cycles import Cycles
-from hetero.stm.plans.plan import CyclePlan
 from hetero.stm.plans.planbook import PlanBook
 from hetero.stm.running.backlog import Backlog
 from hetero.stm.running.callers import MOST_OF_ITS_OWN, CallersPart
+from hetero.stm.running.course import Course
 from hetero.stm.running.guard import arm, guarded, lifted
 from hetero.stm.tensors.managed import ManagedTensor
 
 __all__ = ["Executor"]
 
-_NOTHING = Actions()
 _PATIENCE = 0.03  # seconds that a segment which is measured waits for copies to be let go
 
 
@@ -56,21 +55,15 @@ class Executor:
         self._relieve = relieve
         self._accelerator = accelerator
         self._is_guarded = False
-        self._is_unsure = False
         self._is_open = False
-        self._has_strayed = False
-        self._has_left_plan = False
         self._drift = 0
-        self._number = 0
         # Some of what runs can never be tried again: regions that are compiled.
         self.runs_unguarded = False
         self._segment: Segment | None = None
-        self._plan: CyclePlan | None = None
-        self._position = 0
-        self._stop = 0
+        self._course = Course(cycles, activations)
         self._backlog = Backlog(tensors, residency, activations)
         self._room = residency.room
-        self._room.next_use = self._next_use
+        self._room.next_use = self._course.next_use
         self._room.enough = self._enough
         self._caller = CallersPart(self._room, collector.peaks, plans.outgrown, plans.budget)
 
@@ -107,23 +100,20 @@ class Executor:
         self.finish_segment()
         self._is_open = is_open
         place = self._cycles.begin_segment(key)
-        self._plan, self._position, self._stop = place.plan, place.begin, place.end
-        self._number, self._is_unsure = place.number, place.unsure
-        self._has_strayed = self._has_left_plan = False
+        self._course.begin(place)
         if place.number == 0 and (key.trains or key.phase is not Phase.FORWARD):
             self._activations.begin_iteration()
         self._set_guarded(place.guarded)
         if key.phase is not Phase.STEP:  # which uses no copies
             self._residency.follow_stream()
-        elif self._plan is not None and not place.sample:
+        elif self._course.plan is not None and not place.sample:
             self._caller.look_back()
         if place.number == 0 and not place.sample:
             self._caller.begin_iteration()
         # A plan that is followed for the first time, or again after something else ran, finds other copies
         # resident than it left behind.
-        self._backlog.begin(place.missing if self._plan is not None else ())
+        self._backlog.begin(place.missing if self._course.plan is not None else ())
         self._activations.reclaim(0)
-        self._follow_saved(self._position)
         if place.sample:
             self.await_release()
         self._segment = self._collector.begin_segment(key, sample=place.sample, time=place.time)
@@ -131,18 +121,19 @@ class Executor:
             self._segment.has_gradients = any(has_gradient(tensor) for tensor in self._tensors)
         elif len(self._gradients.kept) and key.phase is not Phase.STEP:
             self._plans.samples.note_gradients(key)
-        self._drift = self._measure_drift(self._position)
+        self._drift = self._measure_drift(self._course.position)
         # What runs before the segment's first managed operator has a period too.
         self.before_operator([], key.phase.value)
 
     def finish_segment(self) -> None:
         """The segment, if any, is over."""
         if self._segment is not None:
-            if self._plan is not None:
-                self._caller.end(self._plan)
+            if self._course.plan is not None:
+                self._caller.end(self._course.plan)
             self._collector.end_segment()
             self._cycles.end_segment(self._segment)
-            self._segment = self._plan = None
+            self._segment = None
+            self._course.end()
 
     def before_operator(self, operands: list[ManagedTensor], name: object) -> None:
         """The pre-op sampling moment: measure, then change the layout as planned, then make operands resident."""
@@ -150,7 +141,7 @@ class Executor:
         self._limit_gradients()
         collector = self._collector
         if self._is_in_place(operands):
-            self._position += 1
+            self._course.position += 1
             if collector.is_clocked:
                 collector.moment(name, ())
                 collector.operands_ready()
@@ -172,13 +163,16 @@ class Executor:
     def follows_plan(self) -> bool:
         """What runs now was planned, has not left its plan, and is not being measured."""
         return not (
-            self._plan is None or self._has_strayed or self._is_guarded or self._collector.is_sampling
+            self._course.plan is None
+            or self._course.has_strayed
+            or self._is_guarded
+            or self._collector.is_sampling
         )
 
     def renew(self, tensor: ManagedTensor) -> None:
         """Its copy has been dropped, because home is being written: order one of the result, if it has a place of its
         own; else as soon as there is room, if it can stay until it is used without displacing a planned one."""
-        plan = self._plan
+        plan = self._course.plan
         if plan is None:
             return
         if tensor.index in plan.places:
@@ -193,8 +187,8 @@ class Executor:
         self._collector.note_queued(tuple(t.index for t in tensors if t.pending is not None))
         for tensor in tensors:
             self._collector.count_stale(tensor.index)
-        if self._plan is not None:
-            self._backlog.want(self._plan.places)
+        if self._course.plan is not None:
+            self._backlog.want(self._course.plan.places)
         self._change_layout([], (), "stepped")
 
     def homes_overtook(self, indices: Iterable[int]) -> None:
@@ -202,7 +196,7 @@ class Executor:
         in each such iteration, whether there are any now or not."""
         for index in indices:
             self._collector.count_stale(index)
-        if self._plan is not None and not self._plan.overtaken.issuperset(indices):
+        if self._course.plan is not None and not self._course.plan.overtaken.issuperset(indices):
             self._cycles.note_outdated()
 
     def make_room(self, nbytes: int) -> None:
@@ -212,10 +206,16 @@ class Executor:
     def leave_room(self) -> None:
         """Before what the caller does between forward and backward, unguarded: what was measured of it fits, with more
         beside where forward kept more, and where nothing was measured, all that can leave does."""
-        plan, sampling = self._plan, self._collector.is_sampling
-        follows = plan is not None and not self._has_left_plan and not self._is_unsure
-        if plan is not None and follows and self._drift and not sampling and not plan.guarded[self._number]:
-            self._caller.begin_after_drift(plan, position=max(0, self._position - 1))
+        plan, sampling = self._course.plan, self._collector.is_sampling
+        follows = plan is not None and not self._has_left_plan and not self._course.is_unsure
+        if (
+            plan is not None
+            and follows
+            and self._drift
+            and not sampling
+            and not plan.guarded[self._course.number]
+        ):
+            self._caller.begin_after_drift(plan, position=self._course.current)
         if follows:
             limit = self._limit() - MOST_OF_ITS_OWN * self._drift
             if not self._room.exceeds(limit):
@@ -226,7 +226,7 @@ class Executor:
                 excess = self._room.excess(limit)
             else:
                 self._residency.evict_idle()
-                measured = None if self._is_unsure else self._plans.measured_limit(self._segment)
+                measured = None if self._course.is_unsure else self._plans.measured_limit(self._segment)
                 excess = self._activations.device_bytes if measured is None else self._room.excess(measured)
             if excess > 0:
                 self._activations.shed(excess)
@@ -235,14 +235,14 @@ class Executor:
         """The caller is about to begin one, with what it has made of a forward's results, where nobody could make room:
         if that is so much more than was measured that the budget may be passed, much leaves now, and more is kept free
         from the next iteration on."""
-        segment, plan = self._segment, self._plan
+        segment, plan = self._segment, self._course.plan
         if segment is None or segment.key.phase is not Phase.FORWARD or segment.left_bytes is not None:
             return
         segment.left_bytes = self._collector.non_model_bytes()
-        if plan is None or self._has_left_plan or self._is_unsure or segment.sampled:
+        if plan is None or self._has_left_plan or self._course.is_unsure or segment.sampled:
             return
         more = self._caller.begin_backward(
-            segment, plan, number=self._number, position=max(0, self._position - 1), drift=self._drift
+            segment, plan, number=self._course.number, position=self._course.current, drift=self._drift
         )
         if more > 0:
             self._drift += more
@@ -274,10 +274,12 @@ class Executor:
         self._accelerator.cap(self._plans.budget if on and not self._is_open else None)
 
     def _change_layout(self, operands: list[ManagedTensor], indices: tuple[int, ...], name: object) -> None:
-        actions = self._advance(indices)
+        actions = self._course.advance(indices)
+        if self._course.has_strayed and not self._is_guarded:
+            self._guard_from_here()  # it may take more than was measured
         self._backlog.forget_overtaken(actions)
         if actions.evict or actions.fetch:
-            drift = self._measure_drift(self._position - 1)
+            drift = self._measure_drift(self._course.current)
             if drift > self._drift:
                 # The model keeps more than it did, and may do so again within any period.
                 self._drift = drift
@@ -293,14 +295,14 @@ class Executor:
         limit = self._limit()
         room = limit - self._gradient_room()
         self._room.trim(room, keep=indices)
-        if self._plan is not None and self._room.exceeds(limit):
+        if self._course.plan is not None and self._room.exceeds(limit):
             self._activations.shed(self._room.excess(limit))
         self._residency.wanted = frozenset(indices)
         try:
             fetched = self._residency.require(operands, limit=limit, operator=lambda: _label(name, operands))
             if not self._is_guarded and self._room.exceeds(limit):
                 self._guard_from_here()  # the operands alone pass it: what the operator itself needs may not fit
-            if fetched and self._plan is not None:
+            if fetched and self._course.plan is not None:
                 self._collector.count_unplanned(
                     max(0, fetched - sum(index in indices for index in actions.fetch))
                 )
@@ -315,79 +317,40 @@ class Executor:
             self._cap(guarded)
         self._is_guarded = guarded
 
-    def _stray(self, found: int | None) -> None:
-        """What comes was planned for later, at the moment ``found``, or not at all. It may take more memory than was
-        measured: then it is tried again, or, where that cannot be, from here on we keep to the budget as if there were
-        no plan."""
-        self._has_strayed = True
-        self._has_left_plan = self.runs_unguarded
-        if found is None:
-            self._cycles.note_strayed()
-        else:
-            self._cycles.note_omitted(range(self._position, found))
-        self._guard_from_here()
-
-    def _follow_saved(self, position: int | None) -> None:
-        """What is saved from now on is what the plan has from ``position`` on; it has none of it, if that is None."""
-        plan = self._plan
-        if plan is None or position is None:
-            self._activations.follow(())
-        else:
-            coming = range(plan.first_saved[position], plan.first_saved[self._stop])
-            self._activations.follow(coming, plan.trace.sizes)
-
     def _guard_from_here(self) -> None:
         self._set_guarded(True)
         arm(self._relieve)
 
     def _is_in_place(self, operands: list[ManagedTensor]) -> bool:
         """The plan foresaw this moment and asks for nothing, and every operand can be read: the common case."""
-        plan, position = self._plan, self._position
-        if plan is None or position >= self._stop or plan.undisturbed[position] != operands:
-            return False
-        if self._has_strayed:
+        course = self._course
+        if not course.expects(operands):
             return False
         if not self._backlog.is_empty or self._collector.is_sampling:
             return False
-        limit = plan.limits[position] - self._drift - self._gradient_room()
+        assert course.plan is not None
+        limit = course.plan.limits[course.position] - self._drift - self._gradient_room()
         return self._residency.holds(operands, limit=limit)
 
-    def _advance(self, operands: tuple[int, ...]) -> Actions:
-        """The schedule's actions for the moment with these operands; skips moments that did not come, and stays where
-        it is at one that was not planned: a layer that is left out, an expert that has no tokens this time."""
-        plan = self._plan
-        if plan is None:
-            return _NOTHING
-        position = self._position
-        if position < self._stop and plan.operands[position] == operands:
-            if self._has_strayed:
-                self._follow_saved(position)
-            self._position = position + 1
-            return plan.schedule.actions[position]
-        # Moments without operands are all alike: those of what is left out or added must not be taken for others.
-        found = plan.find(operands, position, self._stop) if operands else None
-        self._stray(found)
-        self._follow_saved(found)
-        if found is None:
-            return _NOTHING
-        self._position = found + 1
-        skipped = plan.schedule.actions[position : found + 1]
-        return Actions(
-            evict=tuple(index for actions in skipped for index in actions.evict),
-            fetch=tuple(index for actions in skipped for index in actions.fetch),
-        )
+    @property
+    def _has_left_plan(self) -> bool:
+        """What could run out of memory and cannot be tried again may come: beside more than a warm-up's share, it might
+        find no room."""
+        return self._course.has_strayed and self.runs_unguarded
 
     def _limit(self) -> int:
-        if self._plan is None:
+        if self._course.plan is None:
             return self._cycles.unplanned_limit(self._segment)
-        limit = self._plan.limits[max(0, self._position - 1)] - self._drift
+        limit = self._course.plan.limits[self._course.current] - self._drift
         return min(limit, self._cycles.unplanned_limit(None)) if self._has_left_plan else limit
 
     def _limit_gradients(self) -> None:
         """Before anything is known, a gradient is handed over at once: what is measured is then the operator's own
         memory. Afterwards copies may overlap, within what the plan keeps free for them here."""
-        plan, gradients = self._plan, self._gradients
-        limit = 0 if plan is None else plan.gradient_reserves[min(self._position, self._stop - 1)]
+        plan, gradients = self._course.plan, self._gradients
+        limit = (
+            0 if plan is None else plan.gradient_reserves[min(self._course.position, self._course.stop - 1)]
+        )
         gradients.in_flight_limit = limit
         if plan is not None and self._is_backward() and gradients.in_flight_bytes > limit:
             gradients.reclaim(gradients.in_flight_bytes - limit)
@@ -397,14 +360,14 @@ class Executor:
 
     def _gradient_room(self) -> int:
         """What has to stay free for gradients that will be on their way before the next moment."""
-        if self._plan is None or not self._is_backward():
+        if self._course.plan is None or not self._is_backward():
             return 0
         return max(0, self._gradients.in_flight_limit - self._gradients.in_flight_bytes)
 
     def _measure_drift(self, position: int) -> int:
         """How much more non-model data there is than when this moment was measured: tensors the caller keeps, a
         larger batch on the device. Not at every moment, because reading the counter is slow on some devices."""
-        plan = self._plan
+        plan = self._course.plan
         if plan is None:
             return 0
         return max(0, self._collector.non_model_bytes() - plan.non_model[position] - plan.margin)
@@ -412,36 +375,31 @@ class Executor:
     def _answer_drift(self, planned: tuple[int, ...]) -> None:
         """If what is planned does not fit beside it: what other managers have fetched since it was measured may leave,
         at no more cost than ours; only if that is not enough, it is growth."""
-        assert self._plan is not None
-        sizes = self._plan.trace.sizes
+        assert self._course.plan is not None
+        sizes = self._course.plan.trace.sizes
         coming = sum(sizes[index] for index in self._backlog.missing(planned))
         short = self._room.excess(self._limit() - self._gradient_room() - coming)
         if short > 0:
             given = self._room.ask(short, False)
             if given:
-                self._drift = self._measure_drift(max(0, self._position - 1))
+                self._drift = self._measure_drift(self._course.current)
             if given < short:
                 self._plans.outgrown.note(self._drift)
 
     def _renew(self, limit: int) -> None:
         if self._backlog.may_renew:
-            assert self._plan is not None
+            assert self._course.plan is not None
             self._gradients.reclaim(0)
-            self._backlog.renew(limit, self._plan.spare[max(0, self._position - 1)])
+            self._backlog.renew(limit, self._course.plan.spare[self._course.current])
 
     def _enough(self) -> int | None:
         """A budget for all that was measured, beside what there is now and was not then; None without a plan."""
-        plan, needs = self._plan, self._plans.needs()
+        plan, needs = self._course.plan, self._plans.needs()
         if plan is None or needs is None:
             return None
-        more = self._collector.non_model_bytes() - plan.non_model[max(0, self._position - 1)]
+        more = self._collector.non_model_bytes() - plan.non_model[self._course.current]
         seen = self._drift + plan.margin if self._drift else 0
         return needs[0] + max(0, more, seen)
-
-    def _next_use(self, tensor: ManagedTensor) -> float:
-        if self._plan is None:
-            return float("inf")
-        return self._plan.next_use(tensor.index, self._position)
 
 
 def _label(name: object, operands: list[ManagedTensor]) -> str:

@@ -1,0 +1,94 @@
+"""Where in its plan an iteration is.
+
+Owns the position, which only goes forward, and whether the iteration has strayed: operators that do not come are passed
+over, and at one that was not planned it stays where it is. Neither moves anything; `hetero.stm.running.executor` does.
+"""
+
+from hetero.eviction import Actions
+from hetero.stm.activations.offload import Activations
+from hetero.stm.plans.cycles import Cycles, Place
+from hetero.stm.plans.plan import CyclePlan
+from hetero.stm.tensors.managed import ManagedTensor
+
+__all__ = ["NOTHING", "Course"]
+
+NOTHING = Actions()
+
+
+class Course:
+    """Of one manager's segment. ``plan`` is None where nothing is planned; ``position``: the next moment, of those
+    before ``stop``; ``number``, ``is_unsure``: as in `hetero.stm.plans.cycles.Place`."""
+
+    def __init__(self, cycles: Cycles, activations: Activations) -> None:
+        self._cycles = cycles
+        self._activations = activations
+        self.plan: CyclePlan | None = None
+        self.position = 0
+        self.stop = 0
+        self.number = 0
+        self.is_unsure = False
+        self.has_strayed = False
+
+    def begin(self, place: Place) -> None:
+        """A segment begins there."""
+        self.plan, self.position, self.stop = place.plan, place.begin, place.end
+        self.number, self.is_unsure = place.number, place.unsure
+        self.has_strayed = False
+        self._follow_saved(self.position)
+
+    def end(self) -> None:
+        """It is over."""
+        self.plan = None
+
+    @property
+    def current(self) -> int:
+        """The moment that was reached last."""
+        return max(0, self.position - 1)
+
+    def expects(self, operands: list[ManagedTensor]) -> bool:
+        """The next moment has these, the schedule asks for nothing there, and all before came as planned."""
+        plan, position = self.plan, self.position
+        return (
+            plan is not None
+            and position < self.stop
+            and plan.undisturbed[position] == operands
+            and not self.has_strayed
+        )
+
+    def advance(self, operands: tuple[int, ...]) -> Actions:
+        """To the moment with these: what the schedule wants there, and wanted at those that did not come."""
+        plan, position = self.plan, self.position
+        if plan is None:
+            return NOTHING
+        if position < self.stop and plan.operands[position] == operands:
+            if self.has_strayed:
+                self._follow_saved(position)
+            self.position = position + 1
+            return plan.schedule.actions[position]
+        self.has_strayed = True
+        # Moments without operands are all alike: those of what is left out or added must not be taken for others.
+        found = plan.find(operands, position, self.stop) if operands else None
+        self._follow_saved(found)
+        if found is None:
+            self._cycles.note_strayed()
+            return NOTHING
+        self._cycles.note_omitted(range(position, found))
+        self.position = found + 1
+        passed = plan.schedule.actions[position : found + 1]
+        return Actions(
+            evict=tuple(index for actions in passed for index in actions.evict),
+            fetch=tuple(index for actions in passed for index in actions.fetch),
+        )
+
+    def next_use(self, tensor: ManagedTensor) -> float:
+        """In moments from now; inf where nothing is planned."""
+        return float("inf") if self.plan is None else self.plan.next_use(tensor.index, self.position)
+
+    def _follow_saved(self, position: int | None) -> None:
+        """What is saved from now on is what the plan has from ``position`` on; it has none of it, if that is None."""
+        plan = self.plan
+        if plan is None or position is None:
+            self._activations.follow(())
+        else:
+            coming = range(plan.first_saved[position], plan.first_saved[self.stop])
+            self._activations.follow(coming, plan.trace.sizes)
