@@ -17,6 +17,7 @@ from hetero.stm.copies.residency import Residency
 from hetero.stm.gradients.kept import has_gradient
 from hetero.stm.gradients.offload import Gradients
 from hetero.stm.plans.cycles import Cycles
+from hetero.stm.plans.plan import CyclePlan
 from hetero.stm.plans.planbook import PlanBook
 from hetero.stm.running.backlog import Backlog
 from hetero.stm.running.callers import MOST_OF_ITS_OWN, CallersPart
@@ -206,40 +207,27 @@ class Executor:
     def leave_room(self) -> None:
         """Before what the caller does between forward and backward, unguarded: what was measured of it fits, with more
         beside where forward kept more, and where nothing was measured, all that can leave does."""
-        plan, sampling = self._course.plan, self._collector.is_sampling
-        follows = plan is not None and not self._has_left_plan and not self._course.is_unsure
-        if (
-            plan is not None
-            and follows
-            and self._drift
-            and not sampling
-            and not plan.guarded[self._course.number]
-        ):
-            self._caller.begin_after_drift(plan, position=self._course.current)
-        if follows:
-            limit = self._limit() - MOST_OF_ITS_OWN * self._drift
-            if not self._room.exceeds(limit):
-                return
+        plan = self._plan_of_caller
+        if plan is not None:
+            if self._drift and not self._collector.is_sampling and not plan.guarded[self._course.number]:
+                self._caller.begin_after_drift(plan, position=self._course.current)
+            self._keep_to(self._limit() - MOST_OF_ITS_OWN * self._drift)
+            return
+        measured = None if self._course.is_unsure else self._plans.measured_limit(self._segment)
         with self._collector.evicting(for_operator=False):
-            if follows:
-                self._room.trim(limit, keep=())
-                excess = self._room.excess(limit)
-            else:
-                self._residency.evict_idle()
-                measured = None if self._course.is_unsure else self._plans.measured_limit(self._segment)
-                excess = self._activations.device_bytes if measured is None else self._room.excess(measured)
-            if excess > 0:
-                self._activations.shed(excess)
+            self._residency.evict_idle()
+            excess = self._activations.device_bytes if measured is None else self._room.excess(measured)
+            self._activations.shed(max(0, excess))
 
     def before_backward(self) -> None:
         """The caller is about to begin one, with what it has made of a forward's results, where nobody could make room:
         if that is so much more than was measured that the budget may be passed, much leaves now, and more is kept free
         from the next iteration on."""
-        segment, plan = self._segment, self._course.plan
+        segment, plan = self._segment, self._plan_of_caller
         if segment is None or segment.key.phase is not Phase.FORWARD or segment.left_bytes is not None:
             return
         segment.left_bytes = self._collector.non_model_bytes()
-        if plan is None or self._has_left_plan or self._course.is_unsure or segment.sampled:
+        if plan is None or segment.sampled:
             return
         more = self._caller.begin_backward(
             segment, plan, number=self._course.number, position=self._course.current, drift=self._drift
@@ -247,9 +235,7 @@ class Executor:
         if more > 0:
             self._drift += more
             self._set_guarded(True)
-            with self._collector.evicting(for_operator=False):
-                self._room.trim(self._limit(), keep=())
-                self._activations.shed(max(0, self._room.excess(self._limit())))
+            self._keep_to(self._limit())
 
     def await_release(self) -> None:
         """Wait for autograd's thread, which may hold what a backward has used for a moment longer than that runs: such
@@ -331,6 +317,18 @@ class Executor:
         assert course.plan is not None
         limit = course.plan.limits[course.position] - self._drift - self._gradient_room()
         return self._residency.holds(operands, limit=limit)
+
+    @property
+    def _plan_of_caller(self) -> CyclePlan | None:
+        """The plan, if it tells how much room what the caller does in between needs."""
+        return None if self._has_left_plan or self._course.is_unsure else self._course.plan
+
+    def _keep_to(self, limit: int) -> None:
+        """Bring all model data down to ``limit``, as far as they can leave."""
+        if self._room.exceeds(limit):
+            with self._collector.evicting(for_operator=False):
+                self._room.trim(limit, keep=())
+                self._activations.shed(max(0, self._room.excess(limit)))
 
     @property
     def _has_left_plan(self) -> bool:
