@@ -197,6 +197,81 @@ def test_elsewhere_and_for_inputs_on_the_host_parameters_alone_stay_at_home():
         assert seen[0].is_cpu
 
 
+class Features(nn.Module):
+    """Of vision transformers: `features` is a method, and makes of parameters alone what it puts beside its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.places = nn.Parameter(torch.randn(1, 1, 16)), nn.Parameter(torch.randn(1, 9, 16))
+        self.mix = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+        self.head = nn.Linear(16, 16)
+
+    def features(self, x):
+        first = self.first.expand(2, -1, -1)
+        x = torch.cat([first, x.view(2, 8, 16)], 1) + self.places.softmax(-1).to(torch.float32)
+        return self.mix(x * torch.ones(16, device=self.first.device))
+
+    def forward(self, x):
+        return self.head(self.features(x))
+
+
+def by_features(model, x, step):
+    with torch.no_grad():
+        x = x + model.features(x).mean()
+    return model.head(model.features(x[:16])).square().mean() + model(x).mean()
+
+
+@pytest.mark.parametrize("share", [0.8, 3.0])
+def test_a_method_makes_of_parameters_what_the_model_makes(share):
+    assert_twins(Features, trained(by_features, rows=16), share=share)
+
+
+class Looking(Features):
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = self.first.detach().clone()
+
+    def look(self, x):
+        """Of what it was given, nothing depends."""
+        self.average.lerp_(self.first.detach(), 0.1)
+        return self.average.is_cpu, self.first.detach().is_cpu, self.norm(), self.first.norm()
+
+    def norm(self):
+        return self.first.norm()
+
+    def held(self, x):
+        """How long what it had in a variable is there."""
+        x = x + 1
+        reference = weakref.ref(x)
+        assert self.first.norm().device == x.device
+        x = x.sum()
+        return reference()
+
+    def step(self, x):
+        class Step:
+            def __init__(self, of):
+                self.of = of
+
+            def take(self, x):
+                return self.of.first.norm()
+
+        return Step(self).take(x)
+
+
+def test_a_method_looks_at_parameters_as_the_loop_does():
+    model = Looking()
+    with hetero.manage(model, device=device(), device_budget="16MiB"), torch.no_grad():
+        x = torch.randn(16, 16).to(device())
+        average_at_home, at_home, of_a_method_without_input, norm = model.look(x)
+        assert average_at_home
+        assert at_home
+        assert of_a_method_without_input.is_cpu
+        assert norm.device == device()
+        assert model.look(x.cpu())[-1].is_cpu
+        assert model.step(x).is_cpu  # another's method, which the model calls
+        assert model.held(x) is None
+
+
 # -- where everything fits -----------------------------------------------------------------------------
 
 

@@ -20,7 +20,7 @@ from hetero.stm.interception.intercept import (
     run_operator,
     substituted,
 )
-from hetero.stm.interception.parts import called_part
+from hetero.stm.interception.parts import computes_on
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.hostcopies import note_at_home
 from hetero.stm.tensors.managed import ManagedTensor
@@ -39,8 +39,8 @@ def _computes() -> bool:
 
 
 def _is_there(parameter: ManagedParameter) -> bool:
-    """As far as the caller can tell: it computes with parameters, or is a part that is called by itself."""
-    return _computes() or called_part(managed_of(parameter).owner.device) is not None
+    """As far as the caller can tell: it computes with parameters, or is called by itself."""
+    return _computes() or computes_on(managed_of(parameter).owner.device)
 
 
 def _convert(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -10,8 +10,9 @@ calls ``out_proj.forward``, a tied head uses another module's weight, parametriz
 [Note: where operators run] Inside a managed forward (`scope`) every operator on a parameter runs on the device.
 Elsewhere the other operands decide: a tensor on the device draws the parameter there, a tensor on the host keeps it at
 home. With no other tensor operand, an operator runs on the device during backward (a checkpoint recomputes its forward
-there) and in a part of the model that is called by itself with something on the device
-(`hetero.stm.interception.parts`), and at home otherwise.
+there) and in a part or a method of the model that is called by itself with something on the device
+(`hetero.stm.interception.parts`), and at home otherwise. So does ``p.detach()``, unless a module is being called: it is
+how averages and logs look at parameters.
 """
 
 import contextlib
@@ -27,7 +28,7 @@ from hetero.stm.activations.saved import may_save_again, part_saved_as_handles
 from hetero.stm.interception.arguments import tensors_in
 from hetero.stm.interception.casts import drop_bytes, kept_casts
 from hetero.stm.interception.outside import full_copies, keeps_its_type, note_outside
-from hetero.stm.interception.parts import called_part
+from hetero.stm.interception.parts import called_part, computes_on
 from hetero.stm.tensors.fetch import Fetch, plain
 from hetero.stm.tensors.managed import ManagedTensor
 from hetero.stm.tensors.owner import Owner
@@ -130,7 +131,7 @@ def run_operator(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         collect(kwargs.values(), operands)
     in_forward = _scope.depth > 0
     if not in_forward:
-        if not _belongs_on_device(operands[0].owner.device, args, kwargs):
+        if not _belongs_on_device(func, operands[0].owner.device, args, kwargs):
             return _at_home(func, operands, args, kwargs)
         if keeps_its_type(operands):
             with full_copies(operands) as copies:
@@ -384,7 +385,9 @@ def _mark(results: list[torch.Tensor]) -> _Mark | None:
     return mark
 
 
-def _belongs_on_device(device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _belongs_on_device(
+    func: Callable[..., Any], device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
     """[Note: where operators run], outside a scope."""
     on_host = False
     for tensor in tensors_in((*args, *kwargs.values())):
@@ -395,7 +398,9 @@ def _belongs_on_device(device: torch.device, args: tuple[Any, ...], kwargs: dict
         on_host = on_host or tensor.dim() > 0
     if on_host:
         return False
-    return torch._C._current_graph_task_id() != -1 or called_part(device) is not None
+    if torch._C._current_graph_task_id() != -1:
+        return True
+    return called_part(device) is not None if func is torch.Tensor.detach else computes_on(device)
 
 
 def collect(values: Any, operands: list[ManagedTensor]) -> None:

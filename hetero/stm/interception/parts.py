@@ -1,8 +1,9 @@
-"""The modules of managed models, and those that are called by themselves: ``model.encoder(x)``.
+"""The modules of managed models, and what of them is called by itself: ``model.encoder(x)``, ``model.encode(x)``.
 
 Owns which they are, and how the first such call is told: by an operator that meets a managed parameter outside of any
 forward, of Python's stack, where ``nn.Module.__call__`` has a frame for as long as the module runs. From then on such
 calls are ours (`hetero.stm.modelcalls`); a wrapper around every submodule would cost each call within the model's own.
+A method, which is never ours, is told by its own frame each time.
 
 [Note: known modules]
 Every operator outside of a forward asks, so which modules there are is not gone through each time. It is again after a
@@ -20,7 +21,15 @@ from torch import nn
 from hetero.stm.interception.arguments import any_on
 from hetero.stm.living import Living
 
-__all__ = ["called_part", "forget_model", "is_part_of", "look_again", "managed_modules", "note_model"]
+__all__ = [
+    "called_part",
+    "computes_on",
+    "forget_model",
+    "is_part_of",
+    "look_again",
+    "managed_modules",
+    "note_model",
+]
 
 _CALL: CodeType = nn.Module._call_impl.__code__
 
@@ -62,6 +71,33 @@ def called_part(device: torch.device) -> nn.Module | None:
                 found = called["self"]
         frame = frame.f_back
     return found
+
+
+def computes_on(device: torch.device) -> bool:
+    """A module of a managed model, or a method of one, is being called on this thread, with a tensor on ``device``. Of
+    methods it is the innermost: where that is an optimizer's or a logger's, it is not the model that computes."""
+    return called_part(device) is not None or _runs_method(device)
+
+
+def _runs_method(device: torch.device) -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_argcount and code.co_varnames[0] == "self":
+            given = frame.f_locals
+            itself = given.get("self")
+            if not isinstance(itself, torch.Tensor):
+                arguments = [given.get(name) for name in code.co_varnames[: code.co_argcount]]
+                found = (
+                    isinstance(itself, nn.Module) and _is_part(itself) and any_on(device, (arguments,), {})
+                )
+                if (
+                    type(given) is dict
+                ):  # a frame keeps it, and with it what its variables had before (Python < 3.13)
+                    given.clear()
+                return found
+        frame = frame.f_back
+    return False
 
 
 def is_part_of(model: nn.Module, module: nn.Module) -> bool:
