@@ -270,7 +270,11 @@ class Settled:
         if any(t.used_at_home or t.low is not None or t.pending is not None or t.users for t in stm.tensors):
             return False
         missing = sum(t.device_nbytes for t in stm.tensors if not t.is_resident)
-        most = max(each.without for each in growth.by_kind.values()) + missing
+        gradients = [t for t in stm.tensors if t.parameter.grad is not None]
+        missing += sum(t.device_nbytes for t in gradients if not stm.gradients.is_kept(t))
+        all_there = len(gradients) == sum(t.parameter.requires_grad for t in stm.tensors)
+        kinds = growth.by_kind.values()
+        most = missing + max(each.with_gradients if all_there else each.without for each in kinds)
         self._limit = self._budget - stm.plans.margin
         if self._accelerator.used_bytes() + most > self._limit:
             return False

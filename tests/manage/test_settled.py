@@ -499,3 +499,26 @@ def test_what_keeps_parameters_at_home_keeps_them_from_settling():
 
 def test_gradients_that_are_read_in_each_iteration():
     assert_twins(mlp, lambda m, o, t: train(m, o, t, 8), budget=PLENTY)
+
+
+@pytest.mark.parametrize("share", [0.9, 0.94, 0.98])
+def test_gradients_that_are_there_now_and_then_need_room_as_well(share):
+    """Beside what a backward takes first, which is the most that it takes: without them everything would fit."""
+
+    def chain():
+        return nn.Sequential(*[module for _ in range(3) for module in (nn.Linear(64, 64), nn.Tanh())][:-1])
+
+    def loop(model, optimizer, target):
+        seen = []
+        for number in range(10):
+            loss = square_loss_of(model, batch(target, 128))
+            loss.backward()
+            optimizer.step()
+            if number % 2:
+                optimizer.zero_grad()
+            seen.append(loss.detach())
+        return seen
+
+    assert_twins(
+        chain, loop, share=share, make_optimizer=lambda m: torch.optim.SGD(m.parameters(), foreach=False)
+    )

@@ -120,7 +120,8 @@ class Executor:
         self._segment = self._collector.begin_segment(key, sample=place.sample, time=place.time)
         if place.sample:
             self._segment.has_gradients = any(has_gradient(tensor) for tensor in self._tensors)
-        elif len(self._gradients.kept) and key.phase is not Phase.STEP:
+        there = self._segment.has_gradients or len(self._gradients.kept) > 0
+        if there and self._plan is not None and key.phase is not Phase.STEP:
             self._plans.samples.note_gradients(key)
         self._drift = self._measure_drift(self._course.position)
         # What runs before the segment's first managed operator has a period too.
