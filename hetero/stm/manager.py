@@ -387,6 +387,17 @@ class StatefulTensorMgr:
         finally:
             self._lock.release()
 
+    def make_room(self, nbytes: int) -> None:
+        """`hetero.stm.neighbours`"""
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            if not (self._closed or self.is_in_child or (self.settled is not None and self.settled.is_on)):
+                with plain(), self.residency.on_its_stream(), self.collector.evicting(for_operator=False):
+                    self.residency.room.make(self._accelerator.allocated_size(nbytes))
+        finally:
+            self._lock.release()
+
     def note_answered(self) -> None:
         """What failed for want of memory is tried again after `relieve`."""
         self._accelerator.note_answered()

@@ -1,4 +1,4 @@
-"""Managers that share a device: room that one lacks and another can do without.
+"""Managers that share a device: room that one lacks and another can do without, or the caller.
 
 Owns who they are, and the question. Invariant: none waits for another, so that two which ask each other at once do not
 wait for ever. What may leave is each one's own matter (`StatefulTensorMgr.give`).
@@ -10,7 +10,7 @@ import torch
 
 from hetero.stm.living import Living
 
-__all__ = ["Neighbour", "ask", "join"]
+__all__ = ["Neighbour", "ask", "join", "make_room"]
 
 
 class Neighbour(Protocol):
@@ -21,6 +21,9 @@ class Neighbour(Protocol):
     def give(self, nbytes: int, *, urgent: bool) -> int:
         """Let so many bytes leave, or as many as can; returns how many have. ``urgent``: more than idle copies. None,
         if it is busy on another thread."""
+
+    def make_room(self, nbytes: int) -> None:
+        """Let as much leave as keeps the budget with so many bytes more. Nothing, if it is busy on another thread."""
 
 
 _managers = Living[Neighbour]()
@@ -42,3 +45,10 @@ def ask(asking: Neighbour, nbytes: int, *, urgent: bool) -> int:
             if given < nbytes:
                 given += other.give(nbytes - given, urgent=beyond_idle)
     return given
+
+
+def make_room(device: torch.device, nbytes: int) -> None:
+    """The caller is about to take so many bytes of ``device``."""
+    for manager in _managers:
+        if manager.device.type == device.type and device.index in (None, manager.device.index):
+            manager.make_room(nbytes)

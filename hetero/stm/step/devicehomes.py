@@ -21,6 +21,7 @@ from hetero.stm.manager import StatefulTensorMgr
 from hetero.stm.tensors.exposure import state_is_private
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.homes import set_memory
+from hetero.stm.tensors.hostcopies import note_at_home
 from hetero.stm.tensors.managed import ManagedTensor
 from hetero.stm.updates.captured import ParameterUpdate, run_together
 from hetero.stm.updates.kernels import same_layout, will_take_fused
@@ -266,6 +267,8 @@ class DeviceHomes:
                 if isinstance(state, torch.Tensor) and state.device == self._accelerator.device:
                     self.have_moved = True
                     set_memory(state, state.detach().cpu(), f"a state of {tensor.name}")
+                if isinstance(state, torch.Tensor):  # perhaps another than before
+                    note_at_home(state)
 
     def leave(self, indices: frozenset[int]) -> None:
         """These are not to live here any more."""

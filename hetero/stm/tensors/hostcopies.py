@@ -1,9 +1,10 @@
-"""Copies to the host that a user asks for, of what is there already.
+"""Copies of model data that a user asks for: to the host, where it is already, and to the device.
 
 Owns ``Tensor.cpu`` and ``Tensor.to`` while a model is managed. On a device, ``p.detach().cpu()`` is a copy: a snapshot,
 an average, an array. At home it would be ``p``'s own memory, and follow later steps. Invariant: whoever asks for model
 data (parameters, gradients that were looked at, optimizer states) on the host gets memory of their own, as they would
-from a device. Every other call goes on to the original as it is.
+from a device; and who asks for it on the device, as loops and frameworks do with states after resuming, finds room
+there, as far as copies can leave. Every other call goes on to the original as it is.
 """
 
 import functools
@@ -11,6 +12,8 @@ import weakref
 from typing import Any
 
 import torch
+
+from hetero.stm.neighbours import make_room
 
 __all__ = ["REPLACEMENTS", "note_at_home"]
 
@@ -49,17 +52,21 @@ def _copied_cpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 @functools.wraps(_to)
 def _copied_to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    place = _place(args, kwargs)
+    # A parameter is an operand there, and makes room as one.
+    if place is not None and place.type != "cpu" and type(self) is torch.Tensor and _is_ours(self):
+        make_room(place, self.nbytes)
     result: torch.Tensor = _to(self, *args, **kwargs)
     # A conversion of type alone is no copy on a device either.
-    return _own(result) if result is self and _names_host(args, kwargs) and _is_ours(self) else result
+    return _own(result) if result is self and place is not None and _is_ours(self) else result
 
 
-def _names_host(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """A call of ``to`` with these arguments says where to, and that is the host."""
+def _place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
+    """Where a call of ``to`` with these arguments says that it goes; None: nowhere else."""
     place = args[0] if args else kwargs.get("device", kwargs.get("other"))
     if isinstance(place, torch.Tensor):
-        return place.is_cpu
-    return isinstance(place, str | torch.device) and torch.device(place).type == "cpu"
+        return place.device
+    return torch.device(place) if isinstance(place, str | torch.device) else None
 
 
 def _is_ours(tensor: torch.Tensor) -> bool:
