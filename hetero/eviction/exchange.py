@@ -48,11 +48,12 @@ class _Search:
             tightest = self._tightest(j)
             if tightest is None:
                 break
-            i, cost = self._cheapest(tightest, j)
-            gain = gain - cost if i >= 0 else 0
+            victims, cost = self._cheapest(tightest, j)
+            gain = gain - cost if victims else 0
             if gain > 0:
-                self._toggle(i)
-                dropped.append(i)
+                for i in victims:
+                    self._toggle(i)
+                dropped += victims
         if gain <= 0:
             for i in (*reversed(dropped), j):
                 self._toggle(i)
@@ -70,20 +71,29 @@ class _Search:
         change: Ints = problem.nbytes[ids] * (problem.reused[ids].astype(np.int64) + alone)
         return change
 
-    def _cheapest(self, period: int, j: int) -> tuple[int, int]:
-        """The kept interval over ``period`` that relieves it for the fewest bytes, and those bytes."""
+    def _cheapest(self, period: int, j: int) -> tuple[list[int], int]:
+        """Kept intervals over ``period`` that relieve it, the cheapest by the byte first, and what they cost together.
+        None if all of them would not do."""
         problem = self.problem
-        deficit = -int(self.free[period])
         over = (problem.begin <= period) & (period < problem.end)
         again = period + problem.periods
         over |= (problem.begin <= again) & (again < problem.end)
         ids = np.flatnonzero(over & self.keep & (problem.nbytes > 0))
         ids = ids[ids != j]
-        if not len(ids):
-            return -1, 0
-        cost = self._bytes(ids, others_lost=0)
-        best = int(np.lexsort((-problem.end[ids], cost / np.minimum(problem.nbytes[ids], deficit)))[0])
-        return int(ids[best]), int(cost[best])
+        cost, nbytes = self._bytes(ids, others_lost=0), problem.nbytes[ids]
+        deficit, total = -int(self.free[period]), 0
+        victims: list[int] = []
+        while deficit > 0 and len(ids):
+            order = np.lexsort((-problem.end[ids], cost / np.minimum(nbytes, deficit)))
+            ids, cost, nbytes = ids[order], cost[order], nbytes[order]
+            # Whoever is larger than what is still short then has another price.
+            left = deficit - np.cumsum(nbytes)
+            count = 1 + int(np.argmin(np.append(nbytes[1:] <= left[:-1], False)))
+            victims += ids[:count].tolist()
+            total += int(cost[:count].sum())
+            deficit = int(left[count - 1])
+            ids, cost, nbytes = ids[count:], cost[count:], nbytes[count:]
+        return ([], 0) if deficit > 0 else (victims, total)
 
     def _tightest(self, j: int) -> int | None:
         """The period of ``j`` with the largest deficit, if there is one."""

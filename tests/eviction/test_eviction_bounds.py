@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from random_traces import LINKS, fewest_bytes, traces
 
 from hetero.eviction import Links, Moment, Trace, lower_bound, lower_bound_seconds, plan, relaxation
-from hetero.eviction.exchange import exchange
+from hetero.eviction.exchange import _Search, exchange
 from hetero.eviction.intervals import read_intervals
 from hetero.eviction.relaxation import bound_from_prices
 from hetero.eviction.selection import farthest_next_use
@@ -119,3 +119,21 @@ def test_an_exchange_drops_two_small_copies_for_a_more_valuable_large_one():
     wrong = np.array([x != 0 for x in problem.tensor]) & problem.reused
     right = exchange(problem, problem.room, wrong, trials=9)
     assert (problem.moved_bytes(wrong), problem.moved_bytes(right)) == (16 + 9, 16 + 7)
+
+
+def test_many_small_copies_that_do_not_make_up_for_a_large_one_are_told_without_a_step_for_each(monkeypatch):
+    # Norms and biases beside matrices: what is kept of them over the tight moment does not have the bytes of one more.
+    small, large = 100, 4
+    sizes = (1,) * small + (1000,) * large
+    everyone = tuple(range(len(sizes)))
+    moments = (
+        Moment(operands=everyone, capacity=sum(sizes)),
+        Moment(operands=(), capacity=small + 1000),
+        Moment(operands=everyone, capacity=sum(sizes)),
+    )
+    problem = read_intervals(Trace(sizes=sizes, moments=moments, cyclic=False))
+    keep = np.array([x <= small for x in problem.tensor]) & problem.reused
+    changes, toggle = [], _Search._toggle
+    monkeypatch.setattr(_Search, "_toggle", lambda search, j: [changes.append(j), toggle(search, j)][1])
+    assert (exchange(problem, problem.room, keep, trials=large) == keep).all()
+    assert len(changes) == 2 * (large - 1)  # each of the others was put there, and taken away again
