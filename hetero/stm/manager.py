@@ -233,9 +233,11 @@ class StatefulTensorMgr:
         if self.is_in_child:
             raise in_child()
         with self._lock:
-            if _current_graph_task_id() != -1:
-                self.segments.enter_backward()
-            self.executor.before_operator(operands, name)
+            # Else another thread has settled since these parameters were looked at: they are there, as themselves.
+            if self.settled is None or not self.settled.is_on:
+                if _current_graph_task_id() != -1:
+                    self.segments.enter_backward()
+                self.executor.before_operator(operands, name)
             begin_compute(operands)
 
     def end_operator(self, operands: list[ManagedTensor]) -> None:
@@ -249,10 +251,11 @@ class StatefulTensorMgr:
 
     def copy_for(self, tensor: ManagedTensor) -> torch.Tensor:
         """The identity, or for a frozen parameter the bare copy."""
+        if tensor.data is None:  # settled: see `begin_operator`
+            return tensor.parameter
         # Without grad mode too: kernels are chosen by `requires_grad` whatever the mode (matmul folds batches by it).
         # And not a leaf with that flag, whose casts autocast would keep, and the copy with them.
         if not tensor.parameter.requires_grad:
-            assert tensor.data is not None
             return tensor.data
         if tensor.identity is None:
             with self._lock:

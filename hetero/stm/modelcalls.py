@@ -14,6 +14,7 @@ checked as the model's are. Parts go by their names: what is replaced is not kep
 
 import contextlib
 import functools
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -213,7 +214,7 @@ class ModelCalls:
             inner = own or part._call_impl
             if (
                 calls is None
-                or calls._settled.running
+                or threading.get_ident() in calls._settled.running
                 or in_scope()
                 or torch._C._current_graph_task_id() != -1
                 or is_transforming()
@@ -252,8 +253,14 @@ class ModelCalls:
     ) -> Any:
         """As a segment of its own."""
         look_again()
-        segments = self._stm.segments
-        segments.begin_forward(signature, trains=trains)
+        settled, segments = self._settled, self._stm.segments
+        with self._stm.lock:
+            # Another thread may have settled since it was asked.
+            fits = settled.is_on and settled.enter(trains, signature)
+            if not fits:
+                segments.begin_forward(signature, trains=trains)
+        if fits:
+            return settled.run(self._compiled.own_call(inner), args, kwargs)
         complete = False
         try:
             explaining, guarded = self._compiled.explaining(args, kwargs), self._stm.executor.guarded()

@@ -8,6 +8,7 @@ for good where memory has run out since the check before: in backward, in the st
 """
 
 import operator
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -112,7 +113,9 @@ class Settled:
         self._must_leave = False
         self._times_passed = 0  # the budget, by what depends on more than what tells iterations apart
         self._without_state: set[int] = set()  # parameters that have been stepped, and need none
-        self.running: list[None] = []  # forwards that run now, of all threads
+        # The threads of settled forwards that run now, once for each. Whoever has the manager's lock and finds none may
+        # settle or leave.
+        self.running: list[int] = []
         self._growth = Growth(peak=0, by_kind={})
         self._limit = budget  # less what was given to others when it settled: `Manager.trim` ends it
         self._seen_failures = self._seen_peak = 0
@@ -128,24 +131,33 @@ class Settled:
     # -- the model's forward --------------------------------------------------------------------------
 
     def enter(self, trains: bool, signature: object) -> bool:
-        """A forward of the model begins: whether as the user's own. Settles, or leaves, before."""
+        """A forward of the model begins: whether as the user's own, by `run`. Settles, or leaves, before."""
         kind = (trains, signature)
-        if self.is_on:
-            # Written out, because it is all that runs of ours: of a training step, this and what calls it.
-            used, peak, failures = self._accelerator.pressure()
-            if failures != self._seen_failures:
-                self._note_failures(failures)
-            if peak != self._seen_peak:
-                self._note_peak(peak)
-            growth = self._growth.by_kind.get(kind)
-            makes_gradients = trains and self._probe is not None and self._probe.grad is None
-            admits = (
-                growth is not None
-                and used + (growth.without if makes_gradients else growth.with_gradients) <= self._limit
-                and not self._must_leave
-                and not any(map(_requires_grad, self._frozen))
-            )
-            return admits or not self.leave()
+        with self._stm.lock:  # other threads may settle or leave as well
+            if self.is_on:
+                # Written out, because it is all that runs of ours: of a training step, this and what calls it.
+                used, peak, failures = self._accelerator.pressure()
+                if failures != self._seen_failures:
+                    self._note_failures(failures)
+                if peak != self._seen_peak:
+                    self._note_peak(peak)
+                growth = self._growth.by_kind.get(kind)
+                makes_gradients = trains and self._probe is not None and self._probe.grad is None
+                admits = (
+                    growth is not None
+                    and used + (growth.without if makes_gradients else growth.with_gradients) <= self._limit
+                    and not self._must_leave
+                    and not any(map(_requires_grad, self._frozen))
+                )
+                fits = admits or not self.leave()
+            else:
+                fits = self._try(kind)
+            if fits:
+                self.forwards += 1
+                self.running.append(threading.get_ident())
+            return fits
+
+    def _try(self, kind: Kind) -> bool:
         if not self._allowed or self._stm.plans.last is None:
             return False
         if self._wait > 0:
@@ -157,16 +169,14 @@ class Settled:
         return False
 
     def run(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The user's own forward."""
-        self.forwards += 1
-        self.running.append(None)
+        """The user's own forward, after `enter` has said so."""
         try:
             return inner(*args, **kwargs)
         except torch.OutOfMemoryError:
             self._must_leave, self._allowed = True, False
             raise
         finally:
-            self.running.pop()
+            self.running.remove(threading.get_ident())
 
     def _note_failures(self, failures: int) -> None:
         """The allocator's count of them is another than at the last check; less if somebody has reset it."""
@@ -213,7 +223,9 @@ class Settled:
 
     def _settle(self, kind: Kind) -> bool:
         stm = self._stm
-        if in_scope() or self.running or torch._C._current_graph_task_id() != -1:
+        if in_scope() or torch._C._current_graph_task_id() != -1:
+            return False
+        if self.running or stm.segments.is_running or stm.stepping is not None:  # by another thread
             return False
         with stm.lock, torch.inference_mode(False), torch.no_grad(), plain():
             if not stm.close_iteration():
@@ -390,10 +402,10 @@ class Settled:
     def leave(self, *, force: bool = False, amid: bool = False) -> bool:
         """Intercept again; False if somebody's alias of a parameter, gradient or state would be left behind.
         ``force``: then too. ``amid``: another model's forward may run, which has no parameter of ours."""
-        if not self.is_on:
-            return True
         stm = self._stm
         with stm.lock, torch.inference_mode(False), torch.no_grad(), plain():
+            if not self.is_on:
+                return True
             if not force and (self.running or (in_scope() and not amid) or not self._may_leave()):
                 return False
             if (compiled := self._compiled()) is not None:

@@ -136,6 +136,7 @@ class Executor:
             self._cycles.end_segment(self._segment)
             self._segment = None
             self._course.end()
+            self._drift = 0  # it is the plan's; and another thread's operators may go on
 
     def before_operator(self, operands: list[ManagedTensor], name: object) -> None:
         """The pre-op sampling moment: measure, then change the layout as planned, then make operands resident."""

@@ -189,6 +189,11 @@ class Segments:
                     self._executor.release_cap()
 
     @property
+    def is_running(self) -> bool:
+        """A forward of the model, or a backward, runs now, on whatever thread."""
+        return bool(self._threads)
+
+    @property
     def mixed_device(self) -> torch.device | None:
         """The device, where graphs may have nodes at home as well (`hetero.stm.interception.onethread`)."""
         mixed = self._gradients.have_graphs or any(tensor.used_at_home for tensor in self._tensors)
