@@ -28,6 +28,7 @@ Beside them, torch's own hooks around every optimizer's step, and for every subm
 
 import contextlib
 import functools
+import threading
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
@@ -107,6 +108,7 @@ class BackwardListener(Protocol):
         """Every gradient that was handed over can be read afterwards."""
 
 
+_lock = threading.RLock()  # of what follows: managers come, rest and wake on whatever thread
 _managers = 0
 _listeners: list[BackwardListener] = []  # of those managers that do not rest
 _step_hooks: list[RemovableHandle] = []
@@ -120,45 +122,49 @@ _INHERITED = object()
 def install(listener: BackwardListener) -> None:
     """One more manager is active."""
     global _managers
-    interrupts.install()  # first: they are put off from now on
-    if not _managers:
-        _replace(_REPLACED_ALWAYS, _replaced_always)
-        _registration_hooks.append(register_module_module_registration_hook(note_registered))
-    wake(listener)
-    _managers += 1
+    with _lock:
+        interrupts.install()  # first: they are put off from now on
+        if not _managers:
+            _replace(_REPLACED_ALWAYS, _replaced_always)
+            _registration_hooks.append(register_module_module_registration_hook(note_registered))
+        wake(listener)
+        _managers += 1
 
 
 def remove(listener: BackwardListener) -> None:
     """One manager fewer."""
     global _managers
-    _managers -= 1
-    rest(listener)
-    if not _managers:
-        _put_back(_replaced_always)
-        _registration_hooks.pop().remove()
-    interrupts.remove()  # last: from now on they come at once
+    with _lock:
+        _managers -= 1
+        rest(listener)
+        if not _managers:
+            _put_back(_replaced_always)
+            _registration_hooks.pop().remove()
+        interrupts.remove()  # last: from now on they come at once
 
 
 def wake(listener: BackwardListener) -> None:
     """A manager intercepts operators."""
-    if not _listeners:
-        _replace(_REPLACEMENTS, _replaced)
-        clipping.install()
-        _step_hooks.append(register_optimizer_step_pre_hook(_settle_before_step))
-        _step_hooks.append(register_optimizer_step_post_hook(_note_step))
-    _listeners.append(listener)
+    with _lock:
+        if not _listeners:
+            _replace(_REPLACEMENTS, _replaced)
+            clipping.install()
+            _step_hooks.append(register_optimizer_step_pre_hook(_settle_before_step))
+            _step_hooks.append(register_optimizer_step_post_hook(_note_step))
+        _listeners.append(listener)
 
 
 def rest(listener: BackwardListener) -> None:
     """It does not any more, for the time being or for good."""
-    if listener not in _listeners:
-        return
-    _listeners.remove(listener)
-    if not _listeners:
-        _put_back(_replaced)
-        clipping.remove()
-        while _step_hooks:
-            _step_hooks.pop().remove()
+    with _lock:
+        if listener not in _listeners:
+            return
+        _listeners.remove(listener)
+        if not _listeners:
+            _put_back(_replaced)
+            clipping.remove()
+            while _step_hooks:
+                _step_hooks.pop().remove()
 
 
 def _replace(replacements: list[tuple[Any, str, Any]], replaced: list[tuple[Any, str, Any]]) -> None:
@@ -341,9 +347,12 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         saving = contextlib.nullcontext() if in_scope() else outside(operands, args, kwargs)
     with plain(), saving, substituted(operands, cls.__name__) as copies:
         ahead = ahead_of_home(operands)
-        args = tuple(replace_one(value, copies) for value in args)
+        try:
+            given = [replace_one(value, copies) for value in args]
+        except KeyError:  # one of another model, which had settled and has just made way for ``operands``
+            return _apply(cls, *args, **kwargs)
         with torch._C._EnableTorchFunction():
-            result = original(*args, **kwargs)
+            result = original(*given, **kwargs)
         if not in_scope():
             write_back(operands, ahead)
     return result

@@ -5,7 +5,7 @@ import gc
 
 import pytest
 import torch
-from accelerators import GAPS, device, races
+from accelerators import GAPS, ON_CUDA, SEGMENTS, device, races, set_memory_limit
 from loops import batch, mlp
 from torch import nn
 from twins import assert_same, plain
@@ -212,7 +212,18 @@ def test_a_model_that_has_settled_makes_way_for_an_operator_on_its_own_parameter
     assert stats[0].settled_forwards > 0
 
 
-def test_a_model_that_has_settled_makes_way_for_an_operator_on_parameters_of_both(monkeypatch):
+class Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, own, others):
+        return own + others
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, gradient
+
+
+@pytest.mark.parametrize("add", [torch.add, Sum.apply], ids=["operator", "function"])
+def test_a_model_that_has_settled_makes_way_for_an_operator_on_parameters_of_both(monkeypatch, add):
     """Between the look at what the operator was given and its running."""
 
     class Student(nn.Module):
@@ -222,7 +233,7 @@ def test_a_model_that_has_settled_makes_way_for_an_operator_on_parameters_of_bot
             self.__dict__["teacher"] = teacher
 
         def forward(self, x):
-            return x @ (self.w + self.teacher[0].weight).t()
+            return x @ add(self.w, self.teacher[0].weight).t()
 
     def build():
         teacher = mlp(depth=1)
@@ -251,3 +262,23 @@ def test_a_model_that_has_settled_makes_way_for_an_operator_on_parameters_of_bot
 
     stats = twins(loop, build, 8 << 20)
     assert stats[0].settled_forwards > 0
+
+
+@pytest.mark.skipif(ON_CUDA or SEGMENTS, reason="memory is refused to the byte")
+def test_a_model_that_has_settled_makes_way_for_an_operator_on_parameters_of_both_that_nobody_guards():
+    """Outside of any forward: it runs out of memory, and is tried again."""
+    target = device()
+    torch.manual_seed(0)
+    teacher, student = mlp(depth=2), mlp(depth=1)
+    expected = (student[0].weight * teacher[0].weight).detach()
+    keywords = {"device": target, "device_budget": "64MiB"}
+    with hetero.manage(teacher, **keywords) as first, hetero.manage(student, **keywords), torch.no_grad():
+        for _ in range(4):
+            teacher(batch(target))
+        student[0].weight * torch.ones(64, device=target)  # its copy is there
+        assert first.plan.everything_fits
+        set_memory_limit(torch.accelerator.memory_allocated())
+        product = student[0].weight * teacher[0].weight
+        set_memory_limit(256 << 20)
+        assert not first.plan.everything_fits
+        assert_same(plain(product), expected, "product")

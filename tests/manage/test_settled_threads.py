@@ -10,6 +10,7 @@ from torch import nn
 from twins import assert_same, assert_twins, device
 
 import hetero
+from hetero.stm import patches
 from hetero.stm.manager import StatefulTensorMgr
 from hetero.stm.settled import Settled
 
@@ -213,3 +214,25 @@ def test_a_forward_goes_on_after_another_threads_has_failed_beside_it(inputs):
         model.between = lambda: None
         assert_same(infer(model, x, target), expected, "output")
         assert manager.plan is not None
+
+
+def test_a_manager_that_wakes_while_another_comes_to_rest_finds_everything_in_its_place(monkeypatch):
+    put_back, ends, before = patches._put_back, [], torch.autograd._engine_run_backward
+    first, second = object(), object()
+
+    def putting_back(replaced):
+        if not ends:
+            ends.append(begin(lambda: patches.wake(second)))
+            time.sleep(0.1)  # it waits for us; that it does is asserted below
+        put_back(replaced)
+
+    patches.wake(first)
+    announced = torch.autograd._engine_run_backward
+    monkeypatch.setattr(patches, "_put_back", putting_back)
+    try:
+        patches.rest(first)
+        ends[0]()
+        assert torch.autograd._engine_run_backward is announced is not before
+    finally:
+        patches.rest(second)
+    assert torch.autograd._engine_run_backward is before

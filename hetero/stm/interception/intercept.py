@@ -211,18 +211,19 @@ def _run(
     """``func`` with ``copies``, by id of parameter, in the place of ``operands``, which are in COMPUTE."""
     casts = kept_casts(func, operands, copies) if _is_any_autocast_enabled() else None
     ahead = {} if in_forward else ahead_of_home(operands)
-    try:
-        args = _replace(args, copies)
-        if kwargs:
-            kwargs = {key: replace_one(value, copies) for key, value in kwargs.items()}
-    except KeyError:  # one of another model, which had settled and has just made way for ``operands``
-        everyone = list(operands)
-        collect((args, kwargs), everyone)
-        with substituted(everyone, func) as copies:
-            return _run(func, everyone, copies, args, kwargs, in_forward=in_forward)
+    by_name = kwargs
     while True:
         try:
-            result = func(*args, **kwargs)
+            given = _replace(args, copies)
+            if kwargs:
+                by_name = {key: replace_one(value, copies) for key, value in kwargs.items()}
+        except KeyError:  # one of another model, which had settled and has just made way for this operator
+            everyone = list(operands)
+            collect((args, kwargs), everyone)
+            with substituted(everyone, func) as copies:
+                return _run(func, everyone, copies, args, kwargs, in_forward=in_forward)
+        try:
+            result = func(*given, **by_name)
             break
         except torch.OutOfMemoryError:
             # An in-place operator may have done half its work; everything else can be tried again.
@@ -236,7 +237,7 @@ def _run(
         write_back(operands, ahead)
     result = _restore(result, operands, copies)
     if casts:
-        del args, kwargs  # which hold them
+        del given, by_name  # which hold them
         copies.clear()
         drop_bytes(casts)
     return result
