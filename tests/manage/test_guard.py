@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from accelerators import GAPS
+from accelerators import GAPS, ON_CUDA, SEGMENTS, set_memory_limit
 from random_graphs import Graph, Node, Step, run, twin
 from torch import nn
 from twins import assert_same, assert_twins, device, plain
@@ -146,6 +146,43 @@ def test_without_stepping_aside_those_formulas_give_other_bits(monkeypatch):
             (kept,) = torch.autograd.grad(loss, x)
     assert not torch.equal(other, expected)
     assert torch.equal(kept, expected)
+
+
+def reduced(w, index, ones, lists):
+    w.scatter_reduce_(0, index, ones, "mean")
+
+
+def reduced_by_index(w, index, ones, lists):
+    w.index_reduce_(0, index, ones, "mean")
+
+
+def added_in_lists(w, index, ones, lists):
+    torch._foreach_add_([w, lists[0]], [ones.half(), lists[1]])
+
+
+@pytest.mark.skipif(ON_CUDA or SEGMENTS, reason="memory is refused to the byte")
+@pytest.mark.filterwarnings("ignore:index_reduce.. is in beta:UserWarning")
+@pytest.mark.parametrize("room", [0, 512, 1024, 1536])
+@pytest.mark.parametrize("write", [reduced, reduced_by_index, added_in_lists])
+def test_an_operator_that_has_written_when_it_allocates_is_not_applied_twice(write, room):
+    """Each of its allocations fails in one of these."""
+    target = device()
+    w, index = torch.ones(64, device=target), torch.zeros(64, dtype=torch.long, device=target)
+    lists = torch.ones(4096, device=target), torch.ones(4096, dtype=torch.float16, device=target)
+    expected = w.clone()
+    write(expected, index, torch.ones_like(w), lists)
+    ones, given = torch.ones_like(w), []
+
+    def relieve():
+        set_memory_limit(256 << 20)
+        given.append(None)
+        return int(len(given) == 1)
+
+    with guard.guarded(relieve, at_once=True):
+        set_memory_limit(torch.accelerator.memory_allocated() + room)
+        write(w, index, ones, lists)
+    assert given
+    assert_same(plain(w), plain(expected), "written")
 
 
 class Branching(nn.Module):

@@ -282,3 +282,59 @@ def test_a_model_that_has_settled_makes_way_for_an_operator_on_parameters_of_bot
         set_memory_limit(256 << 20)
         assert not first.plan.everything_fits
         assert_same(plain(product), expected, "product")
+
+
+@torch.library.custom_op("hetero_tests::grow", mutates_args=("w",))
+def grow(w: torch.Tensor, nbytes: int) -> None:
+    torch.empty(nbytes, dtype=torch.uint8, device=w.device)
+    w.add_(1.0)
+
+
+def grow_by_half(w, nbytes):
+    w.add_(torch.ones(w.shape, dtype=torch.float16, device=w.device))  # casts it, on the virtual device
+
+
+@pytest.mark.parametrize("grow", [grow, grow_by_half])
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_write_to_a_parameter_of_a_model_that_makes_way_for_it_is_made_once(grow, trains):
+    """In another's forward, which has not been measured: it runs out of memory, and is tried again."""
+    target = device()
+    torch.manual_seed(0)
+    written, others = mlp(depth=2), mlp(depth=1)
+    expected = [p.detach().clone() for p in written.parameters()]
+    expected[0] += 1
+    optimizer = torch.optim.SGD(written.parameters(), lr=0.0) if trains else None
+    budget = torch.accelerator.memory_allocated() + (1 << 20)
+    keywords = {"device": target, "device_budget": budget}
+
+    class Writing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.others = others
+
+        def forward(self, x):
+            x = self.others[0](x)
+            assert first.plan.everything_fits
+            left = budget - torch.accelerator.memory_allocated()
+            kept = torch.empty(left - 600, dtype=torch.uint8, device=target)
+            grow(written[0].weight, 40 << 10)  # more than this model's own copies
+            del kept
+            return self.others[2](x)
+
+    with (
+        hetero.manage(written, optimizer, **keywords) as first,
+        hetero.manage(Writing(), **keywords) as second,
+    ):
+        for _ in range(8):
+            with torch.set_grad_enabled(trains):
+                loss = written(batch(target)).mean()
+            if trains:
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            del loss
+        with torch.no_grad():
+            second._model(batch(target))
+        assert not first.plan.everything_fits
+        assert_same(plain(list(written.parameters())), expected, "parameters")
+    assert_same(plain(list(written.parameters())), expected, "parameters")

@@ -3,7 +3,8 @@
 Owns the retry. An iteration that follows no plan may need more than is left beside the copies that are resident;
 the device's allocator is then capped at the budget (`Accelerator.cap`), so that an operator that would pass it
 fails, and the guard evicts what no operator uses and runs that operator again. Operators allocate before they
-write, so running one again after a failed allocation repeats nothing.
+write, so running one again after a failed allocation repeats nothing; for the few that do not, all the room there is is
+made before, and they run once. Which they are was found by failing each allocation of PyTorch's operator database.
 
 It costs a few microseconds an operator: iterations that follow their plan run without it.
 
@@ -19,6 +20,8 @@ found by running PyTorch's operator database, and losses of mixed types, with an
 """
 
 import contextlib
+import functools
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -50,6 +53,15 @@ _CHOSEN_BY_MODE = frozenset(
         "BinaryCrossEntropyWithLogitsBackward0",
     }
 )
+
+
+# In place: what they divide by, or, of a list, the casts of a later operand, is allocated when something is written.
+_WRITE_EARLY = re.compile(r"aten\.(scatter_reduce_|index_reduce_|_foreach_\w+_)\.\w+")
+
+
+@functools.cache
+def _writes_early(func: Any) -> bool:
+    return _WRITE_EARLY.fullmatch(str(func)) is not None
 
 
 Explain = Callable[[str, RuntimeError], Exception]
@@ -86,14 +98,26 @@ class _Guard(TorchDispatchMode):
         # Below autograd a managed parameter is only memory at home: it must not be intercepted again.
         with plain(), contextlib.ExitStack() as stack:
             is_uncapped = is_sure = False
+            copies: list[torch.Tensor] = []
+            runs_once = _writes_early(func)
+            if runs_once:
+                ordinary = _ordinary_parameters((args, kwargs))
+                while self.relieve():
+                    pass
+                args, kwargs = _on_device_still(ordinary, (args, kwargs), copies)
             while True:
                 try:
-                    return func(*args, **(kwargs or {}))
+                    result = func(*args, **(kwargs or {}))
+                    if copies and func._schema.is_mutable:  # autograd counts a write to what it was given
+                        torch.autograd.graph.increment_version(copies)
+                    return result
                 except RuntimeError as error:
                     if not self._is_shortage(error):
                         raise
                     # What was counted may be an earlier operator's, which did without: the second time it is not.
                     is_sure = is_sure or isinstance(error, torch.OutOfMemoryError)
+                    if runs_once:
+                        raise self._explain(str(func), error) from error
                     ordinary = _ordinary_parameters((args, kwargs))
                     if self.relieve() == 0 and is_sure:
                         if is_uncapped or not stack.enter_context(self._uncapped(error)):
@@ -101,7 +125,7 @@ class _Guard(TorchDispatchMode):
                         is_uncapped = True
                     is_sure = True
                     self._note_answered()
-                    args, kwargs = _on_device_still(ordinary, (args, kwargs))
+                    args, kwargs = _on_device_still(ordinary, (args, kwargs), copies)
 
     def begin(self) -> None:
         """It is about to be put in place: errors from now on count."""
@@ -118,13 +142,17 @@ def _ordinary_parameters(given: Any) -> set[int]:
     return {id(value) for value in tree_leaves(given) if type(value) is nn.Parameter}
 
 
-def _on_device_still(ordinary: set[int], given: Any) -> Any:
+def _on_device_still(ordinary: set[int], given: Any, copies: list[torch.Tensor]) -> Any:
     """``given`` to an operator that is tried again. Those that were ``ordinary`` parameters of another model, which had
-    settled and has made way for it, are at home now, and home is behind: the copies in their place."""
+    settled and has made way for it, are at home now, and home is behind: the copies in their place, which are added to
+    ``copies``."""
 
     def copy_of(parameter: nn.Parameter) -> Any:
         managed = getattr(parameter, "_hetero", None) if id(parameter) in ordinary else None
-        return parameter if managed is None else managed.data
+        if managed is None:
+            return parameter
+        copies.append(managed.data)
+        return managed.data
 
     return tree_map_only(nn.Parameter, copy_of, given) if ordinary else given
 
