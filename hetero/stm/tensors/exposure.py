@@ -5,12 +5,17 @@ through the parameter, ``p.grad`` or ``optimizer.state`` waits for it, but an al
 (``p.data``, ``state_dict()``, a NumPy array, an element of ``optimizer.state``) is an ordinary tensor. Invariant:
 `is_private` is True only if there is none. A reference more than there should be makes it False: that costs
 time, never a number.
+
+[Note: how many there should be]
+It is measured, because it differs between versions of Python and torch, each in the way in which it is asked for. And
+it changes: a call is given references of its own while Dynamo looks at frames, as it does for good once a compilation
+has failed.
 """
 
 import functools
 import sys
 import types
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -36,13 +41,13 @@ def memory_is_private(tensor: torch.Tensor, aliases: int) -> bool:
 def gradient_is_private(parameter: torch.Tensor) -> bool:
     """Only ``parameter.grad`` holds its gradient. Call without ``__torch_function__`` dispatch."""
     gradient = parameter.grad
-    return gradient is not None and _counts(gradient) == _GRADIENT
+    return gradient is not None and _counts(gradient) == _expected().gradient
 
 
 def gradient_has_one_name(parameter: torch.Tensor) -> bool:
     """As `gradient_is_private`, but its memory may be ours as well."""
     gradient = parameter.grad
-    return gradient is not None and _counts(gradient)[:2] == _GRADIENT[:2]
+    return gradient is not None and _counts(gradient)[:2] == _expected().gradient[:2]
 
 
 def gradient_is_plain(gradient: torch.Tensor | None) -> bool:
@@ -61,7 +66,7 @@ def incoming_is_shared(gradient: torch.Tensor) -> bool:
     if gradient.layout is not torch.strided:  # it is copied home before anybody goes on
         return False
     references, uses, _ = _counts(gradient)
-    return (references, uses) != measure_incoming()
+    return (references, uses) != _incoming(_asked(_PROBE))
 
 
 class _Holder(Protocol):
@@ -70,12 +75,13 @@ class _Holder(Protocol):
 
 def holds_alone(holder: _Holder) -> bool:
     """Only ``holder.gradient`` holds that tensor, and its memory."""
-    return _counts(holder.gradient) == _HELD
+    return _counts(holder.gradient) == _expected().held
 
 
 def listed_alone(tensors: list[torch.Tensor]) -> bool:
     """Only this list holds ``tensors``; others may hold their memory."""
-    return all((sys.getrefcount(tensor), _uses(tensor)) == _LISTED for tensor in tensors)
+    listed = _expected().listed
+    return all((sys.getrefcount(tensor), _uses(tensor)) == listed for tensor in tensors)
 
 
 def state_is_private(entry: dict[str, Any], kept: frozenset[int]) -> bool:
@@ -83,12 +89,13 @@ def state_is_private(entry: dict[str, Any], kept: frozenset[int]) -> bool:
 
     The caller holds ``entry`` by one name.
     """
-    if sys.getrefcount(entry) != _ENTRY:
+    expected = _expected()
+    if sys.getrefcount(entry) != expected.entry:
         return False
     for value in entry.values():
         if isinstance(value, torch.Tensor):
             references, uses, storage = _counts(value)
-            if (references - (id(value) in kept), uses, storage) != _VALUE:
+            if (references - (id(value) in kept), uses, storage) != expected.value:
                 return False
         elif not isinstance(value, int | float | str | bool | complex | type(None)):
             return False  # a container of its own: nobody knows who else has it
@@ -108,10 +115,15 @@ def _counts(tensor: torch.Tensor) -> tuple[int, int, int]:
     )
 
 
-@functools.cache
-def measure_incoming() -> tuple[int, int]:
+def measure_incoming() -> None:
     """What `incoming_is_shared` compares with. It runs a backward, and the first of a process fixes for which devices
     autograd has threads: not before the device in use is there, and not within another."""
+    _incoming(_asked(_PROBE))
+
+
+@functools.cache
+def _incoming(_: int) -> tuple[int, int]:
+    """[Note: how many there should be]"""
     seen: list[tuple[int, int]] = []
 
     def asked(gradient: torch.Tensor) -> tuple[int, int]:  # as deep as `incoming_is_shared` asks
@@ -134,7 +146,34 @@ def measure_incoming() -> tuple[int, int]:
     return seen[0]
 
 
-# Measured, because they differ between versions of Python and torch: each in the way in which it is asked for.
+# -- how many there should be --------------------------------------------------------------------------
+
+
+class _Expected(NamedTuple):
+    gradient: tuple[int, int, int]
+    value: tuple[int, int, int]
+    held: tuple[int, int, int]
+    listed: tuple[int, int]
+    entry: int
+
+
+def _expected() -> _Expected:
+    return _measured(_asked(_PROBE))
+
+
+@functools.cache
+def _measured(_: int) -> _Expected:
+    """[Note: how many there should be]"""
+    return _Expected(
+        _measure_gradient(), _measure_value(), _measure_held(), _measure_listed(), _measure_entry()
+    )
+
+
+def _asked(value: object) -> int:
+    return sys.getrefcount(value)
+
+
+_PROBE = object()
 
 
 def _measure_gradient() -> tuple[int, int, int]:
@@ -161,16 +200,8 @@ def _measure_listed() -> tuple[int, int]:
 def _measure_entry() -> int:
     state: dict[int, dict[str, Any]] = {0: {}}
 
-    def asked(entry: dict[str, Any]) -> int:
-        return sys.getrefcount(entry)
-
     entry = state[0]
-    return asked(entry)
+    return _asked(entry)
 
 
-_GRADIENT = _measure_gradient()
-_VALUE = _measure_value()
-_HELD = _measure_held()
-_LISTED = _measure_listed()
-_ENTRY = _measure_entry()
-_ONE_TENSOR = _VALUE[2]
+_ONE_TENSOR = _expected().value[2]
