@@ -121,7 +121,7 @@ class Executor:
         if place.sample:
             self._segment.has_gradients = any(has_gradient(tensor) for tensor in self._tensors)
         there = self._segment.has_gradients or len(self._gradients.kept) > 0
-        if there and self._plan is not None and key.phase is not Phase.STEP:
+        if there and self._course.plan is not None and key.phase is not Phase.STEP:
             self._plans.samples.note_gradients(key)
         self._drift = self._measure_drift(self._course.position)
         # What runs before the segment's first managed operator has a period too.
