@@ -359,9 +359,11 @@ class StatefulTensorMgr:
             tensor.bind_home()
             tensor.watch(data)
 
-    def relieve(self) -> int:
-        """Free what can be freed after an out-of-memory error."""
+    def relieve(self, unless_free: int | None = None) -> int:
+        """Free what can be freed after an out-of-memory error; or before one, ``unless_free`` bytes are free."""
         with self._lock:
+            if unless_free is not None and self.residency.room.has(unless_free):
+                return 0
             with self.collector.evicting(for_operator=True):
                 freed = self.residency.evict_idle()
                 if freed == 0:  # and never more than it takes: these have to come back

@@ -173,7 +173,7 @@ def test_an_operator_that_has_written_when_it_allocates_is_not_applied_twice(wri
     write(expected, index, torch.ones_like(w), lists)
     ones, given = torch.ones_like(w), []
 
-    def relieve():
+    def relieve(unless_free=None):
         set_memory_limit(256 << 20)
         given.append(None)
         return int(len(given) == 1)
@@ -351,3 +351,25 @@ def test_where_model_and_loss_grow_at_once_the_budget_holds_then_and_afterwards(
         return seen
 
     assert_twins(Gathering, loop, budget=16 * (8 << 10) + 8 * (17 << 10) + (128 << 10))
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(8)])
+        self.resident = []
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+            index = torch.zeros_like(x, dtype=torch.long)
+            x = x + torch.zeros_like(x).scatter_reduce_(0, index, x, "mean")
+            self.resident.append(layer.weight._hetero.is_resident)
+        return x
+
+
+def test_an_operator_that_runs_once_takes_only_the_room_that_it_may_need():
+    model = Counting()
+    with hetero.manage(model, device=device(), device_budget="16MiB", activations=False):
+        model(torch.randn(4, WIDTH).to(device())).sum().backward()  # unplanned, and so guarded
+        assert all(model.resident)

@@ -8,7 +8,7 @@ fetch of its own, counted. What is planned is decided in `hetero.stm.plans.planb
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from hetero.devices import Accelerator
 from hetero.msc import MemStatsCollector, Phase, Segment, SegmentKey
@@ -22,7 +22,7 @@ from hetero.stm.plans.planbook import PlanBook
 from hetero.stm.running.backlog import Backlog
 from hetero.stm.running.callers import MOST_OF_ITS_OWN, CallersPart
 from hetero.stm.running.course import Course
-from hetero.stm.running.guard import arm, guarded, lifted
+from hetero.stm.running.guard import Relieve, arm, guarded, lifted
 from hetero.stm.tensors.managed import ManagedTensor
 
 __all__ = ["Executor"]
@@ -44,7 +44,7 @@ class Executor:
         plans: PlanBook,
         accelerator: Accelerator,
         *,
-        relieve: Callable[[], int],
+        relieve: Relieve,
     ) -> None:
         self._tensors = tensors
         self._residency = residency

@@ -3,8 +3,9 @@
 Owns the retry. An iteration that follows no plan may need more than is left beside the copies that are resident;
 the device's allocator is then capped at the budget (`Accelerator.cap`), so that an operator that would pass it
 fails, and the guard evicts what no operator uses and runs that operator again. Operators allocate before they
-write, so running one again after a failed allocation repeats nothing; for the few that do not, all the room there is is
-made before, and they run once. Which they are was found by failing each allocation of PyTorch's operator database.
+write, so running one again after a failed allocation repeats nothing; for the few that do not, several times the room of
+their operands is made before, and they run once. Which they are was found by failing each allocation of PyTorch's
+operator database.
 
 It costs a few microseconds an operator: iterations that follow their plan run without it.
 
@@ -40,7 +41,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hetero.stm.tensors.fetch import plain
 
-__all__ = ["arm", "formulas_kept", "guarded", "lifted", "unguarded"]
+__all__ = ["Relieve", "arm", "formulas_kept", "guarded", "lifted", "unguarded"]
 
 _CHOSEN_BY_MODE = frozenset(
     {
@@ -57,12 +58,17 @@ _CHOSEN_BY_MODE = frozenset(
 
 # In place: what they divide by, or, of a list, the casts of a later operand, is allocated when something is written.
 _WRITE_EARLY = re.compile(r"aten\.(scatter_reduce_|index_reduce_|_foreach_\w+_)\.\w+")
+_THEIR_OWN = 4  # bytes for each byte of their operands: a count of float64, or casts to it, are twice as many
 
 
 @functools.cache
 def _writes_early(func: Any) -> bool:
     return _WRITE_EARLY.fullmatch(str(func)) is not None
 
+
+Relieve = Callable[..., int]
+"""Frees device memory, and returns how many bytes: 0 if nothing is left that could be freed, or, given a number of
+bytes, if as many are free."""
 
 Explain = Callable[[str, RuntimeError], Exception]
 """What to raise for an operator of that name, and the allocator's error, when nothing is left to be freed."""
@@ -76,7 +82,7 @@ class _Guard(TorchDispatchMode):
 
     def __init__(
         self,
-        relieve: Callable[[], int],
+        relieve: Relieve,
         note_answered: Callable[[], None],
         explain: Explain,
         uncapped: Uncapped,
@@ -102,7 +108,9 @@ class _Guard(TorchDispatchMode):
             runs_once = _writes_early(func)
             if runs_once:
                 ordinary = _ordinary_parameters((args, kwargs))
-                while self.relieve():
+                given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+                own = sum(tensor.nbytes for tensor in given)
+                while self.relieve(_THEIR_OWN * own):
                     pass
                 args, kwargs = _on_device_still(ordinary, (args, kwargs), copies)
             while True:
@@ -167,7 +175,7 @@ _guards: list[_Guard] = []  # of all threads
 
 @contextlib.contextmanager
 def guarded(
-    relieve: Callable[[], int],
+    relieve: Relieve,
     *,
     at_once: bool,
     note_answered: Callable[[], None] = lambda: None,
@@ -204,7 +212,7 @@ def lifted(cap: Callable[[bool], None], lifts: bool) -> Iterator[bool]:
             cap(True)
 
 
-def arm(relieve: Callable[[], int]) -> None:
+def arm(relieve: Relieve) -> None:
     """What runs now on this thread needs guarding after all, by the guard that has ``relieve``.
 
     In a backward, which runs on threads of autograd's, it is every node that is still to come."""
