@@ -3,8 +3,8 @@
 Owns the retry. An iteration that follows no plan may need more than is left beside the copies that are resident;
 the device's allocator is then capped at the budget (`Accelerator.cap`), so that an operator that would pass it
 fails, and the guard evicts what no operator uses and runs that operator again. Operators allocate before they
-write, so running one again after a failed allocation repeats nothing; for the few that do not, several times the room of
-their operands is made before, and they run once. Which they are was found by failing each allocation of PyTorch's
+write, so running one again after a failed allocation repeats nothing; for the few that do not, several times the room
+of their operands is made before, and they run once. Which they are was found by failing each allocation of PyTorch's
 operator database.
 
 It costs a few microseconds an operator: iterations that follow their plan run without it.
