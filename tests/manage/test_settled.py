@@ -261,7 +261,9 @@ def test_hooks_of_the_users_own_see_the_same():
         # Each by itself: autograd's threads keep no order between parameters at home and on the device.
         first, second, parameters = [], [], list(model.parameters())
         parameters[0].register_hook(lambda g: g * 0.5)
-        parameters[1].register_post_accumulate_grad_hook(lambda p: first.append([p.grad, p is parameters[1]]))
+        # By the id: a hook that led back to its parameter would keep all of them, which Python's collector cannot see.
+        hooked = id(parameters[1])
+        parameters[1].register_post_accumulate_grad_hook(lambda p: first.append([p.grad, id(p) == hooked]))
         for number in range(12):
             x = batch(target, 5 if number == 8 else 8)
             if number == 6:
