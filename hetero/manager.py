@@ -293,6 +293,10 @@ class Manager:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __reduce__(self) -> Any:
+        # Copies and pickles of a managed model are plain models: one that the manager is kept in has None there.
+        return _no_manager, ()
+
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{len(self._stm.tensors)} parameters"
         return (
@@ -370,6 +374,10 @@ class Manager:
                     states.append((f"{name}.{key}", value))
         self._stm.registry.set_states(states)
         self._homes.forget_states({id(state) for _, state in states})
+
+
+def _no_manager() -> None:
+    """What a copy of a `Manager` is."""
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:

@@ -3,6 +3,7 @@
 import copy
 import gc
 import os
+import pickle
 import subprocess
 import sys
 import weakref
@@ -414,3 +415,14 @@ def test_the_net_holds_what_checkpoints_trip_over():
     assert model.head.weight is model.embedding.weight
     assert "shift" not in model.state_dict()
     assert len(adamw(model).param_groups[0]["params"]) == len(list(model.parameters())) - 1
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_a_model_that_keeps_its_manager_is_a_plain_one_without(copied):
+    model, target = nn.Sequential(nn.Linear(8, 8)), device()
+    model.manager = hetero.manage(model[0], device=target, device_budget="16MiB")
+    with model.manager:
+        twin = copied(model)
+        assert twin.manager is None
+        assert all(type(p) is nn.Parameter for p in twin.parameters())
+        assert_same(twin[0].weight.detach(), model[0].weight.detach(), "weight")

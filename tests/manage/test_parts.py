@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 import torch
 from accelerators import device
+from loops import mlp
 from our_calls import our_calls
 from torch import nn
 from torch.nn.utils import parametrizations
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from twins import assert_twins, managed, unmanaged
 
 import hetero
+from hetero.stm.interception import parts
 
 
 class Tokens(nn.Module):
@@ -425,3 +427,25 @@ def test_modules_that_come_later_are_parts_and_those_that_they_replace_are_not_k
         assert reference() is None
         model.decoder(x).sum().backward()
         assert "decoder" in calls_of_ours(model)
+
+
+def test_a_module_that_another_thread_registers_meanwhile_is_found_and_disturbs_nobody(monkeypatch):
+    model = mlp(depth=2)
+    modules = parts._modules
+
+    def interrupted(model):
+        found = list(modules(model))
+        if not hasattr(model, "late"):
+            model.late = nn.Linear(2, 2)
+        return found
+
+    with hetero.manage(model, device=device(), device_budget="16MiB"):
+        parts.look_again()
+        monkeypatch.setattr(parts, "_modules", interrupted)
+        assert parts._is_part(model[0])
+        assert parts._is_part(model.late)
+        monkeypatch.undo()
+        going_through = parts._modules(model)
+        next(going_through)
+        model.later = nn.Linear(2, 2)
+        assert model[0] in list(going_through)

@@ -259,8 +259,9 @@ def _is_compiled(module: nn.Module) -> bool:
 
 def _is_optimized(module: nn.Module) -> bool:
     # Not imported for this: the compiler takes longer to load than everything else of hetero.
-    compiler = sys.modules.get("torch._dynamo.eval_frame")
-    return compiler is not None and isinstance(module, compiler.OptimizedModule)
+    # Another thread may be loading it just now, as the first optimizer of a process does.
+    optimized = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
+    return optimized is not None and isinstance(module, optimized)
 
 
 def _substituting(

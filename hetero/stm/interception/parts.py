@@ -8,11 +8,12 @@ A method, which is never ours, is told by its own frame each time.
 [Note: known modules]
 Every operator outside of a forward asks, so which modules there are is not gone through each time. It is again after a
 forward or backward has begun, and once a module has been registered anywhere: torch tells that, but not what is put
-into a module's ``_modules`` directly.
+into a module's ``_modules`` directly. Another thread may register one meanwhile, of any model.
 """
 
 import sys
 import weakref
+from collections.abc import Iterator
 from types import CodeType, FrameType
 
 import torch
@@ -34,7 +35,15 @@ __all__ = [
 _CALL: CodeType = nn.Module._call_impl.__code__
 
 _models = Living[nn.Module]()
-_known: "dict[int, weakref.ref[nn.Module]] | None" = None  # their modules, by id. [Note: known modules]
+
+
+class _Known:
+    """Their modules, by id, once somebody has asked. [Note: known modules]"""
+
+    modules: "dict[int, weakref.ref[nn.Module]] | None" = None
+
+
+_known = _Known()
 
 
 def note_model(model: nn.Module) -> None:
@@ -52,12 +61,12 @@ def forget_model(model: nn.Module) -> None:
 def look_again() -> None:
     """Models may be made of other modules than before."""
     global _known
-    _known = None
+    _known = _Known()  # whoever is going through them does so for the one before
 
 
 def managed_modules() -> frozenset[int]:
     """Ids of all modules of all managed models."""
-    return frozenset(id(part) for model in _models for part in model.modules())
+    return frozenset(id(part) for model in _models for part in _modules(model))
 
 
 def called_part(device: torch.device) -> nn.Module | None:
@@ -102,13 +111,23 @@ def _runs_method(device: torch.device) -> bool:
 
 def is_part_of(model: nn.Module, module: nn.Module) -> bool:
     """``module`` is ``model``, or one that it is made of now."""
-    return any(part is module for part in model.modules())
+    return any(part is module for part in _modules(model))
 
 
 def _is_part(module: nn.Module) -> bool:
-    global _known
     known = _known
-    if known is None:
-        known = _known = {id(part): weakref.ref(part) for model in _models for part in model.modules()}
-    found = known.get(id(module))
+    if known.modules is None:
+        known.modules = {id(part): weakref.ref(part) for model in _models for part in _modules(model)}
+    found = known.modules.get(id(module))
     return found is not None and found() is module
+
+
+def _modules(model: nn.Module) -> Iterator[nn.Module]:
+    """As `nn.Module.modules`, which raises if another thread registers one meanwhile."""
+    waiting, seen = [model], {id(model)}
+    while waiting:
+        yield (module := waiting.pop())
+        for child in list(module._modules.values()):
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                waiting.append(child)
