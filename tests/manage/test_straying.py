@@ -189,6 +189,39 @@ def test_saved_tensors_are_known_again_after_what_was_left_out():
         assert some_known < all_known
 
 
+class Heads(nn.Module):
+    """One of two that are alike gives the result."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(*[nn.Linear(2 * WIDTH, 2 * WIDTH) for _ in range(40)])
+        self.heads = nn.ModuleList(nn.Linear(2 * WIDTH, 16 * WIDTH) for _ in range(2))
+        self.chosen = 0
+
+    def forward(self, x):
+        return self.heads[self.chosen](self.body(x))
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_the_callers_part_has_its_room_where_the_last_operator_was_another(trains):
+    def loop(model, optimizer, target):
+        seen = []
+        for chosen in [0, 0, 0, 0, 0, 1, 0, 1, 1, 0]:
+            for trained in (True,) if trains else (False, True):
+                model.chosen = 0 if trained is not trains else chosen
+                with torch.set_grad_enabled(trained):
+                    y = model(torch.randn(256, 2 * WIDTH).to(target))
+                with torch.no_grad():  # takes much more than anything in the model
+                    seen.append(y.repeat(6, 1).softmax(-1).amax())
+                if trained:
+                    y.square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return seen
+
+    assert_twins(Heads, loop, share=0.55)
+
+
 # -- when so much speaks against a plan that it is made anew ------------------------------------------------
 
 

@@ -45,6 +45,16 @@ class Course:
         """The moment that was reached last."""
         return max(0, self.position - 1)
 
+    @property
+    def callers(self) -> int:
+        """The moment whose period has the caller's own part after a forward: the one that was reached last. Where the
+        forward has strayed, its last operators may not have come: of that one and those to come, the one that leaves
+        least."""
+        plan, current = self.plan, self.current
+        if plan is None or not self.has_strayed:
+            return current
+        return min(range(current, self.stop), key=plan.limits.__getitem__, default=current)
+
     def expects(self, operands: list[ManagedTensor]) -> bool:
         """The next moment has these, the schedule asks for nothing there, and all before came as planned."""
         plan, position = self.plan, self.position

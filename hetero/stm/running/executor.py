@@ -212,8 +212,9 @@ class Executor:
         plan = self._plan_of_caller
         if plan is not None:
             if self._drift and not self._collector.is_sampling and not plan.guarded[self._course.number]:
-                self._caller.begin_after_drift(plan, position=self._course.current)
-            self._keep_to(self._limit() - MOST_OF_ITS_OWN * self._drift)
+                self._caller.begin_after_drift(plan, position=self._course.callers)
+            limit = plan.limits[self._course.callers] - self._drift
+            self._keep_to(limit - MOST_OF_ITS_OWN * self._drift)
             return
         measured = None if self._course.is_unsure else self._plans.measured_limit(self._segment)
         with self._collector.evicting(for_operator=False):
@@ -232,12 +233,12 @@ class Executor:
         if plan is None or segment.sampled:
             return
         more = self._caller.begin_backward(
-            segment, plan, number=self._course.number, position=self._course.current, drift=self._drift
+            segment, plan, number=self._course.number, position=self._course.callers, drift=self._drift
         )
         if more > 0:
             self._drift += more
             self._set_guarded(True)
-            self._keep_to(self._limit())
+            self._keep_to(plan.limits[self._course.callers] - self._drift)
 
     def await_release(self) -> None:
         """Wait for autograd's thread, which may hold what a backward has used for a moment longer than that runs: such
