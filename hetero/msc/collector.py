@@ -52,7 +52,7 @@ class Segment:
     ``sampled``: its memory was measured, period by period, which takes time. ``timed``: it was not, and its periods'
     times were, from ``opened`` to ``closed``; so were its ``copies``. ``left_bytes``: non-model data on the device when
     the caller, with what it has made of a forward's results, called a backward. ``has_gradients``: some were there
-    when it began.
+    when it began. ``by_values``: so far as it was guarded, an operator ran in it whose memory depends on values.
     """
 
     key: SegmentKey
@@ -65,6 +65,7 @@ class Segment:
     copies: list[Copy] = field(default_factory=list)
     left_bytes: int | None = None
     has_gradients: bool = False
+    by_values: bool = False
     queued: tuple[int, ...] = ()  # parameters whose updates were left to be done later, in order
 
 

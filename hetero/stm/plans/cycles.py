@@ -124,7 +124,7 @@ class Cycles:
             time=book.is_verified(plan.keys) and book.timings.wants(plan.keys),
             missing=plan.expected if place == 0 else (),
             number=place,
-            guarded=unsure or history.has_strayed or plan.guarded[place],
+            guarded=unsure or history.has_strayed or _is_guarded(plan, place),
             unsure=unsure,
         )
 
@@ -134,7 +134,7 @@ class Cycles:
         plan = self._book.find((*history.keys, key), self._coming)
         if plan is None or history.has_strayed or self._book.outgrown.is_unsure(plan.keys):
             return True
-        return plan.guarded[len(history.keys)]
+        return _is_guarded(plan, len(history.keys))
 
     def note_strayed(self) -> None:
         """An operator comes that the plan does not know: a branch with the same shapes, a layer unfrozen."""
@@ -211,3 +211,8 @@ class Cycles:
                 keys, lost=parameters if history.is_outdated else lost, parameters=parameters
             )
         return self._departures.note_less(keys, frozenset(history.omitted))
+
+
+def _is_guarded(plan: CyclePlan, place: int) -> bool:
+    """Its segment ``place`` is, even where it follows the plan. In a step no operator is tried again."""
+    return plan.guarded[place] or (plan.by_values and plan.keys[place].phase is not Phase.STEP)

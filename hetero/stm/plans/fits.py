@@ -13,6 +13,8 @@ from hetero.stm.plans.plan import CyclePlan
 
 __all__ = ["Growth", "Kind", "KindGrowth", "kind_of", "read_growth"]
 
+_SPARE = 2  # times as much as was measured has to be there, where that is no bound
+
 Kind = tuple[bool, Hashable]
 """Of a forward: whether gradients are recorded, and the signature of its inputs."""
 
@@ -48,6 +50,8 @@ def read_growth(plans: Iterable[CyclePlan], *, budget: int, gradient_bytes: int,
     for plan in plans:
         saved = _saved_bytes(plan)
         needs = _needs(plan, budget, step_bytes, saved)
+        if plan.by_values:
+            needs = [_SPARE * nbytes for nbytes in needs]
         totals = list(map(operator.add, needs, _gradients(plan, gradient_bytes)))
         peak = max(peak, *totals)
         for place, key in enumerate(plan.keys):

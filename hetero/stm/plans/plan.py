@@ -54,7 +54,8 @@ class CyclePlan:
     trace, which is about the others, does not know them. ``whole_gradients[i]``: what gradients would take, did
     everything live there. ``first_saved``: the trace's numbers of saved tensors (`hetero.stm.plans.lives.Lives`).
     ``guarded``: segments in which something has to leave in the middle of a period, as it
-    did when it was measured. ``left``: of each forward, what `hetero.msc.Segment.left_bytes` was at most. ``places``:
+    did when it was measured. ``by_values``: what it takes depends on more than what tells iterations apart; what was
+    measured is no bound. ``left``: of each forward, what `hetero.msc.Segment.left_bytes` was at most. ``places``:
     tensors whose place on the device is theirs all along, in no moment's capacity, and is filled again when they have
     been updated.
     """
@@ -77,6 +78,7 @@ class CyclePlan:
     whole_gradients: tuple[int, ...]
     first_saved: tuple[int, ...]
     guarded: tuple[bool, ...]
+    by_values: bool
     left: tuple[int | None, ...]
     places: tuple[int, ...]
 
@@ -251,6 +253,7 @@ class PlanMaker:
             whole_gradients=tuple(self._whole_gradients(keys, samples)),
             first_saved=lives.first_saved,
             guarded=tuple(rows.guarded),
+            by_values=any(segment.by_values for key in keys for segment in samples[key]),
             left=tuple(_left(samples[key]) for key in keys),
         )
 

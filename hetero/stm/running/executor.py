@@ -93,6 +93,7 @@ class Executor:
             explain=self._room.refused,
             uncapped=lambda error: lifted(self._cap, self._is_guarded and self._room.allows(error)),
             failures=self._accelerator.failures,
+            note_values=self._note_values,
         )
 
     def begin_segment(self, key: SegmentKey, *, is_open: bool = False) -> None:
@@ -252,12 +253,17 @@ class Executor:
         """Nothing runs until the next segment: others may have the memory. A model may also be dropped here."""
         self._cap(False)
 
-    def release_cap_for_gaps(self) -> None:
-        """The caller goes on, and what it does is not tried again: for gaps it is not refused."""
-        if self._accelerator.leaves_gaps:
+    def release_cap_for_caller(self) -> None:
+        """The caller goes on, and what it does is not tried again: it is not refused for gaps, nor because it may
+        depend on values as the model does."""
+        if self._accelerator.leaves_gaps or (self._course.plan is not None and self._course.plan.by_values):
             self._cap(False)
 
     # -- helpers --------------------------------------------------------------------------------------
+
+    def _note_values(self) -> None:
+        if self._segment is not None:
+            self._segment.by_values = True
 
     def _cap(self, on: bool) -> None:
         self._accelerator.cap(self._plans.budget if on and not self._is_open else None)

@@ -39,6 +39,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
+from hetero.stm.running.byvalues import depends_on_values
 from hetero.stm.tensors.fetch import plain
 
 __all__ = ["Relieve", "arm", "formulas_kept", "guarded", "lifted", "unguarded"]
@@ -87,8 +88,10 @@ class _Guard(TorchDispatchMode):
         explain: Explain,
         uncapped: Uncapped,
         failures: Callable[[], int],
+        note_values: Callable[[], None],
     ) -> None:
         super().__init__()
+        self._note_values = note_values
         self._failures = failures
         self._seen_failures = 0
         self._explain = explain
@@ -103,6 +106,8 @@ class _Guard(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Below autograd a managed parameter is only memory at home: it must not be intercepted again.
         with plain(), contextlib.ExitStack() as stack:
+            if depends_on_values(func, args):
+                self._note_values()
             is_uncapped = is_sure = False
             copies: list[torch.Tensor] = []
             runs_once = _writes_early(func)
@@ -182,11 +187,13 @@ def guarded(
     explain: Explain = lambda operator, error: error,
     uncapped: Uncapped = lambda error: contextlib.nullcontext(False),
     failures: Callable[[], int] = lambda: 0,
+    note_values: Callable[[], None] = lambda: None,
 ) -> Iterator[None]:
     """Within it, operators of this thread, and of a backward that begins here, are guarded: ``at_once``, or from
     `arm` on. ``note_answered``: called for each error after which an operator is tried again. ``explain``,
-    ``uncapped``: see `Explain`, `Uncapped`. ``failures``: how many out-of-memory errors there have been."""
-    guard = _Guard(relieve, note_answered, explain, uncapped, failures)
+    ``uncapped``: see `Explain`, `Uncapped`. ``failures``: how many out-of-memory errors there have been.
+    ``note_values``: called for each operator whose memory depends on values (`hetero.stm.running.byvalues`)."""
+    guard = _Guard(relieve, note_answered, explain, uncapped, failures, note_values)
     outer, _here.guard = _here.guard, guard
     _guards.append(guard)
     if at_once:

@@ -111,7 +111,7 @@ class Segments:
             if not complete or (segment is not None and not segment.key.trains):
                 self._executor.release_cap()
             else:
-                self._executor.release_cap_for_gaps()
+                self._executor.release_cap_for_caller()
             if refused is not None:
                 raise refused
 
