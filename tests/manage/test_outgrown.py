@@ -133,6 +133,31 @@ def test_what_the_caller_needs_between_iterations_is_no_growth():
         assert manager._stm.plans.last.margin == 0
 
 
+@pytest.mark.parametrize("budget", [400, 440, 480, 520, 560, 600])
+def test_what_the_caller_makes_of_the_last_of_several_forwards_without_a_backward_is_learned(budget):
+    """As with what has been collected for a policy's step: after the forward that was measured there was less."""
+    target = device()
+    gc.collect()
+    torch.manual_seed(0)
+    model = chain()
+    optimizer = adamw(model)
+    limit = torch.accelerator.memory_allocated() + (budget << 10)
+    over = []
+    with hetero.manage(model, optimizer, device=target, device_budget=limit):
+        for _ in range(10):
+            torch.accelerator.reset_peak_memory_stats()
+            with torch.no_grad():
+                seen = [model(torch.randn(ROWS, WIDTH, device=target)) for _ in range(6)]
+                collected = torch.cat(seen * 2)
+            del seen
+            model(collected[:ROWS]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            del collected
+            over.append(torch.accelerator.max_memory_allocated() - limit)
+    assert max(over[4:]) <= 0, over
+
+
 def test_settled_it_ends_that_and_the_budget_holds_again():
     target = device()
 

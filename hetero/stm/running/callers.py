@@ -70,6 +70,12 @@ class CallersPart:
         if before + non_model + plan.margin > self._budget or (has_drifted and more > 0):
             self._outgrown.note(more, passes_budget=True)
 
+    def end_inference(self, limit: int) -> None:
+        """A forward without a backward has ended, whose plan has left so much to model data, and what the caller has
+        done with its result: the last one of several may have taken more than the one that was measured."""
+        self._unused = -self._room.excess(limit)
+        self.look_back()
+
     def begin_iteration(self) -> None:
         """What was there before, between iterations, is nobody's growth."""
         self._peaks.passed(self._budget)

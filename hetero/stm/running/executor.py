@@ -133,6 +133,8 @@ class Executor:
         if self._segment is not None:
             if self._course.plan is not None:
                 self._caller.end(self._course.plan)
+                if not (self._segment.key.trains or self._segment.sampled):
+                    self._caller.end_inference(self._limit())
             self._collector.end_segment()
             self._cycles.end_segment(self._segment)
             self._segment = None
