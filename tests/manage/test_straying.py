@@ -92,7 +92,7 @@ def test_numbers_and_budget_where_saved_tensors_move(share):
 class Watched:
     """A managed model that has its plan; ``run`` tells what each iteration fetched: bytes, and how often unplanned."""
 
-    def __init__(self, build=experts, share=0.6, first=EVERY, rows=8):
+    def __init__(self, build=experts, share=0.6, first=EVERY, rows=8, count=12):
         gc.collect()
         self.rows = rows
         torch.manual_seed(0)
@@ -103,7 +103,7 @@ class Watched:
         self.manager = hetero.manage(
             self.model, self.optimizer, device=device(), device_budget=budget, device_homes=False
         )
-        self.run([first] * 12)  # until nothing is measured any more
+        self.run([first] * count)  # twelve: until nothing is measured any more
 
     def __enter__(self):
         return self
@@ -168,6 +168,34 @@ def test_what_comes_back_now_and_then_stays_planned():
         rows = watched.run(paths * 6)
         assert [unplanned for _, unplanned in rows] == [0] * len(rows)
         assert len(watched.planned) == len(list(watched.model.parameters()))
+
+
+def test_who_has_more_while_a_plan_is_verified_is_planned_at_once():
+    with Watched(first=without(3), count=1) as watched:
+        watched.run([EVERY])
+        assert len(watched.planned) == len(list(watched.model.parameters()))
+        paths = [without(3), EVERY, without(0, 5), EVERY]
+        watched.run(paths)  # what of an iteration is still there in the next is measured
+        rows = watched.run(paths * 2)
+        assert [unplanned for _, unplanned in rows] == [0] * len(rows)
+
+
+def test_who_is_measured_again_and_has_less_leaves_the_longer_plan():
+    with Watched(first=without(3)) as watched:
+        before = watched.planned
+        while len(watched.manager._stm.plans):
+            watched.run([EVERY])
+        watched.run([without(0, 3)] * 2)
+        assert watched.planned == before
+
+
+def test_who_is_measured_again_and_has_something_else_is_planned_for():
+    with Watched(first=without(3)) as watched:
+        while len(watched.manager._stm.plans):
+            watched.run([EVERY])
+        watched.run([without(0)] * 2)
+        mine = [len(list(part.parameters())) for part in (watched.model, watched.model.parts[0])]
+        assert len(watched.planned) == mine[0] - mine[1]
 
 
 def test_saved_tensors_are_known_again_after_what_was_left_out():

@@ -185,16 +185,17 @@ class Cycles:
                 return
         keys, segments = tuple(history.keys), history.segments
         has_departed = len(segments) == len(keys) and self._has_departed(keys, history)
+        leaves_out = not (history.is_outdated or history.has_more)
         self.abandon()
         if len(segments) == len(keys):
             if history is self._training:
                 self._succession.add(keys)
             before = self._book.device_homes
-            self._book.learn(keys, segments)
+            is_known = self._book.learn(keys, segments)
             self._homes.learn(keys, segments)
-            if has_departed:
+            if has_departed and not is_known:
                 self._departures.note_measured(keys)
-                self._book.measure_again(keys)
+                self._book.measure_again(keys, for_good=leaves_out)
                 self._homes.choose_again_for(keys)
             if gone := frozenset(before).difference(self._book.device_homes):
                 self._homes.send_home(gone)  # the new plan has given their room to others

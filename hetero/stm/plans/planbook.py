@@ -73,26 +73,34 @@ class PlanBook:
 
     # -- learning -------------------------------------------------------------------------------------
 
-    def learn(self, keys: Keys, segments: list[Segment]) -> None:
-        """An iteration is over: what it has shown of memory."""
+    def learn(self, keys: Keys, segments: list[Segment]) -> bool:
+        """An iteration is over: what it has shown of memory. True: it had more than its plan knew, which has been made
+        of it now."""
         self.last_segments = segments
         if all(segment.sampled for segment in segments):
             self.last_sampled = segments
             if keys in self._plans:
                 self._verified.add(keys)
+                if self.samples.take_longer(segments):
+                    self.timings.forget(keys)
+                    self._verified.discard(keys)
+                    self._make_all({keys: self._plans[keys].margin})
+                    return True
                 if self.outgrown.is_unsure(keys):
                     self._learn_growth(keys, segments)
                 else:  # what a model keeps from one iteration for the next is there from the second one on
                     self.samples.add_again(segments)
         if keys not in self._plans and self.samples.suffice(keys):
+            self.samples.keep_longer(keys)
             self._make_all({keys: self.margin + self._kept_free.pop(keys, 0)})
             self.last = self._plans[keys]
         else:
             self._make_if_outgrown(keys, segments)
+        return False
 
-    def measure_again(self, keys: Keys) -> None:
+    def measure_again(self, keys: Keys, *, for_good: bool) -> None:
         """Iterations with these keys are no longer what they were: forget them. What the longest of these took may come
-        again."""
+        again. ``for_good``: even if they turn out to be shorter."""
         plan = self._plans.pop(keys, None)
         if plan is not None:
             self._kept_free[keys] = max(0, plan.margin - self.margin)
@@ -100,7 +108,7 @@ class PlanBook:
             self.last = None
         self._verified.discard(keys)
         self.timings.forget(keys)
-        self.samples.forget(keys)
+        self.samples.forget(keys, for_good=for_good)
 
     def _make_if_outgrown(self, keys: Keys, segments: list[Segment]) -> None:
         missed = any(period.unplanned_fetches for segment in segments for period in segment.periods)

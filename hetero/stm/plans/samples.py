@@ -23,6 +23,8 @@ class Samples(Mapping[SegmentKey, Sequence[Segment]]):
         self._kept: dict[SegmentKey, list[Segment]] = {}
         # Of those that are no longer what they were, there is nothing better for other plans that have them.
         self._outdated: set[SegmentKey] = set()
+        # What was known of those, where it may turn out to be all of what they are now, and more.
+        self._before: dict[SegmentKey, list[Segment]] = {}
         # Segments that gradients are there to see begin: of earlier micro-batches, of a loop that drops them late.
         self._with_gradients: set[SegmentKey] = set()
         self._has_news = False
@@ -88,10 +90,46 @@ class Samples(Mapping[SegmentKey, Sequence[Segment]]):
             kept.insert(0, segment)
         return grown
 
-    def forget(self, keys: Sequence[SegmentKey]) -> None:
-        """They are no longer what they were: the next ones take their place."""
-        self._outdated.update(key for key in keys if key in self._kept)
+    def take_longer(self, segments: Sequence[Segment]) -> bool:
+        """They are of an iteration with all that is known of such ones, and more: then they take its place, because a
+        plan serves also who leaves out some of it. Else nothing changes."""
+        if not _are_longer(segments, [self._kept[segment.key][-1] for segment in segments]):
+            return False
+        for segment in segments:
+            _settle(segment)
+            self._kept[segment.key] = [segment]
+        return True
+
+    def keep_longer(self, keys: Sequence[SegmentKey]) -> None:
+        """These have been measured again: if what was known of them before is longer, that stays."""
+        before = {key: self._before.pop(key, []) for key in keys}
+        before = {key: kept for key, kept in before.items() if kept}
+        if _are_longer([kept[-1] for kept in before.values()], [self._kept[key][-1] for key in before]):
+            self._kept.update(before)
+
+    def forget(self, keys: Sequence[SegmentKey], *, for_good: bool) -> None:
+        """They are no longer what they were: the next ones take their place. ``for_good``: even if they are shorter."""
+        for key in keys:
+            if key in self._kept:
+                self._outdated.add(key)
+                self._before[key] = [] if for_good else self._kept[key]
         self._with_gradients.difference_update(keys)
+
+
+def _are_longer(longer: Sequence[Segment], shorter: Sequence[Segment]) -> bool:
+    """Each has the operators of the other in their order, and has saved as much; and some have more of them."""
+    pairs = list(zip(longer, shorter, strict=True))
+    return all(_is_within(b, a) for a, b in pairs) and any(len(b.periods) < len(a.periods) for a, b in pairs)
+
+
+def _is_within(shorter: Segment, longer: Segment) -> bool:
+    rest = iter([period.operands for period in longer.periods])
+    has_operators = all(period.operands in rest for period in shorter.periods)
+    return has_operators and _saved(shorter) <= _saved(longer)
+
+
+def _saved(segment: Segment) -> int:
+    return sum(len(period.saved) for period in segment.periods)
 
 
 def _settle(segment: Segment) -> None:
