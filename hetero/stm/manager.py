@@ -403,6 +403,10 @@ class StatefulTensorMgr:
         finally:
             self._lock.release()
 
+    def refused(self, operator: str, error: RuntimeError) -> BudgetError:
+        """What to say of an operator that has failed with the allocator's ``error``, and is not tried again."""
+        return self.residency.room.refused(operator, error)
+
     def note_answered(self) -> None:
         """What failed for want of memory is tried again after `relieve`."""
         self._accelerator.note_answered()

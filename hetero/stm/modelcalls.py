@@ -180,7 +180,8 @@ class ModelCalls:
                 return inner(*args, **kwargs)
             if is_transforming():
                 check_transformed(model)
-                return inner(*args, **kwargs)
+                with compiled.explaining(stm.device, args, kwargs):
+                    return inner(*args, **kwargs)
             signature = signature_of(model, device_type, args, kwargs)
             # Written out, because it runs while everything fits.
             trains = torch.is_grad_enabled() and (
@@ -263,7 +264,10 @@ class ModelCalls:
             return settled.run(self._compiled.own_call(inner), args, kwargs)
         complete = False
         try:
-            explaining, guarded = self._compiled.explaining(args, kwargs), self._stm.executor.guarded()
+            explaining, guarded = (
+                self._compiled.explaining(self._stm.device, args, kwargs),
+                self._stm.executor.guarded(),
+            )
             with explaining, scope(), guarded, saving:
                 args, kwargs = self._cast(args, kwargs)
                 result = inner(*args, **kwargs)

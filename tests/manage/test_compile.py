@@ -237,6 +237,23 @@ def test_model_compiled_as_a_whole_trains_to_the_same_bits() -> None:
     assert_identical(managed, unmanaged)
 
 
+def test_what_does_not_fit_into_a_compiled_region_is_explained() -> None:
+    target = device()
+    model = Model()
+    _compile_whole(model, "aot_eager")
+    torch._dynamo.reset()
+    fresh_memory()
+    with hetero.manage(model, None, device=target, device_budget="1MiB"), torch.no_grad():
+        with pytest.raises(
+            hetero.BudgetError, match=r"compiled Model needs .* raise device_budget"
+        ) as caught:
+            model(torch.randn(2048, 16, device=target))
+        assert "compile blocks" in caught.value.__notes__[0]
+        assert isinstance(caught.value, torch.OutOfMemoryError)
+    del caught  # whose frames hold what did fit
+    fresh_memory()
+
+
 @pytest.mark.parametrize("how", COMPILERS)
 def test_closing_gives_the_compiled_calls_back(how: str) -> None:
     target = device()

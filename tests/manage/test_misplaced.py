@@ -4,6 +4,7 @@ import pytest
 import torch
 from loops import mlp
 from torch import nn
+from torch.func import functional_call, grad
 from twins import device
 
 import hetero
@@ -54,7 +55,10 @@ def test_what_was_added_to_the_model_on_the_host_is_named_and_works_on_the_devic
         before = model(batch)
         model.inner = nn.Sequential(model.inner, nn.Linear(8, 8))
         note = note_of(lambda: model(batch))
-        assert "parameter inner.1.weight (not managed: it came after hetero.manage)" in note
+        assert (
+            "parameter inner.1.weight (not managed: it came after hetero.manage, or by functional_call)"
+            in note
+        )
         assert "manage again" in note
         model.inner[1].to(manager.device)
         model.scale = torch.ones(8)
@@ -62,6 +66,19 @@ def test_what_was_added_to_the_model_on_the_host_is_named_and_works_on_the_devic
         model.scale = model.scale.to(manager.device)
         model.inner = model.inner[0]
         assert torch.equal(model(batch), before)
+
+
+def test_parameters_that_are_given_to_functional_call_on_the_host_are_named():
+    target = device()
+    model = Named()
+    with hetero.manage(model, device=target, device_budget="16MiB"):
+        batch = {"x": torch.ones(2, 8).to(target)}
+        given = {name: 0.5 * p.detach() for name, p in model.named_parameters()}
+        by_grad = grad(lambda p: functional_call(model, p, (batch,)).sum())
+        for call in (lambda: functional_call(model, given, (batch,)), lambda: by_grad(given)):
+            note = note_of(call)
+            assert "parameter inner.weight (not managed" in note
+            assert "functional_call, on manager.device" in note
 
 
 def test_other_errors_are_left_as_they_are():

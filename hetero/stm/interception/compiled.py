@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hetero.errors import ManageError
+from hetero.errors import BudgetError, ManageError
 from hetero.stm.interception.arguments import any_on
 from hetero.stm.interception.intercept import in_scope, is_managed, managed_of, substituted
 from hetero.stm.interception.misplaced import note_misplaced
@@ -157,14 +157,16 @@ class CompiledCalls:
         return call
 
     @contextlib.contextmanager
-    def explaining(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-        """Around a forward with these arguments: a compiler's error that is due to a call we did not wrap says so
-        (raises `ManageError`), and one about devices names what lies on the host."""
+    def explaining(
+        self, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Iterator[None]:
+        """Around a forward on ``device`` with these arguments: a compiler's error that is due to a call we did not wrap
+        says so (raises `ManageError`), and one about devices names what lies on the host."""
         try:
             yield
         except Exception as error:
             if isinstance(error, RuntimeError):
-                note_misplaced(error, self._model, args, kwargs)
+                note_misplaced(error, self._model, device, args, kwargs)
             if type(error).__module__.startswith("torch._dynamo"):
                 known = [self._model, *(submodule for submodule, _, _ in self._wrapped)]
                 for name, submodule in self._model.named_modules():
@@ -294,6 +296,15 @@ def _substituting(
                     module._parameters[key] = copies[id(parameter)]  # type: ignore[assignment]
                 with torch._C._EnableTorchFunction():
                     return inner(*args, **kwargs)
+            except torch.OutOfMemoryError as error:
+                if isinstance(error, BudgetError):
+                    raise
+                refused = operands[0].owner.refused(label, error)
+                refused.add_note(
+                    "hetero: a compiled region has all its parameters on the device at once, and nothing in it can be "
+                    "tried again when others have left: compile blocks of it instead"
+                )
+                raise refused from error
             finally:
                 for module, key, parameter in places:
                     module._parameters[key] = parameter

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hetero.stm.interception.intercept import is_managed, managed_of
+from hetero.stm.interception.intercept import is_managed
 
 __all__ = ["note_misplaced"]
 
@@ -18,14 +18,16 @@ _MOST = 4
 
 
 def note_misplaced(
-    error: RuntimeError, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    error: RuntimeError,
+    model: nn.Module,
+    device: torch.device,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> None:
-    """Add a note to ``error``, raised in a call of ``model`` with these arguments, if it is about devices."""
+    """Add a note to ``error``, raised in a call of ``model``, which computes on ``device``, with these arguments, if it
+    is about devices."""
     text = str(error)
     if "same device" not in text and "should be the same" not in text:
-        return
-    managed = next((p for p in model.parameters() if is_managed(p)), None)
-    if managed is None:
         return
     arguments = {**{str(place): value for place, value in enumerate(args)}, **kwargs}
     given = [
@@ -35,7 +37,7 @@ def note_misplaced(
         if value.is_cpu and value.dim()
     ]
     added = [
-        f"parameter {name} (not managed: it came after hetero.manage)"
+        f"parameter {name} (not managed: it came after hetero.manage, or by functional_call)"
         for name, parameter in model.named_parameters()
         if not is_managed(parameter) and parameter.is_cpu
     ]
@@ -46,9 +48,12 @@ def note_misplaced(
     more = f" and {len(found) - _MOST} more" if len(found) > _MOST else ""
     cures = ["move inputs to manager.device"] if given else []
     if added:
-        cures.append("put what was added to the model on manager.device, or close(), add it and manage again")
+        cures.append(
+            "put what was added to the model, or is given to functional_call, on manager.device, or close(), add it "
+            "and manage again"
+        )
     error.add_note(
-        f"hetero: {type(model).__name__} computes on {managed_of(managed).owner.device}; on the host lie "
+        f"hetero: {type(model).__name__} computes on {device}; on the host lie "
         f"{', '.join(found[:_MOST])}{more}: {'; '.join(cures)}"
     )
 

@@ -93,6 +93,9 @@ class Owner(Protocol):
     def relieve(self) -> int:
         """Free what can be freed after an out-of-memory error; returns the bytes freed."""
 
+    def refused(self, operator: str, error: RuntimeError) -> Exception:
+        """What to say of an operator that has failed with the allocator's ``error``, and is not tried again."""
+
     def note_answered(self) -> None:
         """What failed for want of memory is tried again after `relieve`."""
 
