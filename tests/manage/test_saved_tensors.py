@@ -282,6 +282,34 @@ def test_an_edit_of_a_saved_tensor_that_has_left_and_come_back_is_seen():
             _ = node._saved_result
 
 
+def test_what_is_on_its_way_back_ahead_of_its_use_leaves_where_memory_is_short():
+    target = device(bandwidth="64MiB/s", latency="20us")
+    clear_races()
+    model = deep(3)
+    x = torch.randn(ROWS, WIDTH)
+    with manage_for(model) as manager:
+        activations = manager._stm.activations
+        model(x.to(target)).square().mean().backward()
+        expected = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        loss = model(x.to(target)).square().mean()
+        shed_all(manager)
+        there = activations.device_bytes  # held by the loss
+        with manager._stm._lock:
+            for record in [reference() for reference in activations._live]:
+                if record.aliases is None:
+                    activations._start_back(record)
+        del record
+        assert activations.device_bytes > there
+        shed_all(manager)
+        assert activations.device_bytes == there
+        for _ in range(8):
+            torch.ones(ROWS, 2 * WIDTH, device=target)  # written where they were to come
+        loss.backward()
+        assert_same(plain([p.grad for p in model.parameters()]), plain(expected), "gradients")
+    assert races() == []
+
+
 def test_what_the_user_holds_stays_and_has_its_values():
     target = device()
     model = deep(2)

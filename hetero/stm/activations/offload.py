@@ -314,6 +314,8 @@ class Activations:
     def _leave(self, record: Activation, *, at_once: bool) -> int:
         """Free its device memory, ``at_once`` or when the copy has ended; returns how many bytes (0: it cannot)."""
         account = record.account
+        if at_once and account.flight is not None and not account.flight.is_download:
+            self._land(account.flight)  # brought back ahead of its use: what runs now goes first
         if record.aliases is None or account.flight is not None or self._is_held(record):
             return 0
         if record.is_clean():
