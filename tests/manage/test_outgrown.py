@@ -2,7 +2,6 @@
 
 import gc
 import math
-import warnings
 from collections import Counter
 
 import pytest
@@ -12,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loops import mlp, train
 from torch import nn
-from torch.nn.utils import weight_norm
-from twins import adamw, assert_same, assert_twins, device, plain, unmanaged
+from twins import adamw, assert_same, assert_twins, device, plain
 
 import hetero
 from hetero.devices import Accelerator
@@ -220,45 +218,6 @@ def test_an_iteration_that_grows_a_little_each_time_is_planned_anew_less_and_les
 
     assert_twins(chain, loop, budget=BUDGET + 24 * 2 * ROWS * WIDTH * 4)
     assert 0 < sum(map(bool, planned)) <= 5  # of 24: each time twice as much as was seen is kept free
-
-
-def normed():
-    """Each layer keeps the weight that it has made of its parameters until its next call."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        return nn.Sequential(
-            *[m for _ in range(LAYERS) for m in (weight_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh())]
-        )
-
-
-@pytest.mark.parametrize("share", [0.5, 0.8])
-def test_what_a_model_keeps_for_its_next_forward_is_planned_for_where_it_is_there(share):
-    """The first iteration, of which the plan is made, begins without."""
-    peak = unmanaged(normed, steps)[2]
-    assert_twins(normed, steps, budget=int(share * peak))
-    target = device()
-    gc.collect()
-    torch.manual_seed(0)
-    model = normed()
-    optimizer = adamw(model)
-    budget = torch.accelerator.memory_allocated() + int(share * peak)
-    with hetero.manage(model, optimizer, device=target, device_budget=budget) as manager:
-        steps(model, optimizer, target, 2)
-        unplanned = manager.stats.unplanned_fetches
-        steps(model, optimizer, target)
-        assert manager.stats.unplanned_fetches == unplanned
-        assert manager._stm.plans.last.margin == 0
-
-
-def steps(model, optimizer, target, count=10):
-    seen = []
-    for _ in range(count):
-        loss = model(torch.randn(ROWS, WIDTH).to(target)).square().sum()
-        loss.backward()
-        seen.append(loss.detach())
-        optimizer.step()
-        optimizer.zero_grad()
-    return seen
 
 
 class Routed(nn.Module):

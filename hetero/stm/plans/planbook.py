@@ -88,8 +88,6 @@ class PlanBook:
                     return True
                 if self.outgrown.is_unsure(keys):
                     self._learn_growth(keys, segments)
-                else:  # what a model keeps from one iteration for the next is there from the second one on
-                    self.samples.add_again(segments)
         if keys not in self._plans and self.samples.suffice(keys):
             self.samples.keep_longer(keys)
             self._make_all({keys: self.margin + self._kept_free.pop(keys, 0)})
@@ -118,10 +116,8 @@ class PlanBook:
             missed=missed,
             room=lambda: 0 if plan is None else self.budget - plan.margin - self._planner.least(plan),
         )
-        # What was measured as it grew is known by now, moment by moment, and need not be kept free everywhere.
-        is_known = all(segment.sampled for segment in segments) and not self.outgrown.is_unsure(keys)
         if (more or self.samples.take_news()) and plan is not None:
-            self._make_all({keys: plan.margin + (0 if is_known else more)})
+            self._make_all({keys: plan.margin + more})
 
     def _learn_growth(self, keys: Keys, segments: list[Segment]) -> None:
         """What was kept free meanwhile need not be, as far as it has been measured now, after a forward."""
