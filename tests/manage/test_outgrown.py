@@ -360,3 +360,40 @@ def test_a_peak_from_before_takes_nothing_from_the_device(monkeypatch):
     monkeypatch.setattr(StatefulTensorMgr, "relieve", lambda self: pytest.fail("for the sake of a counter"))
     with hetero.manage(model, optimizer, device=target, device_budget=budget):
         train(model, optimizer, target, 6)
+
+
+class Decoder(nn.Module):
+    """Keeps what it has seen, and puts all of it together anew at every call, as caches of keys and values do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
+        self.seen = [None] * LAYERS
+
+    def forward(self, x):
+        for index, layer in enumerate(self.layers):
+            x = layer(x)
+            seen = self.seen[index]
+            self.seen[index] = x if seen is None else torch.cat([seen, x])
+            x = x + self.seen[index].mean(0, keepdim=True)
+        return x
+
+
+@pytest.mark.parametrize("room", [1.3, 1.6, 2.0, 2.4])
+def test_what_grows_from_one_forward_to_the_next_finds_its_room_in_the_middle_of_one(room):
+    target = device()
+    torch.manual_seed(0)
+    gc.collect()
+    model = Decoder()
+    x = torch.randn(8, WIDTH).to(target)
+    weights = sum(p.nbytes for p in model.parameters())
+    before = torch.accelerator.memory_allocated()
+    budget = before + int(room * weights)
+    with torch.no_grad(), hetero.manage(model, device=target, device_budget=budget, device_homes=False):
+        for _ in range(24):
+            cached = sum(t.nbytes for t in model.seen if t is not None)
+            if before + 2 * cached > budget:
+                break
+            torch.accelerator.reset_peak_memory_stats()
+            model(x)
+            assert torch.accelerator.max_memory_allocated() <= budget

@@ -125,6 +125,8 @@ class Executor:
         if there and self._course.plan is not None and key.phase is not Phase.STEP:
             self._plans.samples.note_gradients(key)
         self._drift = self._measure_drift(self._course.position)
+        if self._drift and key.phase is Phase.FORWARD and not key.trains:
+            self._set_guarded(True)  # what grows from one to the next, keys and values of a text, may do so within it
         # What runs before the segment's first managed operator has a period too.
         self.before_operator([], key.phase.value)
 
