@@ -126,7 +126,9 @@ class Executor:
             self._plans.samples.note_gradients(key)
         self._drift = self._measure_drift(self._course.position)
         if self._drift and key.phase is Phase.FORWARD and not key.trains:
-            self._set_guarded(True)  # what grows from one to the next, keys and values of a text, may do so within it
+            self._set_guarded(
+                True
+            )  # what grows from one to the next, keys and values of a text, may do so within it
         # What runs before the segment's first managed operator has a period too.
         self.before_operator([], key.phase.value)
 
