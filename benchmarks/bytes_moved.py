@@ -8,8 +8,9 @@ and are not counted here. With prefetch a plan may move more in order to be soon
 such that the least bytes take as long as the operators.
 
 ``measured``: the running manager, under device budgets that leave that share of the parameters beside the model's
-own activations; its bytes over its own trace's bound. Only copies of parameters move here: activations,
-device homes and updates begun in backward are switched off.
+own activations; its bytes over its own trace's bound, once the plan has stayed the same for some steps (until then
+times are measured, and plans made anew with them; ``settling`` has the bytes of those steps). Only copies of parameters
+move here: activations, device homes and updates begun in backward are switched off.
 """
 
 import argparse
@@ -30,6 +31,7 @@ _SHARES = (0.8, 0.6, 0.4, 0.3, 0.2)
 _LATENCY = 10e-6
 _STEPS = 4
 _MEASURED_STEPS = 3
+_SAME, _MOST = 4, 30
 # What else would leave or stay has bounds of its own (`manager.plan`, `benchmarks.activations`).
 _COPIES_ALONE: dict[str, Any] = {"activations": False, "device_homes": False, "speculate": False}
 
@@ -128,6 +130,23 @@ class _Run:
             self.steps(1)
         return self.manager._stm.plans.last
 
+    def until_settled(self) -> list[int]:
+        """Bytes fetched by each step until the plan has stayed the same for `_SAME`, or `_MOST` have passed."""
+        fetched: list[int] = []
+        same = 0
+        while same < _SAME and len(fetched) < _MOST:
+            before = self.manager._stm.plans.last
+            fetched.append(self.step_fetching())
+            after = self.manager._stm.plans.last
+            same = same + 1 if after is before and after is not None else 0
+        return fetched
+
+    def step_fetching(self) -> int:
+        """One step; the bytes that it has fetched."""
+        begin = self.manager.stats.total_fetched_bytes
+        self.steps(1)
+        return self.manager.stats.total_fetched_bytes - begin
+
 
 def _at(trace: Trace, share: float) -> Trace:
     """The trace with this share of its bytes allowed on the device, or what one operator needs if that is more."""
@@ -181,12 +200,9 @@ def _measured(
     )
     with _Run(name, device, budget=budget, policy=policy, prefetch=prefetch) as run:
         cycle = run.until_planned()
+        settling = run.until_settled()
         before = run.manager.stats
-        fetched = []
-        for _ in range(_MEASURED_STEPS):
-            begin = run.manager.stats.total_fetched_bytes
-            run.steps(1)
-            fetched.append(run.manager.stats.total_fetched_bytes - begin)
+        fetched = [run.step_fetching() for _ in range(_MEASURED_STEPS)]
         after = run.manager.stats
         cycle = run.manager._stm.plans.last or cycle
         trace, schedule = cycle.trace, cycle.schedule
@@ -198,6 +214,7 @@ def _measured(
             "prefetch": prefetch,
             "device_budget": budget,
             "peak_device_bytes": after.peak_device_bytes,
+            "settling": settling,
             "fetched_bytes": fetched,
             "planned_bytes": schedule.moved_bytes,
             "lower_bound_bytes": least,
