@@ -286,8 +286,9 @@ def _substituting(
             tensor = managed_of(parameter)
             if tensor not in operands:
                 operands.append(tensor)
+        for tensor in operands:
+            tensor.owner.note_unguarded()
         # Modes would make the compiler run everything eagerly, which is not the same arithmetic.
-        operands[0].owner.note_unguarded()
         outside = not in_scope() and keeps_its_type(operands)
         given = full_copies(operands) if outside else substituted(operands, label)
         with plain(), given as copies, unguarded():
