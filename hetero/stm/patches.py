@@ -13,6 +13,7 @@ as all managers rest (`hetero.stm.settled`).
 * ``torch.clear_autocast_cache``, which ``torch.autocast`` calls where its outermost region ends.
 * ``zero_grad`` of optimizers and modules looks whether there is a gradient, which would wait for it.
 * Clipping (`hetero.stm.interception.clipping`).
+* Cross entropy, which ATen computes otherwise while operators are guarded (`hetero.stm.running.guard`).
 * ``Tensor.cpu`` and ``Tensor.to``, which copy what is on a device (`hetero.stm.tensors.hostcopies`).
 * ``torch.compiler``'s session: while one thread compiles, ``torch.compiler.is_compiling()`` answers True to all, and
   optimizers compute otherwise then. What is queued is done before.
@@ -60,7 +61,7 @@ from hetero.stm.interception.intercept import (
 from hetero.stm.interception.onethread import run_on_device_thread
 from hetero.stm.interception.outside import full_copies, keeps_its_type
 from hetero.stm.interception.parts import look_again
-from hetero.stm.running.guard import formulas_kept
+from hetero.stm.running import guard
 from hetero.stm.settled import before_change, note_optimizer
 from hetero.stm.tensors import hostcopies
 from hetero.stm.tensors.fetch import plain
@@ -209,7 +210,7 @@ def _announced_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
 def _run(outputs: Any, args: Any, kwargs: Any) -> Any:
     # autograd.grad with respect to managed parameters comes here with interception off, and its threads inherit that;
     # but what runs within backward (a checkpoint's recompute, a Function of the user's) needs it.
-    with torch._C._EnableTorchFunction(), formulas_kept(outputs):
+    with torch._C._EnableTorchFunction(), guard.formulas_kept(outputs):
         try:
             return _run_backward(outputs, *args, **kwargs)
         except RuntimeError as error:
@@ -370,6 +371,7 @@ _REPLACEMENTS: list[tuple[Any, str, Any]] = [
     (_autograd, "_engine_run_backward", _announced_backward),
     (torch, "clear_autocast_cache", _announced_clear),
     (_Optimizer, "zero_grad", _zero_optimizer_grad),
+    *guard.REPLACEMENTS,
     *hostcopies.REPLACEMENTS,
     *scaling.REPLACEMENTS,
 ]

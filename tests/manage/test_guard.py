@@ -135,6 +135,38 @@ def test_formulas_that_depend_on_the_mode_give_the_same_bits():
     assert_twins(Formulas, steps, share=0.9)
 
 
+class Smoothed(nn.Module):
+    """A loss whose forward ATen computes in two ways (guard: [Note: formulas])."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, 20)
+        # Where only the order of a sum differs, one may come to the same.
+        self.losses = nn.ModuleList(
+            nn.CrossEntropyLoss(torch.linspace(0.1, most, 10), label_smoothing=0.1)
+            for most in (0.3, 0.5, 0.7, 0.9)
+        )
+
+    def forward(self, x):
+        logits = self.last(self.first(x)).view(-1, 10)
+        classes = torch.arange(len(logits), device=x.device)
+        targets = (classes % 10).masked_fill(classes % 3 == 1, -100)
+        return torch.stack([loss(logits, targets) for loss in self.losses])
+
+
+def test_a_forward_formula_that_depends_on_the_mode_gives_the_same_bits():
+    assert_twins(Smoothed, steps, share=0.9)
+
+
+def test_without_stepping_aside_that_formula_gives_other_bits():
+    x, model = torch.randn(32, WIDTH), Smoothed()
+    expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    with guard.guarded(lambda: 0, at_once=True):
+        other = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    assert not all(torch.equal(*pair) for pair in zip(other, expected, strict=True))
+
+
 def test_without_stepping_aside_those_formulas_give_other_bits(monkeypatch):
     # So that the test above cannot pass by chance: torch still chooses by the mode.
     x = torch.rand(32, WIDTH, dtype=torch.float32).add_(0.5).requires_grad_()

@@ -17,7 +17,8 @@ told by the allocator's count of its errors.
 [Note: formulas]
 ATen chooses the backward formula of a few operators by whether any dispatch mode is active, and another formula
 gives other bits. For those nodes the guard steps aside, after making all the room there is. Which they are was
-found by running PyTorch's operator database, and losses of mixed types, with and without a mode.
+found by running PyTorch's operator database, and losses of mixed types, with and without a mode. Of forward
+formulas there is one: cross entropy with label smoothing, divided by the sum of the weights of what is not ignored.
 """
 
 import contextlib
@@ -42,7 +43,7 @@ from torch.utils.hooks import RemovableHandle
 from hetero.stm.running.byvalues import depends_on_values
 from hetero.stm.tensors.fetch import plain
 
-__all__ = ["Relieve", "arm", "formulas_kept", "guarded", "lifted", "unguarded"]
+__all__ = ["REPLACEMENTS", "Relieve", "arm", "formulas_kept", "guarded", "lifted", "unguarded"]
 
 _CHOSEN_BY_MODE = frozenset(
     {
@@ -56,6 +57,9 @@ _CHOSEN_BY_MODE = frozenset(
     }
 )
 
+
+_cross_entropy: Any = torch._C._nn.cross_entropy_loss
+_MEAN = 1  # as ATen counts reductions
 
 # In place: what they divide by, or, of a list, the casts of a later operand, is allocated when something is written.
 _WRITE_EARLY = re.compile(r"aten\.(scatter_reduce_|index_reduce_|_foreach_\w+_)\.\w+")
@@ -295,13 +299,44 @@ def formulas_kept(outputs: Sequence[Any]) -> Iterator[None]:
 
 
 def _step_aside(gradients: Any) -> None:
-    # Autograd restores its threads' modes after every node: this lasts for one.
+    _leave()  # Autograd restores its threads' modes after every node: this lasts for one.
+
+
+def _leave() -> list[TorchDispatchMode]:
+    """Guards make all the room there is, and leave the modes of this thread; which those were, from the innermost."""
     modes = _pop_all()
     for mode in modes:
         if isinstance(mode, _Guard):
             while mode.relieve():
                 pass
     _push_all([mode for mode in modes if not isinstance(mode, _Guard)])
+    return modes
+
+
+@functools.wraps(_cross_entropy)
+def _cross_entropy_unguarded(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    reduction: int = _MEAN,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Any:
+    """[Note: formulas]"""
+    given = (input, target, weight, reduction, ignore_index, label_smoothing)
+    is_chosen = weight is not None and reduction == _MEAN and label_smoothing > 0
+    if not is_chosen or not any(isinstance(mode, _Guard) for mode in _get_current_dispatch_mode_stack()):
+        return _cross_entropy(*given)
+    modes = _leave()
+    try:
+        return _cross_entropy(*given)
+    finally:
+        _pop_all()
+        _push_all(modes)
+
+
+REPLACEMENTS = [(torch._C._nn, "cross_entropy_loss", _cross_entropy_unguarded)]
+"""Functions of torch, as (where, name, what is put there) (`hetero.stm.patches`)."""
 
 
 def _reachable(roots: Sequence[Any]) -> Iterator[Any]:
