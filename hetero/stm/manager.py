@@ -3,8 +3,8 @@
 Owns the lock, and which part is asked what. The parts each own one thing: `Registry` which tensors there are, `Ledger`
 the count of bytes, `Residency` the device copies (`Room`: who leaves), `Gradients` the way home (`GradientAccess`: as
 the user meets it), `Activations` what forward saves, `PlanBook` the plans, `Cycles` which iteration it is, `Executor`
-the position in its plan, `Segments` their boundaries. Thread-safe: autograd runs backward on threads of its own, so
-one lock guards every entry.
+what is done at each moment of it, `Segments` their boundaries, `Relief` what leaves when memory is short. Thread-safe:
+autograd runs backward on threads of its own, so one lock guards every entry.
 """
 
 import threading
@@ -36,6 +36,7 @@ from hetero.stm.plans.homechoice import HomeChoice
 from hetero.stm.plans.plan import PlanMaker
 from hetero.stm.plans.planbook import PlanBook
 from hetero.stm.running.executor import Executor
+from hetero.stm.running.relief import Relief
 from hetero.stm.running.segments import Segments
 from hetero.stm.tensors.exposure import measure_incoming
 from hetero.stm.tensors.fetch import make_identity, plain
@@ -48,7 +49,6 @@ from hetero.units import format_bytes
 
 __all__ = ["Arrivals", "StatefulTensorMgr"]
 
-_PORTIONS = 8  # in which saved tensors leave when memory is short
 _current_graph_task_id = torch._C._current_graph_task_id
 
 
@@ -127,9 +127,17 @@ class StatefulTensorMgr:
             lock=self._lock,
             device_budget=config.device_budget,
         )
-        self.residency.room.reclaim = self._reclaim
-        self.residency.room.shed = self.activations.shed
-        self.residency.room.ask = lambda nbytes, urgent: ask(self, nbytes, urgent=urgent)
+        self.relief = Relief(
+            accelerator,
+            self.ledger,
+            self.residency,
+            self.gradients,
+            self.activations,
+            self.collector,
+            lock=self._lock,
+            device_budget=config.device_budget,
+            ask=lambda nbytes, urgent: ask(self, nbytes, urgent=urgent),
+        )
         planner = PlanMaker(
             self.tensors,
             budget=config.device_budget,
@@ -160,7 +168,7 @@ class StatefulTensorMgr:
             self.cycles,
             self.plans,
             accelerator,
-            relieve=self.relieve,
+            self.relief,
         )
         self.activations.moment = self._activation_moment
         self.activations.make_room = self.executor.make_room
@@ -359,23 +367,6 @@ class StatefulTensorMgr:
             tensor.bind_home()
             tensor.watch(data)
 
-    def relieve(self, unless_free: int | None = None) -> int:
-        """Free what can be freed after an out-of-memory error; or before one, ``unless_free`` bytes are free."""
-        with self._lock:
-            if unless_free is not None and self.residency.room.has(unless_free):
-                return 0
-            with self.collector.evicting(for_operator=True):
-                freed = self.residency.evict_idle()
-                if freed == 0:  # and never more than it takes: these have to come back
-                    freed = self.activations.shed(max(1, self.activations.device_bytes // _PORTIONS))
-                if freed == 0:
-                    freed = self.residency.room.send_home(self._budget)
-                    self.residency.evict_idle()
-                if freed == 0:
-                    freed = ask(self, self._budget, urgent=True)
-            self._accelerator.release_cached()
-            return freed
-
     def give(self, nbytes: int, *, urgent: bool) -> int:
         """`hetero.stm.neighbours`"""
         if not self._lock.acquire(blocking=False):
@@ -385,10 +376,7 @@ class StatefulTensorMgr:
                 return 0
             if self.settled is not None and self.settled.is_on and not (urgent and self.settled.make_way()):
                 return 0
-            if urgent:
-                self.executor.await_release()
-            with plain(), self.residency.on_its_stream(), self.collector.evicting(for_operator=False):
-                return self.residency.room.give(nbytes, urgent=urgent)
+            return self.relief.give(nbytes, urgent=urgent)
         finally:
             self._lock.release()
 
@@ -398,24 +386,9 @@ class StatefulTensorMgr:
             return
         try:
             if not (self._closed or self.is_in_child or (self.settled is not None and self.settled.is_on)):
-                with plain(), self.residency.on_its_stream(), self.collector.evicting(for_operator=False):
-                    self.residency.room.make(self._accelerator.allocated_size(nbytes))
+                self.relief.make_room(nbytes)
         finally:
             self._lock.release()
-
-    def refused(self, operator: str, error: RuntimeError) -> BudgetError:
-        """What to say of an operator that has failed with the allocator's ``error``, and is not tried again."""
-        return self.residency.room.refused(operator, error)
-
-    def note_answered(self) -> None:
-        """What failed for want of memory is tried again after `relieve`."""
-        self._accelerator.note_answered()
-
-    def _reclaim(self, nbytes: int) -> None:
-        """Device memory of what is on its way down."""
-        before = self.ledger.device_bytes
-        self.gradients.reclaim(nbytes)
-        self.activations.reclaim(nbytes - (before - self.ledger.device_bytes))
 
     def _activation_moment(self, name: str) -> None:
         """A large tensor was saved, or is about to be read by backward: a sampling moment."""

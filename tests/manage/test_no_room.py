@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from accelerators import GAPS
+from accelerators import GAPS, ON_CUDA, SEGMENTS
 from equality import fresh_memory
 from loops import batch, mlp
 from torch import nn
@@ -40,6 +40,30 @@ def test_an_operator_that_finds_no_room_is_named_with_a_cure(kind, phase):
         # The cap is the failed iteration's: what the caller does then has the device's memory.
         optimizer.zero_grad()
         assert torch.empty(4 << 20, dtype=torch.uint8, device=target).nbytes > budget
+
+
+@pytest.mark.skipif(
+    ON_CUDA or SEGMENTS, reason="they are one operator of the virtual device, within which nobody sees"
+)
+@pytest.mark.parametrize("share", [0.33, 0.4, 0.5])
+def test_so_is_one_that_runs_within_another(share):
+    torch.manual_seed(0)
+    model = nn.LSTM(64, 64, 2)
+    target = device()
+    fresh_memory()
+    model.to(target)
+    model(torch.randn(6, 4, 64, device=target))[0].sum().backward()
+    peak = torch.accelerator.max_memory_allocated()
+    model.zero_grad()
+    model.to("cpu")
+    fresh_memory()
+    budget = int(share * peak)
+    with hetero.manage(model, adamw(model), device=target, device_budget=budget):
+        with pytest.raises(
+            hetero.BudgetError, match=r"needs .* more on .*: lower the batch size, or raise"
+        ) as caught:
+            model(torch.randn(6, 4, 64, device=target))[0].sum().backward()
+        assert isinstance(caught.value, torch.OutOfMemoryError)
 
 
 @pytest.mark.skipif(GAPS > 0, reason="a budget below the size of a segment refuses nothing there")

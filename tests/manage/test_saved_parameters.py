@@ -36,7 +36,7 @@ def test_who_holds_what_backward_reads_holds_the_copy(other):
         y, seen = saved(model, x, other=other)
         assert tensor.is_held()
         values = seen.cpu()
-        manager._stm.relieve()
+        manager._stm.relief.relieve()
         assert tensor.is_resident
         assert torch.equal(seen.cpu(), values)
         del seen
@@ -44,7 +44,7 @@ def test_who_holds_what_backward_reads_holds_the_copy(other):
         y.sum().backward()
         del y
         assert not tensor.is_held()
-        manager._stm.relieve()
+        manager._stm.relief.relieve()
         assert not tensor.is_resident
 
 

@@ -386,14 +386,14 @@ def test_a_dropped_graph_frees_device_and_host():
         assert slots > 0
         del loss
         gc.collect()
-        manager._stm.relieve()
+        manager._stm.relief.relieve()
         base = torch.accelerator.memory_allocated()
         for sheds in (False, True, True):
             loss = model(torch.randn(ROWS, WIDTH).to(target)).square().mean()
             if sheds:
                 shed_all(manager)
             del loss
-            while manager._stm.relieve():
+            while manager._stm.relief.relieve():
                 pass
             activations.settle()
             assert ledger.nbytes(Tier.DEVICE, Kind.ACTIVATION) == 0

@@ -41,7 +41,7 @@ def error_beside(held, target):
         steps(model, optimizer, target, 4)
         # Copies that the last step's updates have renewed by now would be no operands to make room for.
         manager._stm.finish_updates()
-        manager._stm.relieve()
+        manager._stm.relief.relieve()
         theirs = torch.zeros(held, dtype=torch.uint8, device=target)
         with pytest.raises(hetero.BudgetError, match=r"at least .* for operands") as error:
             steps(model, optimizer, target, 1)

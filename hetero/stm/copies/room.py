@@ -37,15 +37,15 @@ class Room:
         self._budget = device_budget
         self._resident = resident
         self._evict = evict
-        # Gradients on their way down still occupy the device; `hetero.stm.manager` sets this.
+        # Gradients on their way down still occupy the device; `hetero.stm.running.relief` sets this.
         self.reclaim: Callable[[int], None] = lambda nbytes: None
-        # Saved tensors may leave where copies are not enough; `hetero.stm.manager` sets this.
+        # Saved tensors may leave where copies are not enough; `hetero.stm.running.relief` sets this.
         self.shed: Callable[[int], int] = lambda nbytes: 0
         # Sends home what lives on the device, at least so many bytes if there are; returns how many.
         # `hetero.stm.step.devicehomes` sets this.
         self.send_home: Callable[[int], int] = lambda nbytes: 0
         # Other managers of the device let so many bytes leave, or as many as can; returns how many. ``urgent``: nothing
-        # of ours is left that can. `hetero.stm.manager` sets this.
+        # of ours is left that can. `hetero.stm.running.relief` sets this.
         self.ask: Callable[[int, bool], int] = lambda nbytes, urgent: 0
         # A budget that all operators fit in, where they have been measured; `hetero.stm.running.executor` sets this.
         self.enough: Callable[[], int | None] = lambda: None

@@ -300,7 +300,7 @@ def _substituting(
             except torch.OutOfMemoryError as error:
                 if isinstance(error, BudgetError):
                     raise
-                refused = operands[0].owner.refused(label, error)
+                refused = operands[0].owner.relief.refused(label, error)
                 refused.add_note(
                     "hetero: a compiled region has all its parameters on the device at once, and nothing in it can be "
                     "tried again when others have left: compile blocks of it instead"

@@ -225,11 +225,16 @@ def _run(
         try:
             result = func(*given, **by_name)
             break
-        except torch.OutOfMemoryError:
+        except torch.OutOfMemoryError as error:
             # An in-place operator may have done half its work; everything else can be tried again.
-            if _writes_in_place(func) or not may_save_again() or not operands[0].owner.relieve():
+            if _writes_in_place(func) or not may_save_again():
                 raise
-            operands[0].owner.note_answered()
+            relief = operands[0].owner.relief
+            if not relief.relieve():
+                if isinstance(error, BudgetError):  # a guard has said it
+                    raise
+                raise relief.refused(getattr(func, "__name__", str(func)), error) from error
+            relief.note_answered()
     for tensor in operands:
         if tensor.is_written:
             _refuse_write_to_leaf(tensor)

@@ -7,7 +7,6 @@ fetch of its own, counted. What is planned is decided in `hetero.stm.plans.planb
 """
 
 import contextlib
-import time
 from collections.abc import Iterable, Sequence
 
 from hetero.devices import Accelerator
@@ -22,12 +21,11 @@ from hetero.stm.plans.planbook import PlanBook
 from hetero.stm.running.backlog import Backlog
 from hetero.stm.running.callers import MOST_OF_ITS_OWN, CallersPart
 from hetero.stm.running.course import Course
-from hetero.stm.running.guard import Relieve, arm, guarded, lifted
+from hetero.stm.running.guard import arm, guarded, lifted
+from hetero.stm.running.relief import Relief
 from hetero.stm.tensors.managed import ManagedTensor
 
 __all__ = ["Executor"]
-
-_PATIENCE = 0.03  # seconds that a segment which is measured waits for copies to be let go
 
 
 class Executor:
@@ -43,8 +41,7 @@ class Executor:
         cycles: Cycles,
         plans: PlanBook,
         accelerator: Accelerator,
-        *,
-        relieve: Relieve,
+        relief: Relief,
     ) -> None:
         self._tensors = tensors
         self._residency = residency
@@ -53,7 +50,7 @@ class Executor:
         self._collector = collector
         self._cycles = cycles
         self._plans = plans
-        self._relieve = relieve
+        self._relief = relief
         self._accelerator = accelerator
         self._is_guarded = False
         self._is_open = False
@@ -87,10 +84,10 @@ class Executor:
             self._is_open = False
             self._cap(True)
         return guarded(
-            self._relieve,
+            self._relief.relieve,
             at_once=at_once or self._accelerator.may_fail_within(self._plans.budget),
-            note_answered=self._accelerator.note_answered,
-            explain=self._room.refused,
+            note_answered=self._relief.note_answered,
+            explain=self._relief.refused,
             uncapped=lambda error: lifted(self._cap, self._is_guarded and self._room.allows(error)),
             failures=self._accelerator.failures,
             note_values=self._note_values,
@@ -117,7 +114,7 @@ class Executor:
         self._backlog.begin(place.missing if self._course.plan is not None else ())
         self._activations.reclaim(0)
         if place.sample:
-            self.await_release()
+            self._relief.await_release()
         self._segment = self._collector.begin_segment(key, sample=place.sample, time=place.time)
         if place.sample:
             self._segment.has_gradients = any(has_gradient(tensor) for tensor in self._tensors)
@@ -247,14 +244,6 @@ class Executor:
             self._set_guarded(True)
             self._keep_to(plan.limits[self._course.callers] - self._drift)
 
-    def await_release(self) -> None:
-        """Wait for autograd's thread, which may hold what a backward has used for a moment longer than that runs: such
-        copies cannot leave, would be measured as some that never can, and every plan would have to keep them."""
-        until = time.monotonic() + _PATIENCE
-        copies = self._residency.resident
-        while any(t.is_held() and not t.users for t in tuple(copies.values())) and time.monotonic() < until:
-            time.sleep(1e-4)
-
     def release_cap(self) -> None:
         """Nothing runs until the next segment: others may have the memory. A model may also be dropped here."""
         self._cap(False)
@@ -320,7 +309,7 @@ class Executor:
 
     def _guard_from_here(self) -> None:
         self._set_guarded(True)
-        arm(self._relieve)
+        arm(self._relief.relieve)
 
     def _is_in_place(self, operands: list[ManagedTensor]) -> bool:
         """The plan foresaw this moment and asks for nothing, and every operand can be read: the common case."""

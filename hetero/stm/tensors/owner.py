@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from hetero.stm.tensors.managed import ManagedTensor
     from hetero.stm.tensors.onlookers import Onlookers
 
-__all__ = ["GradientOwner", "Owner", "SettledState"]
+__all__ = ["GradientOwner", "Owner", "Relief", "SettledState"]
 
 
 class SettledState(Protocol):
@@ -63,6 +63,19 @@ class GradientOwner(Protocol):
         """Bring all numbers of their gradients between ``-most`` and ``most``, likewise."""
 
 
+class Relief(Protocol):
+    """Who is asked when the device has no memory left (`hetero.stm.running.relief.Relief`)."""
+
+    def relieve(self) -> int:
+        """Free what can be freed after an out-of-memory error; returns the bytes freed."""
+
+    def note_answered(self) -> None:
+        """What failed for want of memory is tried again after `relieve`."""
+
+    def refused(self, operator: str, error: RuntimeError) -> Exception:
+        """What to say of an operator that has failed with the allocator's ``error``, and is not tried again."""
+
+
 class Owner(Protocol):
     """The manager behind a tensor, as interception sees it (`hetero.stm.manager.StatefulTensorMgr`)."""
 
@@ -72,6 +85,10 @@ class Owner(Protocol):
     @property
     def grads(self) -> GradientOwner:
         """Who is asked before anybody touches ``p.grad``."""
+
+    @property
+    def relief(self) -> Relief:
+        """Who is asked when the device has no memory left."""
 
     def note_part(self, part: nn.Module) -> None:
         """A module of the model has been called by itself."""
@@ -89,15 +106,6 @@ class Owner(Protocol):
 
     def copy_for(self, tensor: "ManagedTensor") -> torch.Tensor:
         """What the operator receives instead of the parameter."""
-
-    def relieve(self) -> int:
-        """Free what can be freed after an out-of-memory error; returns the bytes freed."""
-
-    def refused(self, operator: str, error: RuntimeError) -> Exception:
-        """What to say of an operator that has failed with the allocator's ``error``, and is not tried again."""
-
-    def note_answered(self) -> None:
-        """What failed for want of memory is tried again after `relieve`."""
 
     def settle_home(self, tensor: "ManagedTensor") -> None:
         """Return once home is what the last ``optimizer.step()`` made of it."""

@@ -1,0 +1,108 @@
+"""Letting device memory go that is wanted for something else.
+
+Owns the order in which what one manager has there leaves for an operator that found no memory, or for others on the
+device; how one class of it leaves is the matter of `hetero.stm.copies`, `gradients` and `activations`. Unlike
+`hetero.stm.copies.room`, which keeps model data within what is planned, it is asked when that was not enough.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable
+
+from hetero.devices import Accelerator
+from hetero.errors import BudgetError
+from hetero.msc import MemStatsCollector
+from hetero.stm.activations.offload import Activations
+from hetero.stm.copies.residency import Residency
+from hetero.stm.gradients.offload import Gradients
+from hetero.stm.tensors.fetch import plain
+from hetero.stm.tensors.state import Ledger
+
+__all__ = ["Relief"]
+
+_PORTIONS = 8  # in which saved tensors leave when memory is short
+_PATIENCE = 0.03  # seconds that are waited for copies to be let go
+
+
+class Relief:
+    """Of one manager. ``ask``: others on the device let so many bytes go, or as many as they can, and more than idle
+    copies if it is urgent; returns how many."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        ledger: Ledger,
+        residency: Residency,
+        gradients: Gradients,
+        activations: Activations,
+        collector: MemStatsCollector,
+        *,
+        lock: contextlib.AbstractContextManager[bool],
+        device_budget: int,
+        ask: Callable[[int, bool], int],
+    ) -> None:
+        self._accelerator = accelerator
+        self._ledger = ledger
+        self._residency = residency
+        self._room = residency.room
+        self._gradients = gradients
+        self._activations = activations
+        self._collector = collector
+        self._lock = lock
+        self._budget = device_budget
+        self._ask = ask
+        self._room.reclaim = self._reclaim
+        self._room.shed = activations.shed
+        self._room.ask = ask
+
+    def relieve(self, unless_free: int | None = None) -> int:
+        """Free what can be freed after an out-of-memory error; or before one, ``unless_free`` bytes are free. Returns
+        the bytes freed, 0 if nothing is left that can be."""
+        with self._lock:
+            if unless_free is not None and self._room.has(unless_free):
+                return 0
+            with self._collector.evicting(for_operator=True):
+                freed = self._residency.evict_idle()
+                if freed == 0:  # and never more than it takes: these have to come back
+                    freed = self._activations.shed(max(1, self._activations.device_bytes // _PORTIONS))
+                if freed == 0:
+                    freed = self._room.send_home(self._budget)
+                    self._residency.evict_idle()
+                if freed == 0:
+                    freed = self._ask(self._budget, True)
+            self._accelerator.release_cached()
+            return freed
+
+    def note_answered(self) -> None:
+        """What failed for want of memory is tried again after `relieve`."""
+        self._accelerator.note_answered()
+
+    def refused(self, operator: str, error: RuntimeError) -> BudgetError:
+        """What to say of an operator that has failed with the allocator's ``error``, and is not tried again."""
+        return self._room.refused(operator, error)
+
+    def give(self, nbytes: int, *, urgent: bool) -> int:
+        """For another manager, as `hetero.stm.copies.room.Room.give`; the lock is held."""
+        if urgent:
+            self.await_release()
+        with plain(), self._residency.on_its_stream(), self._collector.evicting(for_operator=False):
+            return self._room.give(nbytes, urgent=urgent)
+
+    def make_room(self, nbytes: int) -> None:
+        """The caller is about to take so many bytes of the device; the lock is held."""
+        with plain(), self._residency.on_its_stream(), self._collector.evicting(for_operator=False):
+            self._room.make(self._accelerator.allocated_size(nbytes))
+
+    def await_release(self) -> None:
+        """Wait for autograd's thread, which may hold what a backward has used for a moment longer than that runs: such
+        copies cannot leave, would be measured as some that never can, and every plan would have to keep them."""
+        until = time.monotonic() + _PATIENCE
+        copies = self._residency.resident
+        while any(t.is_held() and not t.users for t in tuple(copies.values())) and time.monotonic() < until:
+            time.sleep(1e-4)
+
+    def _reclaim(self, nbytes: int) -> None:
+        """Memory of what is on its way down."""
+        before = self._ledger.device_bytes
+        self._gradients.reclaim(nbytes)
+        self._activations.reclaim(nbytes - (before - self._ledger.device_bytes))
