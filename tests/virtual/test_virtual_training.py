@@ -2,11 +2,13 @@
 
 import copy
 import gc
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 
@@ -199,3 +201,33 @@ def test_saved_tensor_hooks_see_the_weights_of_a_recurrent_layer(device: torch.d
     assert storages <= {t.untyped_storage().data_ptr() for t in packed}
     y.sum().backward()
     assert layer.weight_ih_l0.grad is not None
+
+
+class Fails(TorchDispatchMode):
+    """Matrix products after the first ``allowed`` raise."""
+
+    def __init__(self, allowed: int) -> None:
+        super().__init__()
+        self.allowed = allowed
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.default:
+            self.allowed -= 1
+            if self.allowed < 0:
+                raise ValueError("no more products")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("allowed", [0, 1, 2, 3])
+def test_an_error_within_a_recurrent_backward_is_that_backwards_alone(
+    device: torch.device, allowed: int
+) -> None:
+    model = nn.GRU(8, 8, 2, dropout=0.5).to(device)
+    loss = model(torch.randn(3, 2, 8, device=device))[0].sum()
+    generator = torch.get_rng_state()
+    with Fails(allowed), pytest.raises(ValueError, match="no more products"):
+        loss.backward()
+    assert torch.equal(torch.get_rng_state(), generator)
+    # The thread of the device has no error left over, which would be taken for the next operator's.
+    with Fails(100):
+        (torch.ones(2, device=device, requires_grad=True) * 2).sum().backward()

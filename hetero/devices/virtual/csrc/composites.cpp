@@ -10,8 +10,10 @@
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/native/DispatchStub.h>
 #include <ATen/native/transformers/attention.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
 #include "tensors.h"
@@ -164,6 +166,20 @@ struct AsIfAtTheTop {
   at::AutoGradMode mode;
 };
 
+// The CPU's generator is in that state, if there is one, and is put back whatever happens.
+struct RngStateOf {
+  explicit RngStateOf(const Tensor& then) {
+    if (!then.defined()) return;
+    now = generator.get_state();
+    generator.set_state(then);
+  }
+  ~RngStateOf() {
+    if (now.defined()) generator.set_state(now);
+  }
+  at::Generator generator = at::detail::getDefaultCPUGenerator();
+  Tensor now;
+};
+
 struct FrameHolder : torch::CustomClassHolder {
   Frame frame;
   bool wants_gradients;
@@ -216,21 +232,26 @@ struct Recomputed : torch::autograd::Function<Recomputed> {
   static variable_list recompute(const FrameHolder& held, const variable_list& shown, const variable_list& shown_grads,
                                  const variable_list& wanted) {
     AsIfAtTheTop at_the_top(true);
-    auto generator = at::detail::getDefaultCPUGenerator();
-    Tensor rng_now;
-    if (held.frame.rng_state.defined()) {
-      rng_now = generator.get_state();
-      generator.set_state(held.frame.rng_state);
+    variable_list out, roots, root_grads;
+    {
+      RngStateOf rng(held.frame.rng_state);
+      out = call_frame(*held.op, held.frame, shown);
     }
-    variable_list out = call_frame(*held.op, held.frame, shown), roots, root_grads;
-    if (rng_now.defined()) generator.set_state(rng_now);
     for (size_t i = 0; i < out.size(); ++i) {
       if (!shown_grads[i].defined() || !out[i].requires_grad()) continue;
       roots.push_back(out[i]);
       root_grads.push_back(shown_grads[i]);
     }
     if (roots.empty()) return variable_list(wanted.size());
-    return torch::autograd::grad(roots, wanted, root_grads, false, false, true);
+    try {
+      return torch::autograd::grad(roots, wanted, root_grads, false, false, true);
+    } catch (python_error& error) {
+      // The engine within has set it as this thread's Python error as well, which the next backward would meet.
+      pybind11::gil_scoped_acquire gil;
+      error.persist();
+      PyErr_Clear();
+      throw;
+    }
   }
 };
 
