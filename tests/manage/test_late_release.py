@@ -8,7 +8,7 @@ from torch import nn
 from twins import adamw, device
 
 import hetero
-from hetero.stm.running import executor
+from hetero.stm.running import relief
 
 
 def held_in_an_evaluation(monkeypatch, *, let_go):
@@ -42,7 +42,7 @@ def held_in_an_evaluation(monkeypatch, *, let_go):
             model(batch(target))
         hook.remove()
         assert holds
-        monkeypatch.setattr(executor, "time", Clock)
+        monkeypatch.setattr(relief, "time", Clock)
         with torch.no_grad():
             model(torch.cat([batch(target), batch(target)]))
         manager._stm.executor.finish_segment()

@@ -16,7 +16,7 @@ from twins import adamw, assert_same, assert_twins, device, plain
 import hetero
 from hetero.devices import Accelerator
 from hetero.msc.peaks import PeakKeeper
-from hetero.stm.manager import StatefulTensorMgr
+from hetero.stm.running.relief import Relief
 from hetero.stm.plans.outgrown import Outgrown
 from hetero.stm.running.executor import Executor
 from hetero.stm.settled import Settled
@@ -357,7 +357,7 @@ def test_a_peak_from_before_takes_nothing_from_the_device(monkeypatch):
         3 * budget, dtype=torch.uint8, device=target
     )  # what the counter shows, and the budget does not allow
     assert torch.accelerator.max_memory_allocated() >= 3 * budget
-    monkeypatch.setattr(StatefulTensorMgr, "relieve", lambda self: pytest.fail("for the sake of a counter"))
+    monkeypatch.setattr(Relief, "relieve", lambda self: pytest.fail("for the sake of a counter"))
     with hetero.manage(model, optimizer, device=target, device_budget=budget):
         train(model, optimizer, target, 6)
 
