@@ -16,9 +16,9 @@ from twins import adamw, assert_same, assert_twins, device, plain
 import hetero
 from hetero.devices import Accelerator
 from hetero.msc.peaks import PeakKeeper
-from hetero.stm.running.relief import Relief
 from hetero.stm.plans.outgrown import Outgrown
 from hetero.stm.running.executor import Executor
+from hetero.stm.running.relief import Relief
 from hetero.stm.settled import Settled
 
 WIDTH, ROWS, LAYERS = 128, 32, 6
