@@ -118,6 +118,11 @@ def test_the_budget_is_kept(source: Path) -> None:
     assert "device budget 800.0 KiB" in result.output
 
 
+def test_so_is_one_under_which_everything_fits(source: Path) -> None:
+    result = RUN.invoke(app, ["verify", f"{source}:adam", "--steps", "8", "--device-budget", "1GiB"])
+    assert result.exit_code == 0, result.output + result.stderr
+
+
 def test_different_training_exits_1_and_says_that_unmanaged_runs_differ_too(source: Path) -> None:
     result = RUN.invoke(app, ["verify", f"{source}:ever_faster"])
     assert result.exit_code == 1, result.output + result.stderr

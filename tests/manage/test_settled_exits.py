@@ -197,6 +197,43 @@ def test_a_closure_with_a_batch_of_another_size(fused):
 
 
 @pytest.mark.skipif(ON_CUDA, reason=STEPS_AT_HOME)
+@pytest.mark.parametrize("schedules", [False, True])  # a scheduler wraps the method that it finds
+@pytest.mark.parametrize("kept", [0, 6, 9])  # before it settles, settled, and when it has left again
+def test_a_step_method_that_was_kept_steps_with_the_same_kernels(kept, schedules):
+    settled = []
+
+    def loop(model, optimizer, target):
+        seen, run = [], optimizer.step
+        for number, rows in enumerate((8, 8, 8, 8, 8, 8, 8, 5, 5, 8, 8, 8, 5, 8, 8, 8)):
+            if number == kept:
+                if schedules:
+                    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n))
+                run = optimizer.step
+            loss = model(batch(target, rows)).square().mean()
+            settled.append(not is_intercepted(model))
+            loss.backward()
+            (run if number >= kept else optimizer.step)()
+            if schedules and number >= kept:
+                scheduler.step()
+            optimizer.zero_grad()
+            seen.append(loss)
+        return seen
+
+    def make_fused(model):
+        return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+    def make_optimizer(model):
+        return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    expected, parameters, _ = unmanaged(mlp, loop, make_fused)
+    settled.clear()
+    got, state, _ = managed(mlp, loop, PLENTY, make_optimizer)
+    assert_same(got, expected, "losses")
+    assert_same(state, parameters, "parameters")
+    assert (settled[6], settled[7], settled[-1]) == (True, False, True)
+
+
+@pytest.mark.skipif(ON_CUDA, reason=STEPS_AT_HOME)
 @pytest.mark.parametrize("fused", [None, False])
 def test_closures_alone_settle_as_well(fused):
     """All forwards are within a step, as in a framework's loop."""

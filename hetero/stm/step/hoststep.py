@@ -96,8 +96,9 @@ class HostStep:
         )
         self._plain: Any = None
         self._depth = 0
-        # Makes the step after a closure within which everything came to live on the device.
-        self.step_settled: Callable[[Callable[..., Any]], Any] = lambda inner: inner()
+        # Makes the step where everything has come to live on the device: within a closure, or since a method was kept.
+        self.step_settled: Callable[..., Any] = lambda inner, args, kwargs: inner(*args, **kwargs)
+        self._is_inside = False  # whoever is called to make the step
         # Somebody may have put other states, or their entries, in the place of those that we know.
         self._has_looked = True
         # For benchmarks and tests: False steps everything at once.
@@ -123,7 +124,7 @@ class HostStep:
         @wraps(inner)
         def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             if not host_step._attached or host_step._step_method is not method:
-                return inner(*args, **kwargs)
+                return host_step.step(inner, args, kwargs)
             return host_step._step(inner, args, kwargs)
 
         # Schedulers wrap ``step.__func__``: only a bound method has one.
@@ -192,9 +193,12 @@ class HostStep:
 
     # -- one step -------------------------------------------------------------------------------------
 
-    def step(self, inner: Callable[..., Any]) -> Any:
-        """In the place of ``inner``, whatever else has been put around it."""
-        return self._step(inner, (), {})
+    def step(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """In the place of ``inner``, through a method of ours that is not the optimizer's any more: somebody has kept
+        it, or a scheduler has wrapped it, and then the one that is in its place may have been called already."""
+        if self._attached and not self._is_inside:
+            return self._step(inner, args, kwargs)
+        return self.step_settled(inner, args, kwargs)
 
     def _step(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._stm.check_process()
@@ -208,7 +212,7 @@ class HostStep:
             if self._attached:
                 self._step(inner, (), {})
             else:
-                self.step_settled(inner)
+                self.step_settled(inner, (), {})
             return loss
         self._stm.segments.begin_step()
         self._stm.stepping = self._optimizer
@@ -220,10 +224,12 @@ class HostStep:
         hooks.move_to_end(after.id, last=False)
         complete = False
         self._stepped_now = set()
+        self._is_inside = True
         try:
             result = inner(*args, **kwargs)
             complete = True
         finally:
+            self._is_inside = False
             before.remove()
             after.remove()
             self._stm.stepping = None
@@ -261,12 +267,14 @@ class HostStep:
         self.capture.commit()
         self._bring_states_home()
         self.device_homes.take({})
+        self._is_inside = True
         try:
             result = inner(evaluate, *args[1:], **{k: v for k, v in kwargs.items() if k != "closure"})
         except BaseException:
             self._note_writes(self.capture.managed())
             raise
         finally:
+            self._is_inside = False
             self._leave()
         self.capture.move_versions()
         self.device_homes.note_moves(always=True)

@@ -49,14 +49,13 @@ def _is_for_loop(optimizer: torch.optim.Optimizer, group: _Group) -> bool:
 
 
 class OwnStep:
-    """Of one optimizer, while its parameters live on the device. `begin` once, `end` once. ``step_after(inner)``: makes
-    the step where a closure has ended all this."""
+    """Of one optimizer, while its parameters live on the device. `begin` once, `end` once. ``step_after``: makes
+    the step, as `step` does, where all this has ended: within a closure, or since a method was kept."""
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, step_after: Callable[[Callable[..., Any]], Any]
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, step_after: Callable[..., Any]) -> None:
         self._optimizer = optimizer
         self._step_after = step_after
+        self._is_inside = False  # whoever is called to make the step
         self._moved: list[ManagedTensor] = []  # whose count of steps has gone to the device
         self._method: Any = None
         self._before: Any = None
@@ -87,9 +86,12 @@ class OwnStep:
         if self._open:
             self._attach()
 
-    def step(self, inner: Callable[..., Any]) -> Any:
-        """In the place of ``inner``, after a closure within which all this has begun."""
-        return inner() if self._method is None else self._step(inner, (), {})
+    def step(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """In the place of ``inner``, after a closure within which all this has begun, or as
+        `hetero.stm.step.hoststep.HostStep.step`."""
+        if self._method is None or self._is_inside:
+            return inner(*args, **kwargs)
+        return self._step(inner, args, kwargs)
 
     def end(self) -> None:
         """They go back to us."""
@@ -134,7 +136,7 @@ class OwnStep:
         @wraps(inner)
         def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             if own._method is not method:
-                return inner(*args, **kwargs)
+                return own._step_after(inner, args, kwargs)
             return own._step(inner, args, kwargs)
 
         # Schedulers wrap ``step.__func__``: only a bound method has one.
@@ -149,7 +151,7 @@ class OwnStep:
             with torch.enable_grad():
                 loss = closure()
             if self._method is None:
-                self._step_after(inner)
+                self._step_after(inner, (), {})
             else:
                 self._step(inner, (), {})
             return loss
@@ -158,9 +160,11 @@ class OwnStep:
         after = optimizer.register_step_post_hook(self._restore)
         hooks: Any = optimizer._optimizer_step_post_hooks
         hooks.move_to_end(after.id, last=False)
+        self._is_inside = True
         try:
             return inner()
         finally:
+            self._is_inside = False
             before.remove()
             after.remove()
             self._restore()
