@@ -95,10 +95,10 @@ class _Guard(TorchDispatchMode):
         note_values: Callable[[], None],
     ) -> None:
         super().__init__()
-        self._note_values = note_values
+        self.note_values = note_values
         self._failures = failures
         self._seen_failures = 0
-        self._explain = explain
+        self.explain = explain
         self._uncapped = uncapped
         self.relieve = relieve
         self._note_answered = note_answered
@@ -111,7 +111,7 @@ class _Guard(TorchDispatchMode):
         # Below autograd a managed parameter is only memory at home: it must not be intercepted again.
         with plain(), contextlib.ExitStack() as stack:
             if depends_on_values(func, args):
-                self._note_values()
+                self.note_values()
             is_uncapped = is_sure = False
             copies: list[torch.Tensor] = []
             runs_once = _writes_early(func)
@@ -134,11 +134,11 @@ class _Guard(TorchDispatchMode):
                     # What was counted may be an earlier operator's, which did without: the second time it is not.
                     is_sure = is_sure or isinstance(error, torch.OutOfMemoryError)
                     if runs_once:
-                        raise self._explain(str(func), error) from error
+                        raise self.explain(str(func), error) from error
                     ordinary = _ordinary_parameters((args, kwargs))
                     if self.relieve() == 0 and is_sure:
                         if is_uncapped or not stack.enter_context(self._uncapped(error)):
-                            raise self._explain(str(func), error) from error
+                            raise self.explain(str(func), error) from error
                         is_uncapped = True
                     is_sure = True
                     self._note_answered()
@@ -305,12 +305,19 @@ def _step_aside(gradients: Any) -> None:
 def _leave() -> list[TorchDispatchMode]:
     """Guards make all the room there is, and leave the modes of this thread; which those were, from the innermost."""
     modes = _pop_all()
-    for mode in modes:
-        if isinstance(mode, _Guard):
-            while mode.relieve():
+    staying = modes
+    try:
+        for guard in _guards_of(modes):
+            while guard.relieve():
                 pass
-    _push_all([mode for mode in modes if not isinstance(mode, _Guard)])
+        staying = [mode for mode in modes if not isinstance(mode, _Guard)]
+    finally:
+        _push_all(staying)
     return modes
+
+
+def _guards_of(modes: Sequence[object]) -> list[_Guard]:
+    return [mode for mode in modes if isinstance(mode, _Guard)]
 
 
 @functools.wraps(_cross_entropy)
@@ -325,15 +332,22 @@ def _cross_entropy_unguarded(
     """[Note: formulas]"""
     given = (input, target, weight, reduction, ignore_index, label_smoothing)
     is_chosen = weight is not None and reduction == _MEAN and label_smoothing > 0
-    if not is_chosen or not any(isinstance(mode, _Guard) for mode in _get_current_dispatch_mode_stack()):
+    if not is_chosen or not _guards_of(_get_current_dispatch_mode_stack()):
         return _cross_entropy(*given)
     modes = _leave()
     try:
+        for guard in _guards_of(modes):
+            guard.note_values()  # its memory depends on how many targets are not ignored
         return _cross_entropy(*given)
+    except torch.OutOfMemoryError as error:
+        raise _guards_of(modes)[0].explain(_cross_entropy.__name__, error) from error
     finally:
         _pop_all()
         _push_all(modes)
 
+
+# TorchScript knows torch's functions by their identity. Here, so that it has all the original ones by then.
+torch.jit._builtins._register_builtin(_cross_entropy_unguarded, "aten::cross_entropy_loss")
 
 REPLACEMENTS = [(torch._C._nn, "cross_entropy_loss", _cross_entropy_unguarded)]
 """Functions of torch, as (where, name, what is put there) (`hetero.stm.patches`)."""
