@@ -28,6 +28,7 @@ from hetero.devices.accelerator import ALLOCATION_GRANULARITY
 from hetero.devices.host import host_memory_total
 from hetero.errors import ConfigError
 from hetero.eviction import Policy, resolve_policy
+from hetero.msc import unseen
 from hetero.report import MemoryStats, Plan, collect_stats, describe_plan, plot_stats
 from hetero.stm import patches
 from hetero.stm.interception.compiled import CompiledCalls
@@ -170,7 +171,8 @@ class Manager:
         # The measurement keeps to the budget as well: what is in use already counts.
         room = max(config.device_budget - accelerator.used_bytes(), ALLOCATION_GRANULARITY)
         nbytes = max(min(16 << 20, room // 4), ALLOCATION_GRANULARITY)
-        links = probe_links(accelerator, nbytes=nbytes, pin=config.pin_memory)
+        with unseen(accelerator):
+            links = probe_links(accelerator, nbytes=nbytes, pin=config.pin_memory)
         arena = HostArena(accelerator, pin=config.pin_memory)
         self._homes = stm.Homes(arena)
         self._stm = stm.StatefulTensorMgr(

@@ -5,7 +5,7 @@ them (Gemini). The collector measures and remembers; it changes no layout.
 """
 
 from hetero.msc.collector import Copy, MemStatsCollector, Segment, period_stats
-from hetero.msc.peaks import PeakKeeper
+from hetero.msc.peaks import PeakKeeper, unseen
 from hetero.msc.periods import Cause, Gradient, Period, PeriodStats, Phase, SegmentKey, Wait
 from hetero.msc.timing import CopyTime, IterationTimes, PeriodTimes, read_times
 
@@ -26,4 +26,5 @@ __all__ = [
     "Wait",
     "period_stats",
     "read_times",
+    "unseen",
 ]

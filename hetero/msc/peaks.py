@@ -5,12 +5,15 @@ period's start, and no backend lets anyone set it. So when sampling ends, the pe
 reached again, by allocating up to it for a moment.
 """
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hetero.devices import Accelerator
 
-__all__ = ["PeakKeeper"]
+__all__ = ["PeakKeeper", "unseen"]
 
 # Small enough to be found among cached blocks, large enough that a few hundred of them reach any peak.
 _FILL_BYTES = 64 << 20
@@ -29,9 +32,9 @@ class PeakKeeper:
     @property
     def highest(self) -> int:
         """Peak since this was made, as far as the counter tells: while the user's own earlier peak was higher
-        and nothing was sampled, only what sampling saw."""
+        and nothing was sampled, only what sampling saw and what is in use now."""
         peak = self._accelerator.peak_bytes()
-        return max(self._highest, peak) if peak > self._at_start else self._highest
+        return max(self._highest, peak if peak > self._at_start else self._accelerator.used_bytes())
 
     def passed(self, nbytes: int) -> int:
         """By how much the counter has passed ``nbytes``, if it has risen since this was asked before; else 0."""
@@ -61,17 +64,28 @@ class PeakKeeper:
         with (
             _disable_current_modes()
         ):  # what frees memory for the user's operators has nothing to free for this
-            self._reach(self._user_peak)
+            _reach(self._accelerator, self._user_peak)
         self._looked = self._accelerator.peak_bytes()
 
-    def _reach(self, peak: int) -> None:
-        fill: list[torch.Tensor] = []
-        try:
-            while (short := peak - self._accelerator.used_bytes()) > 0:
-                if self._accelerator.peak_bytes() >= peak:
-                    break
-                nbytes = min(short, _FILL_BYTES)
-                fill.append(torch.empty(nbytes, dtype=torch.uint8, device=self._accelerator.device))
-        except torch.OutOfMemoryError:
-            # Another process took the memory meanwhile, or there is a cap: the counter then shows a little less.
-            self._accelerator.note_answered()
+
+@contextlib.contextmanager
+def unseen(accelerator: Accelerator) -> Iterator[None]:
+    """What runs within it, and leaves nothing allocated, does not show in the peak counter."""
+    peak = accelerator.peak_bytes()
+    yield
+    if accelerator.peak_bytes() > peak:
+        accelerator.reset_peak()
+        _reach(accelerator, peak)
+
+
+def _reach(accelerator: Accelerator, peak: int) -> None:
+    fill: list[torch.Tensor] = []
+    try:
+        while (short := peak - accelerator.used_bytes()) > 0:
+            if accelerator.peak_bytes() >= peak:
+                break
+            nbytes = min(short, _FILL_BYTES)
+            fill.append(torch.empty(nbytes, dtype=torch.uint8, device=accelerator.device))
+    except torch.OutOfMemoryError:
+        # Another process took the memory meanwhile, or there is a cap: the counter then shows a little less.
+        accelerator.note_answered()

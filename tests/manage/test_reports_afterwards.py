@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from equality import fresh_memory
 from loops import losses, mlp
 from twins import device
 
@@ -31,3 +32,24 @@ def test_a_picture_with_another_ending_is_refused(tmp_path):
             manager.plot(str(tmp_path / "memory.xyz"))
         manager.plot(str(tmp_path / "memory.SVG"))
     assert (tmp_path / "memory.SVG").stat().st_size > 0
+
+
+def test_what_manage_itself_tries_out_is_not_in_the_peak():
+    target = device()
+    fresh_memory()
+    before = torch.accelerator.max_memory_allocated()
+    with hetero.manage(mlp(), device=target, device_budget="64MiB"):
+        assert torch.accelerator.max_memory_allocated() == before
+
+
+def test_the_peak_is_at_least_what_is_in_use_whatever_the_counter_showed_before():
+    target = device()
+    fresh_memory()
+    assert torch.empty(32 << 20, dtype=torch.uint8, device=target).nbytes == 32 << 20
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with hetero.manage(model, optimizer, device=target, device_budget="64MiB") as manager:
+        losses(model, optimizer, target, 6)
+        stats = manager.stats
+        assert stats.peak_device_bytes >= torch.accelerator.memory_allocated()
+        assert stats.peak_device_bytes < 32 << 20
