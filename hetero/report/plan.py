@@ -55,8 +55,8 @@ class Plan:
         fetched_bytes: copies to the device in an iteration, activations that come back included; gradients of what
             lives at home come on top, going down.
         activation_bytes: of activations that leave, in an iteration.
-        lower_bound_bytes: what any schedule would have to fetch under this budget, with the same parameters on the
-            device (interval linear program, Berger et al. 2018).
+        lower_bound_bytes: what any schedule would have to move under this budget, of these two together, with the same
+            parameters on the device (interval linear program, Berger et al. 2018).
         host_kernels: of each of the optimizer's groups, how many of the parameters at home torch's fused kernels
             step, how many whatever else the group says, and whether the choice was ours, ``fused`` and ``foreach``
             being None.
@@ -105,7 +105,7 @@ class Plan:
             )
         table.add_row("fetched per iteration", format_bytes(self.fetched_bytes))
         table.add_row("activations that leave", format_bytes(self.activation_bytes))
-        table.add_row("lower bound", format_bytes(self.lower_bound_bytes))
+        table.add_row("lower bound of both", format_bytes(self.lower_bound_bytes))
         table.add_row("predicted time", format_seconds(self.predicted_seconds))
         bounds = self.lower_bounds
         table.add_row(
