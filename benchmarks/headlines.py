@@ -57,7 +57,8 @@ def _host_step_lines(record: Record) -> list[Line]:
             f", the host's step as long as well, a norm {norm}, {row['held']:.0%} of the weights resident: stepped "
             "at once, deferred, begun in backward (`speculate=True`), and with device homes"
         )
-        lines.append(("the same", rest, ratios, "1.15"))
+        least = row["least"]["both"]
+        lines.append(("the same", rest, ratios, "1.15" if least <= 1.15 else f"none is below {least:.2f}"))
     return lines
 
 

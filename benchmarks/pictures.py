@@ -26,9 +26,9 @@ _GREY, _BLUES, _ORANGE, _INK = (
 _WAYS = {
     "at once": "step at once",
     "deferred": "deferred",
-    "homes": "and device homes",
-    "tried": "deferred, begun in backward",
-    "both": "all",
+    "homes": "deferred, with device homes",
+    "tried": "begun in backward",
+    "both": "begun in backward,\nwith device homes",
 }
 
 
@@ -44,7 +44,7 @@ def main() -> None:
 
 def host_step(record: Record, axes: Axes) -> None:
     """Bars for each row of the benchmark, and below which none can be."""
-    rows = record["results"]
+    rows = sorted(record["results"], key=lambda row: (row["clips"], -row["held"]))
     width = 0.8 / len(_WAYS)
     for place, (way, label) in enumerate(_WAYS.items()):
         x = [n + (place - len(_WAYS) / 2 + 0.5) * width for n in range(len(rows))]
@@ -85,9 +85,11 @@ def sweep(record: Record, axes: Axes) -> None:
     axes.axhline(
         unmanaged["peak_device_bytes"] / 2**20,
         color=_GREY,
+        zorder=0,
         label=f"unmanaged peak ({unmanaged['seconds']:.2f} s a step)",
     )
     axes.set_xticks(x, [f"{row['share']:.0%}" for row in rows])
+    axes.set_xlabel("device budget, of the unmanaged peak", fontsize=8)
     axes.set_ylabel("MiB", fontsize=8)
     _finish(axes)
 
