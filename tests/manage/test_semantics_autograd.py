@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from loops import batch, mlp, train
 from torch import nn
+from torch.torch_version import TorchVersion
 from twins import assert_twins, device
 
 import hetero
@@ -131,16 +132,33 @@ class InnerStep(nn.Module):
         )
 
     def forward(self, x):
-        weights = {"weight": self.inner.weight, "scale": self.scale}
+        weights = self.inner.weight, self.scale
         inner = (self.inner(x.detach()) * self.scale).square().mean()
-        grads = torch.autograd.grad(inner, weights, create_graph=True)
-        weight, scale = (w - 0.1 * grads[name] for name, w in weights.items())
+        weight, scale = (w - 0.1 * g for w, g in zip(weights, self.gradients(inner, weights), strict=True))
         return self.outer(F.linear(x, weight, self.inner.bias) * scale)
+
+    def gradients(self, loss, weights):
+        return torch.autograd.grad(loss, weights, create_graph=True)
+
+
+class InnerStepByName(InnerStep):
+    def gradients(self, loss, weights):
+        return torch.autograd.grad(loss, dict(enumerate(weights)), create_graph=True).values()
 
 
 @pytest.mark.parametrize("share", [0.6, 3.0])
-def test_an_inner_step_within_the_forward(share):
-    assert_twins(InnerStep, train, share=share)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        InnerStep,
+        pytest.param(
+            InnerStepByName,
+            marks=pytest.mark.skipif(TorchVersion(torch.__version__) < "2.13", reason="torch takes no dict"),
+        ),
+    ],
+)
+def test_an_inner_step_within_the_forward(kind, share):
+    assert_twins(kind, train, share=share)
 
 
 def test_retain_graph_and_a_second_backward():
