@@ -119,6 +119,7 @@ class Settled:
         self._growth = Growth(peak=0, by_kind={})
         self._limit = budget  # less what was given to others when it settled: `Manager.trim` ends it
         self._seen_failures = self._seen_peak = 0
+        self._last: Kind | None = None  # kind of a forward that ran settled
         self._probe: nn.Parameter | None = None
         self._frozen: list[nn.Parameter] = []
         self._shadows: list[nn.Parameter] = []
@@ -153,6 +154,7 @@ class Settled:
             else:
                 fits = self._try(kind)
             if fits:
+                self._last = kind
                 self.forwards += 1
                 self.running.append(threading.get_ident())
             return fits
@@ -190,7 +192,9 @@ class Settled:
             self._must_leave = True
             self._times_passed += 1
             self._wait = 4 << self._times_passed  # forwards
-            self._stm.plans.outgrown.note(peak - self._limit, passes_budget=True)
+            assert self._last is not None
+            model_bytes = self._stm.ledger.device_bytes
+            self._stm.plans.note_settled(self._last, peak - self._limit, model_bytes=model_bytes)
         self._seen_peak = peak
 
     # -- whether --------------------------------------------------------------------------------------

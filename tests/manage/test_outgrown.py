@@ -156,6 +156,50 @@ def test_what_the_caller_makes_of_the_last_of_several_forwards_without_a_backwar
     assert max(over[4:]) <= 0, over
 
 
+def collect(budget, *, forwards, times, steps, margins=None):
+    """By how much each iteration passes ``budget``, in which results of so many forwards without a backward are kept,
+    put together ``times`` over, and trained with. ``margins``: of each step's plans, by their number of segments."""
+    target = device()
+    gc.collect()
+    torch.manual_seed(0)
+    model = chain()
+    optimizer = adamw(model)
+    limit = torch.accelerator.memory_allocated() + budget
+    over = []
+    with hetero.manage(model, optimizer, device=target, device_budget=limit) as manager:
+        for _ in range(steps):
+            torch.accelerator.reset_peak_memory_stats()
+            with torch.no_grad():
+                seen = [model(torch.randn(ROWS, WIDTH, device=target)) for _ in range(forwards)]
+                collected = torch.cat(seen * times)
+            del seen
+            model(collected[:ROWS]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            del collected
+            over.append(torch.accelerator.max_memory_allocated() - limit)
+            if margins is not None:
+                margins.append({len(plan.keys): plan.margin for plan in manager._stm.plans})
+    return over
+
+
+@pytest.mark.parametrize(("forwards", "budget"), [(12, 640), (12, 960), (18, 880)])
+def test_growth_from_forward_to_forward_leaves_what_passes_the_budget_its_first_time(forwards, budget):
+    """Each of many forwards keeps more than the one before, which passes nothing; then something does."""
+    over = collect(budget << 10, forwards=forwards, times=1, steps=10)
+    assert sum(more > 0 for more in over) <= 1, over
+
+
+@pytest.mark.parametrize("budget", [600, 640, 680])
+def test_what_passes_the_budget_settled_is_learned_of_the_iterations_that_do(budget):
+    """Not of those that come after, of another kind, in which it is noticed."""
+    margins = []
+    over = collect(budget << 10, forwards=8, times=2, steps=5, margins=margins)
+    assert max(over[1:]) <= 0, over
+    assert margins[1][1] > 0, "of the forwards"
+    assert margins[-1][3] == 0, "of training"
+
+
 def test_settled_it_ends_that_and_the_budget_holds_again():
     target = device()
 
@@ -302,16 +346,16 @@ def test_a_counter_that_nobody_resets_is_not_asked_at_every_forward(monkeypatch)
 
 
 @given(
-    st.lists(st.tuples(st.integers(-10, 100), st.booleans(), st.booleans()), max_size=40),
+    st.lists(st.tuples(st.integers(-10, 100), *[st.booleans()] * 3), max_size=40),
     st.integers(-10, 500),
 )
 @settings(deadline=None)
 def test_what_is_kept_free_and_how_often(iterations, room):
-    outgrown, times = Outgrown(), 0
-    for drift, passes, missed in iterations:
-        outgrown.note(drift, passes_budget=passes)
-        times += passes
-        handled = not passes or times in (1, 2, 4, 8, 16, 32)
+    outgrown, times = Outgrown(), Counter()
+    for drift, passes, missed, is_next in iterations:
+        outgrown.note(drift, passes_budget=passes, is_next=passes and is_next)
+        times[is_next] += passes
+        handled = not passes or times[is_next] in (1, 2, 4, 8, 16, 32)
         expected = 0
         if passes and handled:
             expected = max(0, drift)
@@ -321,6 +365,17 @@ def test_what_is_kept_free_and_how_often(iterations, room):
         assert outgrown.is_unsure("keys") == (passes and handled)
         outgrown.note_measured("keys")
     assert outgrown.keep_free("keys", missed=True, room=lambda: room) == 0
+
+
+def test_what_was_noted_of_other_iterations_counts_for_them_alone():
+    outgrown = Outgrown()
+    for nbytes in (3, 7, 5):
+        outgrown.note_elsewhere("others", nbytes)
+    assert outgrown.keep_free("keys", missed=True, room=lambda: 100) == 0
+    assert outgrown.keep_free_elsewhere() == {"others": 7}
+    assert outgrown.is_unsure("others")
+    assert not outgrown.is_unsure("keys")
+    assert outgrown.keep_free_elsewhere() == {}
 
 
 def test_the_most_that_was_seen_in_an_iteration_counts():

@@ -19,34 +19,51 @@ class Outgrown:
     def __init__(self) -> None:
         self._drift = 0
         self._passes_budget = False
-        self._times: Counter[Hashable] = Counter()
+        self._is_next = True
+        self._times: Counter[tuple[Hashable, bool]] = Counter()
         self._unsure: set[Hashable] = set()
+        self._elsewhere: dict[Hashable, int] = {}
 
-    def note(self, nbytes: int, *, passes_budget: bool = False) -> None:
+    def note(self, nbytes: int, *, passes_budget: bool = False, is_next: bool = False) -> None:
         """In the iteration that runs there is so much more non-model data than its plan was made for.
 
         ``passes_budget``: where nothing of ours runs that could make room, so that the budget was passed by it, or
-        would have been. Then it is the most that was there, not what there was at some moment.
+        would have been. Then it is the most that was there, not what there was at some moment. ``is_next``: not this
+        time, for which room had been made; but the next one may, whose plan knows only why it was made.
         """
         self._drift = max(self._drift, nbytes)
         self._passes_budget = self._passes_budget or passes_budget
+        self._is_next = self._is_next and (is_next or not passes_budget)
+
+    def note_elsewhere(self, keys: Hashable, nbytes: int) -> None:
+        """An iteration with these has passed the budget, by what its plan should keep free; not the one that runs."""
+        self._elsewhere[keys] = max(nbytes, self._elsewhere.get(keys, 0))
+
+    def keep_free_elsewhere(self) -> dict[Hashable, int]:
+        """An iteration is over: how many more bytes plans should keep free for what `note_elsewhere` was told."""
+        noted, self._elsewhere = self._elsewhere, {}
+        return {keys: nbytes for keys, nbytes in noted.items() if self._is_due(keys, is_next=False)}
 
     def keep_free(self, keys: Hashable, *, missed: bool, room: Callable[[], int]) -> int:
         """The iteration is over: how many more bytes its plan should keep free, or 0. ``missed``: it cost fetches.
         ``room``: bytes that the plan has for copies; of more than half of them no more is kept free than was seen.
 
         What passes the budget whatever the plan keeps free is not planned for again and again, but at the 1st, 2nd,
-        4th, 8th ... time.
+        4th, 8th ... time. Those that only the next one may pass count by themselves: a text's forwards, or a policy's,
+        come to many of them before the first that does.
         """
-        drift, passes_budget = self._drift, self._passes_budget
-        self._drift, self._passes_budget = 0, False
+        drift, passes_budget, is_next = self._drift, self._passes_budget, self._is_next
+        self._drift, self._passes_budget, self._is_next = 0, False, True
         if passes_budget:
-            self._times[keys] += 1
-            if self._times[keys].bit_count() != 1:
-                return 0
-            self._unsure.add(keys)
-            return max(0, drift)
+            return max(0, drift) if self._is_due(keys, is_next=is_next) else 0
         return max(drift, min(_SPARE * drift, room() // 2)) if missed and drift > 0 else 0
+
+    def _is_due(self, keys: Hashable, *, is_next: bool) -> bool:
+        self._times[keys, is_next] += 1
+        is_due = self._times[keys, is_next].bit_count() == 1
+        if is_due:
+            self._unsure.add(keys)
+        return is_due
 
     def is_unsure(self, keys: Hashable) -> bool:
         """How much it takes is not known before it has been measured again."""

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from hetero.eviction import CapacityError, HomeCost, Schedule, Trace
-from hetero.msc import Segment, SegmentKey
+from hetero.msc import Phase, Segment, SegmentKey
+from hetero.stm.plans.fits import Kind, kind_of
 from hetero.stm.plans.outgrown import Outgrown
 from hetero.stm.plans.plan import CyclePlan, PlanMaker
 from hetero.stm.plans.samples import Samples
@@ -108,6 +109,15 @@ class PlanBook:
         self.timings.forget(keys)
         self.samples.forget(keys, for_good=for_good)
 
+    def note_settled(self, kind: Kind, passed: int, *, model_bytes: int) -> None:
+        """While nothing was intercepted and model data of ``model_bytes`` was on the device, the budget was passed by
+        so many bytes, in an iteration with a forward of this kind."""
+        for keys, plan in self._plans.items():
+            if any(key.phase is Phase.FORWARD and kind_of(key) == kind for key in keys):
+                # What comes after a forward without a backward had the rest of the room as well.
+                unused = 0 if keys[-1].trains else plan.limits[-1] - model_bytes
+                self.outgrown.note_elsewhere(keys, passed + max(0, unused))
+
     def _make_if_outgrown(self, keys: Keys, segments: list[Segment]) -> None:
         missed = any(period.unplanned_fetches for segment in segments for period in segment.periods)
         plan = self._plans.get(keys)
@@ -116,8 +126,15 @@ class PlanBook:
             missed=missed,
             room=lambda: 0 if plan is None else self.budget - plan.margin - self._planner.least(plan),
         )
+        margins = {
+            other: self._plans[other].margin + nbytes
+            for other, nbytes in self.outgrown.keep_free_elsewhere().items()
+            if other in self._plans
+        }
         if (more or self.samples.take_news()) and plan is not None:
-            self._make_all({keys: plan.margin + more})
+            margins[keys] = margins.get(keys, plan.margin) + more
+        if margins:
+            self._make_all(margins)
 
     def _learn_growth(self, keys: Keys, segments: list[Segment]) -> None:
         """What was kept free meanwhile need not be, as far as it has been measured now, after a forward."""

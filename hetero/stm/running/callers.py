@@ -67,8 +67,9 @@ class CallersPart:
         non_model = self._peaks.next_period() - self._room.excess(0)
         self._peaks.end()
         more = non_model - self._planned
-        if before + non_model + plan.margin > self._budget or (has_drifted and more > 0):
-            self._outgrown.note(more, passes_budget=True)
+        passes = before + non_model + plan.margin > self._budget
+        if passes or (has_drifted and more > 0):
+            self._outgrown.note(more, passes_budget=True, is_next=not passes)
 
     def end_inference(self, limit: int) -> None:
         """A forward without a backward has ended, whose plan has left so much to model data, and what the caller has
