@@ -93,6 +93,14 @@ def test_the_budget_holds_from_the_second_time_on(loss_of, wide, budget, wide_at
     assert not races()
 
 
+@pytest.mark.parametrize("budget", [340, 360, 380])
+def test_what_passes_the_budget_while_it_is_measured_again_is_learned_then(budget):
+    """A loss that differs from one step to the next, and holds no more when backward is called."""
+    _, over, _ = run(loss_with_temporaries, device(), wide_at=range(1, STEPS, 2), wide=4, budget=budget << 10)
+    # The second step is the first that does. It is being measured, and the counter tells of it in the third.
+    assert max(over[3:]) <= 0, over
+
+
 def test_the_budget_would_not_hold_if_nobody_looked(monkeypatch):
     # So that the test above cannot pass by chance.
     monkeypatch.setattr(Executor, "before_backward", lambda self: None)

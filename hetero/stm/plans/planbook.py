@@ -87,7 +87,7 @@ class PlanBook:
                     self._verified.discard(keys)
                     self._make_all({keys: self._plans[keys].margin})
                     return True
-                if self.outgrown.is_unsure(keys):
+                if self.outgrown.is_unsure(keys) or self._have_passed(segments):
                     self._learn_growth(keys, segments)
         if keys not in self._plans and self.samples.suffice(keys):
             self.samples.keep_longer(keys)
@@ -135,6 +135,12 @@ class PlanBook:
             margins[keys] = margins.get(keys, plan.margin) + more
         if margins:
             self._make_all(margins)
+
+    def _have_passed(self, segments: list[Segment]) -> bool:
+        """After a forward, where nobody makes room, there was more than the budget when it was measured again: for a
+        while, perhaps, which what is held when a backward is called does not tell."""
+        last = [segment.periods[-1] for segment in segments if segment.key.phase is Phase.FORWARD]
+        return any(period.peak_bytes > self.budget for period in last)
 
     def _learn_growth(self, keys: Keys, segments: list[Segment]) -> None:
         """What was kept free meanwhile need not be, as far as it has been measured now, after a forward."""
