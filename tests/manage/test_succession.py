@@ -75,3 +75,25 @@ def test_kinds_that_begin_alike_are_planned_and_measured_no_longer(pattern):
         micro_batches(model, optimizer, target, pattern * 3)
         assert measured
         assert not any(measured)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.33])
+def test_a_backward_that_is_differentiated_again_now_and_then_is_no_ordinary_one(share):
+    """It keeps what the ordinary one of the same forward, whose plan it followed, lets go."""
+
+    def loop(model, optimizer, target):
+        seen, parameters = [], list(model.parameters())
+        for step in range(8):
+            if step % 2:
+                loss = model(batch(target, 32, 96)).square().mean()
+                gradients = torch.autograd.grad(loss, parameters, create_graph=True)
+                product = sum((gradient * gradient.detach()).sum() for gradient in gradients)
+                seen += torch.autograd.grad(product, parameters)
+            loss = model(batch(target, 32, 96)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss)
+        return seen
+
+    assert_twins(lambda: mlp(96), loop, share=share)

@@ -250,4 +250,5 @@ class Segments:
         return contextlib.nullcontext()  # no forward of ours waits for it
 
     def _backward_key(self) -> SegmentKey:
-        return SegmentKey(Phase.BACKWARD, True, tuple(self._pending_forwards))
+        # One that returns gradients may be differentiated again: then much of what it makes is kept.
+        return SegmentKey(Phase.BACKWARD, True, (*self._pending_forwards, any(self._backwards)))
