@@ -140,7 +140,7 @@ class Settled:
                 used, peak, failures = self._accelerator.pressure()
                 if failures != self._seen_failures:
                     self._note_failures(failures)
-                if peak != self._seen_peak:
+                if peak != self._seen_peak and (peak > self._limit or self._seen_peak > self._limit):
                     self._note_peak(peak)
                 growth = self._growth.by_kind.get(kind)
                 makes_gradients = trains and self._probe is not None and self._probe.grad is None
