@@ -72,10 +72,12 @@ class PeakKeeper:
 def unseen(accelerator: Accelerator) -> Iterator[None]:
     """What runs within it, and leaves nothing allocated, does not show in the peak counter."""
     peak = accelerator.peak_bytes()
-    yield
-    if accelerator.peak_bytes() > peak:
-        accelerator.reset_peak()
-        _reach(accelerator, peak)
+    try:
+        yield
+    finally:
+        if accelerator.peak_bytes() > peak:
+            accelerator.reset_peak()
+            _reach(accelerator, peak)
 
 
 def _reach(accelerator: Accelerator, peak: int) -> None:

@@ -32,7 +32,6 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
-    _disable_current_modes,
     _get_current_dispatch_mode_stack,
     _pop_mode,
     _push_mode,
@@ -144,6 +143,11 @@ class _Guard(TorchDispatchMode):
                     self._note_answered()
                     args, kwargs = _on_device_still(ordinary, (args, kwargs), copies)
 
+    def make_room(self) -> None:
+        """All there is, for what cannot be tried again."""
+        while self.relieve():
+            pass
+
     def begin(self) -> None:
         """It is about to be put in place: errors from now on count."""
         self._seen_failures = self._failures()
@@ -245,8 +249,7 @@ def _arm_nodes(guard: _Guard, roots: Sequence[Any]) -> None:
         _push_below(guard)  # for this node: autograd restores its threads' modes afterwards
 
     def step_aside(gradients: Any) -> None:
-        while guard.relieve():
-            pass
+        guard.make_room()
 
     for node in _reachable(roots):
         name = node.name()
@@ -266,13 +269,24 @@ def _push_below(guard: _Guard) -> None:
 
 
 @contextlib.contextmanager
-def unguarded() -> Iterator[None]:
-    """Within it, nothing is guarded on this thread. Dispatch modes of others stay."""
-    if any(isinstance(mode, _Guard) for mode in _get_current_dispatch_mode_stack()):
-        with _disable_current_modes():
-            yield
-    else:
-        yield
+def unguarded() -> Iterator[list[_Guard]]:
+    """Within it, nothing is guarded on this thread; the guards that would. Dispatch modes of others stay."""
+    if not any(isinstance(mode, _Guard) for mode in _get_current_dispatch_mode_stack()):
+        yield []
+        return
+    modes, guards = _leave()
+    try:
+        yield guards
+    finally:
+        _pop_all()
+        _push_all(modes)
+
+
+def _leave() -> tuple[list[TorchDispatchMode], list[_Guard]]:
+    """Guards are no modes of this thread any more; which modes those were, from the innermost, and which guards."""
+    modes = _pop_all()
+    _push_all([mode for mode in modes if not isinstance(mode, _Guard)])
+    return modes, [mode for mode in modes if isinstance(mode, _Guard)]
 
 
 @contextlib.contextmanager
@@ -299,25 +313,10 @@ def formulas_kept(outputs: Sequence[Any]) -> Iterator[None]:
 
 
 def _step_aside(gradients: Any) -> None:
-    _leave()  # Autograd restores its threads' modes after every node: this lasts for one.
-
-
-def _leave() -> list[TorchDispatchMode]:
-    """Guards make all the room there is, and leave the modes of this thread; which those were, from the innermost."""
-    modes = _pop_all()
-    staying = modes
-    try:
-        for guard in _guards_of(modes):
-            while guard.relieve():
-                pass
-        staying = [mode for mode in modes if not isinstance(mode, _Guard)]
-    finally:
-        _push_all(staying)
-    return modes
-
-
-def _guards_of(modes: Sequence[object]) -> list[_Guard]:
-    return [mode for mode in modes if isinstance(mode, _Guard)]
+    # Autograd restores its threads' modes after every node: this lasts for one.
+    guards = _leave()[1]
+    for guard in guards:
+        guard.make_room()
 
 
 @functools.wraps(_cross_entropy)
@@ -331,19 +330,18 @@ def _cross_entropy_unguarded(
 ) -> Any:
     """[Note: formulas]"""
     given = (input, target, weight, reduction, ignore_index, label_smoothing)
-    is_chosen = weight is not None and reduction == _MEAN and label_smoothing > 0
-    if not is_chosen or not _guards_of(_get_current_dispatch_mode_stack()):
+    if weight is None or reduction != _MEAN or label_smoothing <= 0:
         return _cross_entropy(*given)
-    modes = _leave()
-    try:
-        for guard in _guards_of(modes):
+    with unguarded() as guards:
+        for guard in guards:
+            guard.make_room()
             guard.note_values()  # its memory depends on how many targets are not ignored
-        return _cross_entropy(*given)
-    except torch.OutOfMemoryError as error:
-        raise _guards_of(modes)[0].explain(_cross_entropy.__name__, error) from error
-    finally:
-        _pop_all()
-        _push_all(modes)
+        try:
+            return _cross_entropy(*given)
+        except torch.OutOfMemoryError as error:
+            if not guards:
+                raise
+            raise guards[0].explain(_cross_entropy.__name__, error) from error
 
 
 # TorchScript knows torch's functions by their identity. Here, so that it has all the original ones by then.
