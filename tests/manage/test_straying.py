@@ -12,7 +12,9 @@ from torch import nn
 from twins import adamw, assert_twins, device
 
 import hetero
+from hetero.eviction import Actions
 from hetero.stm.plans.departures import Departures
+from hetero.stm.running.course import in_the_end
 
 WIDTH = 64
 EVERY = tuple(range(6))
@@ -92,14 +94,14 @@ def test_numbers_and_budget_where_saved_tensors_move(share):
 class Watched:
     """A managed model that has its plan; ``run`` tells what each iteration fetched: bytes, and how often unplanned."""
 
-    def __init__(self, build=experts, share=0.6, first=EVERY, rows=8, count=12):
+    def __init__(self, build=experts, share=0.6, first=EVERY, rows=8, count=12, row_bytes=8 * 1024):
         gc.collect()
         self.rows = rows
         torch.manual_seed(0)
         self.model = build()
         self.optimizer = adamw(self.model)
         nbytes = sum(p.nbytes for p in self.model.parameters())
-        budget = torch.accelerator.memory_allocated() + int(share * nbytes) + rows * 8 * 1024
+        budget = torch.accelerator.memory_allocated() + int(share * nbytes) + rows * row_bytes
         self.manager = hetero.manage(
             self.model, self.optimizer, device=device(), device_budget=budget, device_homes=False
         )
@@ -215,6 +217,40 @@ def test_saved_tensors_are_known_again_after_what_was_left_out():
         some_known, alive = known(without(3))
         assert alive - some_known == 0
         assert some_known < all_known
+
+
+class Shares(nn.Module):
+    """Each part has ``chosen`` 32nds of the rows, as experts have."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(Block() for _ in EVERY)
+        self.chosen = ()
+
+    def forward(self, x):
+        rows = x.split([share * len(x) // 32 for share in self.chosen])
+        return torch.cat([part(its) for part, its in zip(self.parts, rows, strict=True)])
+
+
+def test_saved_tensors_are_known_whatever_share_of_the_rows_they_are_of():
+    alike, others = (5, 5, 6, 6, 5, 5), [(4, 6, 6, 5, 6, 5), (6, 5, 5, 5, 5, 6), (5, 5, 7, 4, 6, 5)]
+    with Watched(Shares, share=0.5, first=alike, rows=2048, row_bytes=2500) as watched:
+        [planned] = watched.run([alike])
+        assert watched.manager.stats.activation_in_bytes > 0
+        assert watched.run(others) == [planned] * len(others)
+
+
+@given(
+    st.lists(st.tuples(st.sets(st.integers(0, 5)), st.sets(st.integers(0, 5))), max_size=6),
+    st.sets(st.integers(0, 5)),
+)
+def test_what_is_passed_over_comes_to_the_same_as_one_after_the_other(passed, there):
+    one_by_one = set(there)
+    for evict, fetch in passed:
+        one_by_one = one_by_one - evict | fetch
+    at_once = in_the_end([Actions(evict=tuple(evict), fetch=tuple(fetch)) for evict, fetch in passed])
+    assert (there - set(at_once.evict)) | set(at_once.fetch) == one_by_one
+    assert not set(at_once.evict) & set(at_once.fetch)
 
 
 class Heads(nn.Module):

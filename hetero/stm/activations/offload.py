@@ -15,7 +15,7 @@ import contextlib
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -75,7 +75,6 @@ class Activations:
         self._forward = 0
         self._ordinal = 0
         self._coming: Iterator[int] = iter(())
-        self._sizes: Sequence[int] = ()
         self._closed = False
         self.kept = 0  # tensors that were saved as they are
         # Set by the manager: what a sampling moment is, and who makes room.
@@ -128,9 +127,9 @@ class Activations:
         ordinal = self._ordinal
         self._ordinal = ordinal + 1
         device_nbytes = self._accelerator.allocated_size(nbytes)
-        index = next(self._coming, -1)
-        if index >= 0 and self._sizes[index] != device_nbytes:
-            index = -1
+        index = next(
+            self._coming, -1
+        )  # of whatever size: an expert's tensors have another in every iteration
         account = Account(self._ledger, (self._forward, ordinal), device_nbytes, index)
         account.storage_key = storage_key
         record = Activation(self, account)
@@ -160,10 +159,9 @@ class Activations:
                 account.retire()
         self._forward, self._ordinal = number, 0
 
-    def follow(self, indices: Iterable[int], sizes: Sequence[int] = ()) -> None:
-        """What is saved from now on is known to the plan as ``indices``, in that order, and not at all after these;
-        ``sizes`` are of everything in the plan."""
-        self._coming, self._sizes = iter(indices), sizes
+    def follow(self, indices: Iterable[int]) -> None:
+        """What is saved from now on is known to the plan as ``indices``, in that order, and not at all after these."""
+        self._coming = iter(indices)
 
     def held(self) -> tuple[Key, ...]:
         """The records that cannot leave now, because somebody besides the graph holds them."""

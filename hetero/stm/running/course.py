@@ -4,13 +4,15 @@ Owns the position, which only goes forward, and whether the iteration has straye
 over, and at one that was not planned it stays where it is. Neither moves anything; `hetero.stm.running.executor` does.
 """
 
+from collections.abc import Sequence
+
 from hetero.eviction import Actions
 from hetero.stm.activations.offload import Activations
 from hetero.stm.plans.cycles import Cycles, Place
 from hetero.stm.plans.plan import CyclePlan
 from hetero.stm.tensors.managed import ManagedTensor
 
-__all__ = ["NOTHING", "Course"]
+__all__ = ["NOTHING", "Course", "in_the_end"]
 
 NOTHING = Actions()
 
@@ -84,11 +86,7 @@ class Course:
             return NOTHING
         self._cycles.note_omitted(range(position, found))
         self.position = found + 1
-        passed = plan.schedule.actions[position : found + 1]
-        return Actions(
-            evict=tuple(index for actions in passed for index in actions.evict),
-            fetch=tuple(index for actions in passed for index in actions.fetch),
-        )
+        return in_the_end(plan.schedule.actions[position : found + 1])
 
     def next_use(self, tensor: ManagedTensor) -> float:
         """In moments from now; inf where nothing is planned."""
@@ -101,4 +99,18 @@ class Course:
             self._activations.follow(())
         else:
             coming = range(plan.first_saved[position], plan.first_saved[self.stop])
-            self._activations.follow(coming, plan.trace.sizes)
+            self._activations.follow(coming)
+
+
+def in_the_end(passed: Sequence[Actions]) -> Actions:
+    """What all of these come to: of what is fetched and then evicted, or the other way round, the last alone."""
+    fetched: dict[int, bool] = {}
+    for actions in passed:
+        for indices, is_fetched in ((actions.evict, False), (actions.fetch, True)):
+            for index in indices:
+                fetched.pop(index, None)  # so that it comes where it was wanted last
+                fetched[index] = is_fetched
+    return Actions(
+        evict=tuple(index for index, is_fetched in fetched.items() if not is_fetched),
+        fetch=tuple(index for index, is_fetched in fetched.items() if is_fetched),
+    )
