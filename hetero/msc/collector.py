@@ -241,6 +241,11 @@ class MemStatsCollector:
         if self._relieving and self.is_sampling and any(saved == key for saved, _ in self._period.saved):
             self._period.lost_own = True
 
+    def note_given(self) -> None:
+        """Others on the device have made room, with what they may have there again."""
+        if self._relieving and self.is_sampling:
+            self._period.lost_own = True
+
     def note_saved(self, key: tuple[int, int], nbytes: int) -> None:
         """Forward saved a record (`hetero.stm.activations.offload`)."""
         if self.is_sampling:

@@ -86,7 +86,7 @@ class Period:
 
     ``used_bytes``: on the device when the operator began, ``peak_bytes``: at most until the period's end;
     ``non_model_bytes``: at most of what is no model data. ``relieved``: it ran out of memory until copies were
-    evicted in its middle; ``lost_own``: among them what it had saved itself.
+    evicted in its middle; ``lost_own``: among them what will be there again, which it had saved itself or others have.
 
     ``seconds``: its own time ([Note: own time]). ``waits`` and ``gradients``: in the order in which they came;
     ``sends``: of each gradient parameter, bytes and seconds of own time until then, once settled; ``handed_over``: the

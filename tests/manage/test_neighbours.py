@@ -83,6 +83,22 @@ def distil(models, optimizers, target, steps=10):
     return seen
 
 
+def prefer(models, optimizers, target, steps=8):
+    """A policy is called twice for each backward, in which its gradients add up beside what a frozen reference has."""
+    policy, reference = models
+    seen = []
+    for _ in range(steps):
+        good, bad = batch(target), batch(target)
+        with torch.no_grad():
+            aims = reference(good), reference(bad)
+        loss = ((policy(good) - aims[0]).square() - (policy(bad) - aims[1])).mean()
+        loss.backward()
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+        seen.append(loss)
+    return seen
+
+
 def in_turn(models, optimizers, target, steps=8):
     seen = []
     for _ in range(steps):
@@ -107,6 +123,12 @@ def test_another_models_idle_copies_are_no_growth():
     # Were the teacher's copies kept free twice over for good, all of the student's would be fetched as they are needed.
     student = len(list(mlp(depth=3).parameters()))
     assert stats[0].unplanned_fetches < student
+
+
+# When it is measured the reference leaves in the middle of backward; when it follows its plan, it is there again.
+@pytest.mark.parametrize("budget", [340 << 10, 380 << 10, 460 << 10])
+def test_what_another_model_gave_in_the_middle_of_an_operator_it_may_have_again(budget):
+    twins(prefer, taught, budget)
 
 
 def test_a_model_that_has_settled_makes_way_and_goes_on():

@@ -70,6 +70,8 @@ class Relief:
                     self._residency.evict_idle()
                 if freed == 0:
                     freed = self._ask(self._budget, True)
+                    if freed:
+                        self._collector.note_given()
             self._accelerator.release_cached()
             return freed
 
