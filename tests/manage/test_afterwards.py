@@ -7,6 +7,7 @@ import pytest
 import torch
 from equality import fresh_memory
 from loops import backward, mlp
+from our_calls import our_calls
 from twins import device
 
 import hetero
@@ -103,3 +104,14 @@ def test_states_that_were_kept_on_the_host_go_back_there():
         optimizer.step()
     assert {entry["sum"].device.type for entry in optimizer.state.values()} == {"cpu"}
     assert model.weight.device == target
+
+
+def test_what_close_does_is_linear_in_the_number_of_parameters():
+    def calls(depth):
+        model = mlp(width=4, depth=depth)
+        manager = hetero.manage(model, device=device(), device_budget="1MiB")
+        return our_calls(manager.close).total()
+
+    # Of 60 parameters, and of twice, three times as many: what comes on top is the same.
+    few, more, most = calls(10), calls(20), calls(30)
+    assert most - more == more - few

@@ -90,12 +90,18 @@ class Homes:
 
     def give_back(self) -> None:
         """Everything to where it was, in ordinary memory."""
-        while self._moved:
-            # From the end, so that an error leaves the list true.
-            group = _by_storage((m.name, m.tensor, m.device) for m in reversed(self._moved))[0]
-            for moved, data in zip(group, _copies(group, _ordinary_memory(group[0].device)), strict=True):
-                _replace(moved.name, moved.tensor, data)
-            done = {id(moved.tensor) for moved in group}
+        done: set[int] = set()
+        try:
+            # From the end: of what was moved more than once, the last time counts.
+            for group in _by_storage((m.name, m.tensor, m.device) for m in reversed(self._moved)):
+                left = [moved for moved in group if id(moved.tensor) not in done]
+                if left:
+                    for moved, data in zip(
+                        left, _copies(left, _ordinary_memory(left[0].device)), strict=True
+                    ):
+                        _replace(moved.name, moved.tensor, data)
+                    done.update(id(moved.tensor) for moved in left)
+        finally:  # an error leaves the list true
             self._moved = [moved for moved in self._moved if id(moved.tensor) not in done]
 
     def note_states(self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
