@@ -686,3 +686,22 @@ def test_those_that_were_there_in_vain_leave_before_the_next_plan_is_followed(mo
         assert any(lived)
         assert judged
         assert not living(manager)
+
+
+@pytest.mark.parametrize("more", [4 << 10, 16 << 10, 28 << 10])
+def test_gradients_that_stay_find_room_beside_what_the_caller_has_come_to_hold(more):
+    """Everything lives there, so the schedule asks for nothing, and nobody looks at each moment."""
+    model, optimizer, manager, target = managed_mlp(
+        "1250KiB", lambda m: torch.optim.AdamW(m.parameters(), fused=True)
+    )
+    manager._stm.settled.forbid()
+    with manager:
+        losses(model, optimizer, target, 10)
+        assert living(manager) == {name for name, _ in model.named_parameters()}
+        torch.accelerator.reset_peak_memory_stats()
+        losses(model, optimizer, target, 1)
+        room = manager.config.device_budget - torch.accelerator.max_memory_allocated()
+        held = torch.empty(room + more, dtype=torch.uint8, device=target)
+        losses(model, optimizer, target, 1)
+        assert torch.accelerator.max_memory_allocated() <= manager.config.device_budget + GAPS
+        del held

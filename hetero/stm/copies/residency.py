@@ -24,7 +24,7 @@ from hetero.stm.copies.room import Room
 from hetero.stm.copies.uploads import TransferMeter, Uploads
 from hetero.stm.deferred import Update, UpdateQueue
 from hetero.stm.tensors.managed import ManagedTensor, refused_write
-from hetero.stm.tensors.state import Ledger, Tier
+from hetero.stm.tensors.state import Kind, Ledger, Tier
 
 __all__ = ["Residency"]
 
@@ -251,6 +251,11 @@ class Residency:
             if tensor.pending is not None and not tensor.is_tried:
                 self._finish(tensor)
         self._updates.raise_error()
+
+    def home_bytes(self) -> int:
+        """Of what lives on the device: parameters and optimizer states, without gradients."""
+        copies = sum(tensor.device_nbytes for tensor in self.resident.values() if tensor.stays)
+        return copies + self._ledger.nbytes(Tier.DEVICE, Kind.OPTIMIZER_STATE)
 
     def stay(self, tensor: ManagedTensor) -> None:
         """From now on it lives on the device. Raises `BudgetError` if it cannot be fetched."""

@@ -27,6 +27,8 @@ from hetero.stm.tensors.managed import ManagedTensor
 
 __all__ = ["Executor"]
 
+_MAY_GROW = 1 << 6  # share of the budget by which more may be there than when the counter was read
+
 
 class Executor:
     """Carries out schedules at sampling moments."""
@@ -290,7 +292,7 @@ class Executor:
         self._residency.wanted = frozenset(indices)
         try:
             fetched = self._residency.require(operands, limit=limit, operator=lambda: _label(name, operands))
-            if not self._is_guarded and self._room.exceeds(limit):
+            if not self._is_guarded and self._room.exceeds(limit - self._still_to_come()):
                 self._guard_from_here()  # the operands alone pass it: what the operator itself needs may not fit
             if fetched and self._course.plan is not None:
                 self._collector.count_unplanned(
@@ -319,6 +321,8 @@ class Executor:
         if not self._backlog.is_empty or self._collector.is_sampling:
             return False
         assert course.plan is not None
+        if self._drift and course.plan.device_homes:
+            return False
         limit = course.plan.limits[course.position] - self._drift - self._gradient_room()
         return self._residency.holds(operands, limit=limit)
 
@@ -345,6 +349,16 @@ class Executor:
             return self._cycles.unplanned_limit(self._segment)
         limit = self._course.plan.limits[self._course.current] - self._drift
         return min(limit, self._cycles.unplanned_limit(None)) if self._has_left_plan else limit
+
+    def _still_to_come(self) -> int:
+        """Where more is there than was measured: what of it may come in this period, and what gradients that stay on
+        the device will take there. Else the schedule leaves room for these."""
+        plan = self._course.plan
+        if plan is None or not self._drift or not plan.device_homes:
+            return 0
+        gradients = sum(self._tensors[index].device_nbytes for index in self._gradients.kept.indices())
+        homes = plan.home_bytes[self._course.current] - self._residency.home_bytes() - gradients
+        return max(0, homes) + self._plans.budget // _MAY_GROW
 
     def _limit_gradients(self) -> None:
         """Before anything is known, a gradient is handed over at once: what is measured is then the operator's own
