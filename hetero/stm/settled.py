@@ -18,13 +18,14 @@ from torch import nn
 
 from hetero.devices import Accelerator
 from hetero.errors import BudgetError, ManageError
+from hetero.msc import Phase
 from hetero.stm.interception.compiled import CompiledCalls
 from hetero.stm.interception.exchange import exchange, is_like, let_go, may_go_back, redirect
 from hetero.stm.interception.functions import give_back, take_over
 from hetero.stm.interception.intercept import in_scope, is_managed, managed_of
 from hetero.stm.living import Living
 from hetero.stm.manager import StatefulTensorMgr
-from hetero.stm.plans.fits import Growth, Kind, read_growth
+from hetero.stm.plans.fits import Growth, Kind, kind_of, read_growth
 from hetero.stm.plans.plan import CyclePlan
 from hetero.stm.step.hoststep import HostStep
 from hetero.stm.step.ownstep import OwnStep, step_bytes
@@ -120,6 +121,10 @@ class Settled:
         self._limit = budget  # less what was given to others when it settled: `Manager.trim` ends it
         self._seen_failures = self._seen_peak = 0
         self._last: Kind | None = None  # kind of a forward that ran settled
+        # Kinds of training forwards since what the iteration takes from there on was last seen to be free, and what the
+        # probe was then.
+        self._since: list[Kind] = []
+        self._versions_then: tuple[int, object] = (0, None)
         self._probe: nn.Parameter | None = None
         self._frozen: list[nn.Parameter] = []
         self._shadows: list[nn.Parameter] = []
@@ -150,14 +155,44 @@ class Settled:
                     and not self._must_leave
                     and not any(map(_requires_grad, self._frozen))
                 )
-                fits = admits or not self.leave()
+                fits = admits or self._is_foreseen(kind) or not self.leave()
             else:
-                fits = self._try(kind)
+                fits = admits = self._try(kind)
+            if admits and trains and (probe := self._probe) is not None:
+                gradient = probe.grad
+                seen = None if gradient is None else (weakref.ref(gradient), gradient._version)
+                self._since, self._versions_then = [kind], (probe._version, seen)
             if fits:
                 self._last = kind
                 self.forwards += 1
                 self.running.append(threading.get_ident())
             return fits
+
+    def _is_foreseen(self, kind: Kind) -> bool:
+        """Less is free than an iteration takes from such a forward on, because it is one of several in one, and what
+        those before it have made is still there; that it all fits was seen at the first. To leave in between would be in
+        vain, and gradients of the graphs that there are would be added up by themselves: other bits."""
+        probe = self._probe
+        if not (kind[0] and self._since) or probe is None or self.optimizer is None:
+            return False
+        if self._must_leave or any(map(_requires_grad, self._frozen)):
+            return False
+        # A step since then, or a backward that adds to gradients, would have moved them, but for kernels that do not.
+        version, seen = self._versions_then
+        gradient = probe.grad
+        if probe._version != version:
+            return False
+        if gradient is not None and seen != (weakref.ref(gradient), gradient._version):
+            return False
+        if any(group.get("fused") for group in self.optimizer.param_groups):
+            return False
+        coming = [*self._since, kind]
+        for plan in self._stm.plans:
+            known = [kind_of(key) for key in plan.keys if key.phase is Phase.FORWARD]
+            if any(known[begin : begin + len(coming)] == coming for begin in range(len(known))):
+                self._since = coming
+                return True
+        return False
 
     def _try(self, kind: Kind) -> bool:
         if not self._allowed or self._stm.plans.last is None:
@@ -419,6 +454,7 @@ class Settled:
                 self._leave_one(tensor, shadow, amid=amid)
             self._end_step()
             self._shadows, self._versions, self._frozen, self._probe = [], [], [], None
+            self._since = []
             self._placeholders.clear()
             self.is_on = False
             _settled.discard(self)

@@ -284,6 +284,27 @@ def test_micro_batches_of_which_one_is_new():
     assert_leaves_and_comes_back(loop)
 
 
+@pytest.mark.parametrize("share", [1.14, 1.16, 1.18])
+def test_of_several_forwards_for_one_backward_all_fit_if_the_first_does(share):
+    """Less is free as they begin. To leave between two of them would add up gradients in another order."""
+
+    def penalised(model, optimizer, target):
+        seen = []
+        for _ in range(16):
+            x, real, made = (batch(target) for _ in range(3))
+            x.requires_grad_()
+            slope = torch.autograd.grad(model(x).sum(), x, create_graph=True)[0]
+            optimizer.zero_grad()
+            loss = model(made).mean() - model(real).mean() + (slope.norm(dim=1) - 1).square().mean()
+            loss.backward()
+            optimizer.step()
+            seen.append(loss.detach())
+        return seen
+
+    manager = assert_twins(lambda: mlp(depth=2), penalised, share=share)
+    assert manager.stats.settled_forwards > 30
+
+
 def test_a_larger_batch_that_does_not_fit_beside_everything():
     model, optimizer, manager, target = managed_mlp("2200KiB")
     torch.accelerator.reset_peak_memory_stats()
