@@ -37,7 +37,7 @@ from hetero.stm.interception.compiled import (
 )
 from hetero.stm.interception.intercept import in_scope, scope
 from hetero.stm.interception.parts import look_again
-from hetero.stm.interception.signatures import may_record, signature_of
+from hetero.stm.interception.signatures import Signatures, may_record
 from hetero.stm.interception.transforms import check_transformed, is_transforming
 from hetero.stm.manager import StatefulTensorMgr
 from hetero.stm.settled import Settled
@@ -98,6 +98,7 @@ class ModelCalls:
         self._activations = stm.activations if config.activations else None
         self._has_optimizer = has_optimizer
         self._keeps = keeps
+        self._signatures = Signatures(stm.device.type)
         # Each module whose call is replaced, the model first: what stood in its slot, and what does.
         self._replaced: list[_Replaced] = []
         # [Note: parts]: their names, and whether they have been called by themselves. With ``precision``, what is
@@ -167,7 +168,7 @@ class ModelCalls:
 
     def _of_model(self, inner: _Call) -> _Call:
         model, stm, settled, compiled = self._model, self._stm, self._settled, self._compiled
-        device_type = stm.device.type
+        signatures = self._signatures
         users_own = compiled.own_call(inner)
 
         @functools.wraps(inner)
@@ -182,7 +183,7 @@ class ModelCalls:
                 check_transformed(model)
                 with compiled.explaining(stm.device, args, kwargs):
                     return inner(*args, **kwargs)
-            signature = signature_of(model, device_type, args, kwargs)
+            signature = signatures.of(model, args, kwargs)
             # Written out, because it runs while everything fits.
             trains = torch.is_grad_enabled() and (
                 self._has_optimizer or may_record(stm.tensors, args, kwargs)
@@ -231,8 +232,8 @@ class ModelCalls:
             if compiled.is_outdated:
                 compiled.follow()
             calls._parts[name] = True
-            # The name comes last: what else is told by the rest is told alike (`hetero.stm.fits`).
-            signature = (*signature_of(part, device.type, args, kwargs), name)
+            # The name comes last: what else is told by the rest is told alike (`hetero.stm.settled`).
+            signature = calls._signatures.of(part, args, kwargs, name)
             trains = torch.is_grad_enabled() and (
                 calls._has_optimizer or may_record(stm.tensors, args, kwargs)
             )

@@ -170,8 +170,8 @@ class Settled:
 
     def _is_foreseen(self, kind: Kind) -> bool:
         """Less is free than an iteration takes from such a forward on, because it is one of several in one, and what
-        those before it have made is still there; that it all fits was seen at the first. To leave in between would be in
-        vain, and gradients of the graphs that there are would be added up by themselves: other bits."""
+        those before it have made is still there; that it all fits was seen at the first. To leave in between would be
+        in vain, and gradients of the graphs that there are would be added up by themselves: other bits."""
         probe = self._probe
         if not (kind[0] and self._since) or probe is None or self.optimizer is None:
             return False

@@ -2,8 +2,13 @@
 
 Owns the signature of a call: iterations with equal ones share measurements and plans; and whether a call may have a
 backward.
+
+[Note: numbers] A number among the arguments may decide much (how many layers run) or nothing (a temperature, the count
+of steps). The first few count as what they are. Where they go on to be others, each call would be measured and none
+planned: from then on such a number counts by its type.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -13,32 +18,54 @@ from torch import nn
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.managed import ManagedTensor
 
-__all__ = ["may_record", "signature_of"]
+__all__ = ["Signatures", "may_record"]
 
 
-def signature_of(
-    model: nn.Module, device_type: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[object, ...]:
-    """Of a call of ``model`` on such a device; hashable. The second is what autocast casts to there, or False."""
-    return (
-        model.training,
-        torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type),
-        _shapes(args),
-        (tuple(kwargs), _shapes(kwargs.values())) if kwargs else (),
-    )
+class Signatures:
+    """Of the calls of one model, and of its parts, on such a device."""
+
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+        self._known: set[tuple[object, ...]] = set()
+        # How many there are of those that differ in numbers alone, by what they have in common.
+        self._alike: Counter[tuple[object, ...]] = Counter()
+
+    def of(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *more: object
+    ) -> tuple[object, ...]:
+        """Of a call of ``model``, told by ``more`` as well; hashable. The second is what autocast casts to there, or
+        False."""
+        device_type = self._device_type
+        state = (
+            model.training,
+            torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type),
+        )
+        found = (*state, _shapes(args), (tuple(kwargs), _shapes(kwargs.values())) if kwargs else (), *more)
+        if found in self._known:
+            return found
+        values = tuple(kwargs), _shapes(kwargs.values(), by_value=False)
+        alike = (*state, _shapes(args, by_value=False), values, *more)  # [Note: numbers]
+        if self._alike[alike] >= _MOST_NUMBERS:
+            return alike
+        self._alike[alike] += 1
+        self._known.add(found)
+        return found
 
 
-def _shapes(values: Iterable[Any]) -> tuple[object, ...]:
+_MOST_NUMBERS = 8
+
+
+def _shapes(values: Iterable[Any], *, by_value: bool = True) -> tuple[object, ...]:
     # No generators: it is called at each forward, settled ones included, once for each container.
     seen: list[object] = []
     for value in values:
         if isinstance(value, torch.Tensor):
             seen.append((tuple(value.shape), value.dtype))
         elif isinstance(value, list | tuple):
-            seen.append(_shapes(value))
+            seen.append(_shapes(value, by_value=by_value))
         elif isinstance(value, dict):
-            seen.append((tuple(value), _shapes(value.values())))
-        elif isinstance(value, bool | int | float | str | type(None)):
+            seen.append((tuple(value), _shapes(value.values(), by_value=by_value)))
+        elif isinstance(value, bool | str | type(None)) or (by_value and isinstance(value, int | float)):
             seen.append(value)
         else:
             seen.append(type(value))

@@ -1,0 +1,58 @@
+"""What tells one kind of iteration from another, as far as the model's arguments do."""
+
+import torch
+from loops import batch
+from torch import nn
+from twins import assert_twins
+
+from hetero.stm.interception.signatures import Signatures
+
+STEPS = 24
+
+
+class Tempered(nn.Module):
+    """Its forward takes a number, and a switch."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+
+    def forward(self, x, temperature, *, step=0, wide=False):
+        for layer in self.layers:
+            x = layer(x).tanh() / temperature
+        return x.repeat(1, 4) if wide else x
+
+
+def test_a_number_that_goes_on_to_be_another_does_not_make_each_iteration_a_kind_of_its_own():
+    def loop(model, optimizer, target):
+        seen = []
+        for step in range(STEPS):
+            loss = model(batch(target), 1 + 0.9**step, step=step, wide=step % 2 == 1).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss)
+        return seen
+
+    manager = assert_twins(Tempered, loop, share=0.7)
+    # Of the few that count as what they are, and of all that come after; each with the switch on and off.
+    assert len(manager._stm.plans) == 2 * (8 + 1)
+
+
+def test_the_first_few_numbers_count_as_what_they_are():
+    signatures, model, x = Signatures("cpu"), Tempered(), torch.ones(2, 64)
+    few = [signatures.of(model, (x, number), {}) for number in range(8)]
+    rest = [signatures.of(model, (x, number), {}) for number in range(8, 40)]
+    assert len(set(few)) == 8
+    assert len(set(rest)) == 1
+    assert rest[0] not in few
+    assert few == [signatures.of(model, (x, number), {}) for number in range(8)]
+    # Shapes, types and switches go on to tell calls apart, and so does whatever else the caller says.
+    others = [
+        signatures.of(model, (x[:1], 50), {}),
+        signatures.of(model, (x, 50.0), {}),
+        signatures.of(model, (x, 50), {"wide": True}),
+        signatures.of(model, (x, 50), {"wide": False}),
+        signatures.of(model, (x, 50), {}, "layers.0"),
+    ]
+    assert len({*others, *few, *rest}) == len(others) + len(few) + 1
