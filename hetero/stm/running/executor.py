@@ -354,7 +354,9 @@ class Executor:
         """Where more is there than was measured: what of it may come in this period, and what gradients that stay on
         the device will take there. Else the schedule leaves room for these."""
         plan = self._course.plan
-        if plan is None or not self._drift or not plan.device_homes:
+        if plan is None or not (self._drift and plan.device_homes):
+            return 0
+        if not all(self._tensors[index].stays for index in plan.device_homes):  # they come at the next step
             return 0
         gradients = sum(self._tensors[index].device_nbytes for index in self._gradients.kept.indices())
         homes = plan.home_bytes[self._course.current] - self._residency.home_bytes() - gradients
