@@ -17,22 +17,20 @@ import torch
 from torch import nn
 
 from hetero.devices import Accelerator
-from hetero.errors import BudgetError, ManageError
+from hetero.errors import ManageError
 from hetero.msc import Phase
+from hetero.stm.fitting import Fitting
 from hetero.stm.interception.compiled import CompiledCalls
 from hetero.stm.interception.exchange import exchange, is_like, let_go, may_go_back, redirect
 from hetero.stm.interception.functions import give_back, take_over
 from hetero.stm.interception.intercept import in_scope, is_managed, managed_of
 from hetero.stm.living import Living
 from hetero.stm.manager import StatefulTensorMgr
-from hetero.stm.plans.fits import Growth, Kind, kind_of, read_growth
-from hetero.stm.plans.plan import CyclePlan
+from hetero.stm.plans.fits import Growth, Kind, kind_of
 from hetero.stm.step.hoststep import HostStep
-from hetero.stm.step.ownstep import OwnStep, step_bytes
-from hetero.stm.tensors.exposure import gradient_is_private
+from hetero.stm.step.ownstep import OwnStep
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.managed import ManagedTensor
-from hetero.stm.tensors.onlookers import Onlookers, has_other_optimizer
 
 __all__ = ["Settled", "before_change", "bring_home", "note_optimizer", "record_of"]
 
@@ -103,11 +101,10 @@ class Settled:
         self._allowed = allowed
         if step is not None and self._own_step is not None:
             step.step_settled = self._own_step.step
-        self.onlookers = Onlookers()
-        self._has_searched = False
+        self._fitting = Fitting(stm, accelerator, budget, step)
+        self.onlookers = self._fitting.onlookers
         self._wait = 0
         self._failures = 0
-        self._too_much: list[CyclePlan] = []
         self.is_on = False
         # Forwards that ran settled, each after one check.
         self.forwards = 0
@@ -132,7 +129,7 @@ class Settled:
         # Of each parameter: its version for autograd before, and its own when it settled.
         self._versions: list[tuple[int, int]] = []
         stm.settled = self
-        stm.home_choice.everything_fits = lambda: self._fits() is not None
+        stm.home_choice.everything_fits = lambda: self._fitting.growth() is not None
 
     # -- the model's forward --------------------------------------------------------------------------
 
@@ -232,34 +229,6 @@ class Settled:
             self._stm.plans.note_settled(self._last, peak - self._limit, model_bytes=model_bytes)
         self._seen_peak = peak
 
-    # -- whether --------------------------------------------------------------------------------------
-
-    def _fits(self) -> Growth | None:
-        """What iterations need beside model data, if that is there."""
-        plans = list(self._stm.plans)
-        if len(plans) == len(self._too_much) and all(map(operator.is_, plans, self._too_much)):
-            return None
-        sizes = {id(t.parameter): t.device_nbytes for t in self._stm.tensors}
-        parameters = sum(sizes.values())
-        trained = [t for t in self._stm.tensors if t.parameter.requires_grad]
-        gradient_bytes = sum(t.device_nbytes for t in trained)
-        model = parameters + self._stm.registry.buffer_bytes()
-        temporary = 0
-        if self._step is not None:
-            model += self._step.device_homes.whole_bytes()
-            trained_sizes = {id(t.parameter): t.device_nbytes for t in trained}
-            temporary = step_bytes(self._step.optimizer, trained_sizes)
-        growth = read_growth(plans, budget=self._budget, gradient_bytes=gradient_bytes, step_bytes=temporary)
-        # A gradient that autograd cannot take over as it is, is there twice for a moment.
-        model += max(sizes.values(), default=0)
-        if any(t.cast is not None for t in self._stm.tensors) or any(_autocasts(k) for k in growth.by_kind):
-            model += parameters // 2
-        # What a plan keeps free beyond what is others' is for what it has not measured.
-        if model + growth.peak > self._budget - max((plan.margin for plan in plans), default=0):
-            self._too_much = plans
-            return None
-        return growth
-
     def _settle(self, kind: Kind) -> bool:
         stm = self._stm
         if in_scope() or torch._C._current_graph_task_id() != -1:
@@ -272,14 +241,19 @@ class Settled:
             looked, self.onlookers.have_looked = self.onlookers.have_looked, False
             if looked:
                 return False
-            growth = self._fits()
-            if growth is None or kind not in growth.by_kind or not self._may_settle(growth):
+            growth = self._fitting.growth()
+            if growth is None or kind not in growth.by_kind or not self._fitting.has_room(growth):
                 return False
+            if not self._fitting.is_ours_alone():
+                self._allowed = False
+            if not self._allowed:
+                return False
+            self._limit = self._budget - stm.plans.margin
             # By what was measured everything fitted before as well; and the counter would not tell of it again.
-            if self._times_passed and self._accelerator.peak_bytes() > self._budget - stm.plans.margin:
+            if self._times_passed and self._accelerator.peak_bytes() > self._limit:
                 self._wait_longer()  # nothing but the user may ever reset it
                 return False
-            if not self._is_private() or not self._begin_step():
+            if not self._fitting.is_private() or not self._begin_step():
                 self._wait_longer()
                 return False
             self._growth = growth
@@ -307,48 +281,6 @@ class Settled:
                     taken[tensor.index] = self._stm.gradients.give(tensor)
         except torch.OutOfMemoryError:
             self._accelerator.note_answered()
-            return False
-        return True
-
-    def _may_settle(self, growth: Growth) -> bool:
-        """As far as it needs no look at every reference."""
-        stm = self._stm
-        if self._step is not None:
-            if not (self._step.can_pause() and self._step.device_homes.is_whole()):
-                return False
-        elif any(t.parameter.requires_grad for t in stm.tensors) and any(k[0] for k in growth.by_kind):
-            return False  # whoever steps these expects gradients at home
-        if any(t.used_at_home or t.low is not None or t.pending is not None or t.users for t in stm.tensors):
-            return False
-        missing = sum(t.device_nbytes for t in stm.tensors if not t.is_resident)
-        gradients = [t for t in stm.tensors if t.parameter.grad is not None]
-        missing += sum(t.device_nbytes for t in gradients if not stm.gradients.is_kept(t))
-        all_there = len(gradients) == sum(t.parameter.requires_grad for t in stm.tensors)
-        kinds = growth.by_kind.values()
-        most = missing + max(each.with_gradients if all_there else each.without for each in kinds)
-        self._limit = self._budget - stm.plans.margin
-        if self._accelerator.used_bytes() + most > self._limit:
-            return False
-        if not self._has_searched:
-            self._has_searched = True
-            if has_other_optimizer(self.optimizer, {id(t.parameter) for t in stm.tensors}):
-                self._allowed = False
-        return self._allowed
-
-    def _is_private(self) -> bool:
-        """Nobody holds memory that would be left behind; and every copy is there."""
-        stm = self._stm
-        for tensor in stm.tensors:
-            if not tensor.is_private():
-                return False
-            if tensor.parameter.grad is not None and not gradient_is_private(tensor.parameter):
-                return False
-            self.onlookers.have_gradients |= bool(tensor.parameter._backward_hooks)
-        if self.onlookers.keep_something(stm.tensors):
-            return False
-        try:
-            stm.residency.require(stm.tensors, limit=self._budget, operator=lambda: "settling")
-        except BudgetError:
             return False
         return True
 
@@ -526,8 +458,3 @@ class Settled:
                 self._own_step.end()
             self._shadows = []  # whose hooks hold parameters where Python's collector cannot see it
             self.is_on = False
-
-
-def _autocasts(kind: Kind) -> bool:
-    signature = kind[1]
-    return isinstance(signature, tuple) and len(signature) > 1 and signature[1] is not False

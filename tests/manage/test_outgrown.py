@@ -16,10 +16,10 @@ from twins import adamw, assert_same, assert_twins, device, plain
 import hetero
 from hetero.devices import Accelerator
 from hetero.msc.peaks import PeakKeeper
+from hetero.stm.fitting import Fitting
 from hetero.stm.plans.outgrown import Outgrown
 from hetero.stm.running.executor import Executor
 from hetero.stm.running.relief import Relief
-from hetero.stm.settled import Settled
 
 WIDTH, ROWS, LAYERS = 128, 32, 6
 BUDGET = 480 << 10
@@ -328,8 +328,8 @@ def test_what_nothing_tells_passes_the_budget_less_and_less_often():
 def test_a_counter_that_nobody_resets_is_not_asked_at_every_forward(monkeypatch):
     """Once the budget has been passed for the third time, it shows that for good."""
     asked = []
-    fits = Settled._fits
-    monkeypatch.setattr(Settled, "_fits", lambda settled: [asked.append(step), fits(settled)][1])
+    growth = Fitting.growth
+    monkeypatch.setattr(Fitting, "growth", lambda fitting: [asked.append(step), growth(fitting)][1])
     gc.collect()
     target = device()
     torch.accelerator.reset_peak_memory_stats()

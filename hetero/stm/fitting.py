@@ -1,0 +1,108 @@
+"""Whether everything fits on the device, and nobody would be left behind.
+
+Owns the answer that `hetero.stm.settled` asks for before it lets a manager rest. Invariant: what is answered leaves
+everything as it was, but for copies that it fetches. How much was measured is `hetero.stm.plans.fits`'s, who would
+notice `hetero.stm.tensors.onlookers`'.
+"""
+
+import operator
+
+from hetero.devices import Accelerator
+from hetero.errors import BudgetError
+from hetero.stm.manager import StatefulTensorMgr
+from hetero.stm.plans.fits import Growth, Kind, read_growth
+from hetero.stm.plans.plan import CyclePlan
+from hetero.stm.step.hoststep import HostStep
+from hetero.stm.step.ownstep import step_bytes
+from hetero.stm.tensors.exposure import gradient_is_private
+from hetero.stm.tensors.onlookers import Onlookers, has_other_optimizer
+
+__all__ = ["Fitting"]
+
+
+class Fitting:
+    """Of one manager. ``budget``: of the device; ``step``: its optimizer's, if it has one."""
+
+    def __init__(
+        self, stm: StatefulTensorMgr, accelerator: Accelerator, budget: int, step: HostStep | None
+    ) -> None:
+        self._stm = stm
+        self._accelerator = accelerator
+        self._budget = budget
+        self._step = step
+        self.onlookers = Onlookers()
+        self._too_much: list[CyclePlan] = []
+        self._is_ours_alone: bool | None = None
+
+    def growth(self) -> Growth | None:
+        """What iterations need beside model data, if that is there."""
+        plans = list(self._stm.plans)
+        if len(plans) == len(self._too_much) and all(map(operator.is_, plans, self._too_much)):
+            return None
+        sizes = {id(t.parameter): t.device_nbytes for t in self._stm.tensors}
+        parameters = sum(sizes.values())
+        trained = [t for t in self._stm.tensors if t.parameter.requires_grad]
+        gradient_bytes = sum(t.device_nbytes for t in trained)
+        model = parameters + self._stm.registry.buffer_bytes()
+        temporary = 0
+        if self._step is not None:
+            model += self._step.device_homes.whole_bytes()
+            trained_sizes = {id(t.parameter): t.device_nbytes for t in trained}
+            temporary = step_bytes(self._step.optimizer, trained_sizes)
+        growth = read_growth(plans, budget=self._budget, gradient_bytes=gradient_bytes, step_bytes=temporary)
+        # A gradient that autograd cannot take over as it is, is there twice for a moment.
+        model += max(sizes.values(), default=0)
+        if any(t.cast is not None for t in self._stm.tensors) or any(_autocasts(k) for k in growth.by_kind):
+            model += parameters // 2
+        # What a plan keeps free beyond what is others' is for what it has not measured.
+        if model + growth.peak > self._budget - max((plan.margin for plan in plans), default=0):
+            self._too_much = plans
+            return None
+        return growth
+
+    def has_room(self, growth: Growth) -> bool:
+        """Now, and nothing that is under way stands against it: as far as that needs no look at every reference."""
+        stm = self._stm
+        if self._step is not None:
+            if not (self._step.can_pause() and self._step.device_homes.is_whole()):
+                return False
+        elif any(t.parameter.requires_grad for t in stm.tensors) and any(k[0] for k in growth.by_kind):
+            return False  # whoever steps these expects gradients at home
+        if any(t.used_at_home or t.low is not None or t.pending is not None or t.users for t in stm.tensors):
+            return False
+        missing = sum(t.device_nbytes for t in stm.tensors if not t.is_resident)
+        gradients = [t for t in stm.tensors if t.parameter.grad is not None]
+        missing += sum(t.device_nbytes for t in gradients if not stm.gradients.is_kept(t))
+        all_there = len(gradients) == sum(t.parameter.requires_grad for t in stm.tensors)
+        kinds = growth.by_kind.values()
+        most = missing + max(each.with_gradients if all_there else each.without for each in kinds)
+        return self._accelerator.used_bytes() + most <= self._budget - stm.plans.margin
+
+    def is_ours_alone(self) -> bool:
+        """No other optimizer has these parameters. Looked for once: who comes later says so."""
+        if self._is_ours_alone is None:
+            ours = None if self._step is None else self._step.optimizer
+            self._is_ours_alone = not has_other_optimizer(ours, {id(t.parameter) for t in self._stm.tensors})
+        return self._is_ours_alone
+
+    def is_private(self) -> bool:
+        """Nobody holds memory that would be left behind; and every copy is there."""
+        stm = self._stm
+        for tensor in stm.tensors:
+            if not tensor.is_private():
+                return False
+            if tensor.parameter.grad is not None and not gradient_is_private(tensor.parameter):
+                return False
+            self.onlookers.have_gradients |= bool(tensor.parameter._backward_hooks)
+        if self.onlookers.keep_something(stm.tensors):
+            return False
+        try:
+            stm.residency.require(stm.tensors, limit=self._budget, operator=lambda: "settling")
+        except BudgetError:
+            return False
+        return True
+
+
+def _autocasts(kind: Kind) -> bool:
+    signature = kind[1]
+    return isinstance(signature, tuple) and len(signature) > 1 and signature[1] is not False
