@@ -17,6 +17,8 @@ __all__ = ["PeakKeeper", "unseen"]
 
 # Small enough to be found among cached blocks, large enough that a few hundred of them reach any peak.
 _FILL_BYTES = 64 << 20
+# CUDA's allocator hands out blocks that are so much larger than what was asked for, if that is more than this.
+_MOST_EXCESS = 1 << 20
 
 
 class PeakKeeper:
@@ -86,7 +88,8 @@ def _reach(accelerator: Accelerator, peak: int) -> None:
         while (short := peak - accelerator.used_bytes()) > 0:
             if accelerator.peak_bytes() >= peak:
                 break
-            nbytes = min(short, _FILL_BYTES)
+            # Never beyond: the counter would tell of a peak that nobody reached, which may pass a budget.
+            nbytes = min(short - _MOST_EXCESS, _FILL_BYTES) if short > _MOST_EXCESS else short
             fill.append(torch.empty(nbytes, dtype=torch.uint8, device=accelerator.device))
     except torch.OutOfMemoryError:
         # Another process took the memory meanwhile, or there is a cap: the counter then shows a little less.

@@ -12,6 +12,7 @@ from twins import adamw
 
 import hetero
 from hetero.devices import Accelerator, virtual
+from hetero.msc.peaks import PeakKeeper
 from hetero.stm.copies.shortage import no_room
 from hetero.stm.running.guard import guarded, lifted
 
@@ -48,6 +49,19 @@ def test_a_cap_refuses_what_cached_memory_would_have_room_for(target):
     finally:
         accelerator.cap(None)
     block(target, 80)
+    del held
+
+
+def test_the_peak_that_is_reached_again_is_no_higher(target):
+    accelerator = Accelerator(target)
+    keeper = PeakKeeper(accelerator)
+    accelerator.reset_peak()
+    block(target, 20)  # cached from now on
+    held = block(target, 0.3)
+    peak = accelerator.peak_bytes()
+    keeper.begin()
+    keeper.end()  # what is missing is a little less than that block
+    assert accelerator.peak_bytes() == peak
     del held
 
 
