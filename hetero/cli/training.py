@@ -67,10 +67,17 @@ class Outcome:
 def train_managed(
     job: Job, device: torch.device, *, device_budget: int, on_step: OnStep, plot: Path | None = None
 ) -> Outcome:
-    """Train ``job`` under `hetero.manage`, its model on the host before and after."""
+    """Train ``job`` under `hetero.manage`, its model on the host before and after. All steps have the host's
+    arithmetic: they are compared with `train_unmanaged`'s on the host."""
     accelerator = Accelerator(device)
     _start_peak(accelerator)
-    with manage(job.model, job.optimizer, device=device, device_budget=device_budget) as manager:
+    with manage(
+        job.model,
+        job.optimizer,
+        device=device,
+        device_budget=device_budget,
+        device_homes=not steps_differ(device),
+    ) as manager:
         losses, seconds = _train(job, device, job.optimizer.step, on_step)
         stats = manager.stats
         peak = max(accelerator.peak_bytes(), stats.peak_device_bytes)

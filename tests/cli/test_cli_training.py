@@ -1,10 +1,13 @@
 """Running a job: the reference that steps on the host is the plain run wherever both round alike."""
 
+from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from hetero.cli import training
 from hetero.cli.comparison import compare
 from hetero.cli.placing import choose_device
 from hetero.cli.training import Job, train_managed, train_unmanaged
@@ -66,3 +69,16 @@ def test_the_managed_run_reports_the_allocators_peak_within_its_budget() -> None
     assert 0 < managed.peak_device_bytes <= 64 << 10
     assert managed.stats is not None
     assert managed.model_data_bytes > 64 << 10
+
+
+@pytest.mark.parametrize("differ", [False, True])
+def test_where_the_device_rounds_otherwise_every_step_is_the_hosts(
+    differ: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = choose_device("virtual")
+    monkeypatch.setattr(training, "steps_differ", lambda device: differ)
+    long = replace(job(), batches=2 * job().batches)
+    managed = train_managed(long, device, device_budget=64 << 20, on_step=ignore)
+    assert managed.stats is not None
+    # Settled, the optimizer's own step is on the device.
+    assert (managed.stats.settled_forwards == 0) is differ
