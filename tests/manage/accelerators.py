@@ -4,13 +4,17 @@
 poisoned; ``make test-cuda`` runs the same tests, marked ``cuda``, on the real one.
 """
 
+import functools
 import gc
 import os
+import threading
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from backward_ends import wait_for_backward_ends
+from torch.utils.weak import WeakIdKeyDictionary
 
 import hetero
 from hetero.devices import virtual
@@ -46,17 +50,21 @@ def device(memory: str | int = "256MiB", **link: str) -> torch.device:
         found = hetero.virtual_device(memory=memory, **link)
         wait_for_backward_ends(found)
         return found
-    # What libraries allocate once for the process would otherwise count for the test that comes first. On autograd's
-    # thread there is no CUDA context before cuBLAS makes one, of which torch warns once.
-    x = torch.ones(64, 64, device="cuda", requires_grad=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        (torch.nn.functional.linear(x, x, x[0]) @ x).sum().backward()
-    del x
+    _warm_up()
     found = torch.device("cuda", 0)
     wait_for_backward_ends(found)
     gc.collect()
     return found
+
+
+@functools.cache
+def _warm_up() -> None:
+    """What libraries allocate once for the process would otherwise count for the test that comes first."""
+    with warnings.catch_warnings(), torch.inference_mode(False), torch.enable_grad():
+        # On autograd's thread there is no CUDA context before cuBLAS makes one, of which torch warns once.
+        warnings.simplefilter("ignore", UserWarning)
+        x = torch.ones(64, 64, device="cuda", requires_grad=True)
+        (torch.nn.functional.linear(x, x, x[0]) @ x).sum().backward()
 
 
 def races() -> list[str]:
@@ -75,53 +83,122 @@ def set_memory_limit(nbytes: int) -> None:
         virtual.set_memory_limit(nbytes)
 
 
-class StepsAtHome:
+class StepsAtHome(threading.local):  # the queue's thread steps as well
     """Lets every optimizer step parameters that live on a CUDA device with the host's arithmetic.
 
-    hetero steps at home; a device's kernels round otherwise. On the virtual accelerator both are the host's. Parameters
-    and states stay the same objects, as in a step on the device.
+    hetero steps at home; a device's kernels round otherwise. On the virtual accelerator both are the host's. While a
+    step runs, copies on the host stand in for parameters and states; what was written to them is then written there.
+    So all of them stay the same objects, in the same memory, as in a step on the device. `begin` each, `end` each.
     """
 
     def __init__(self) -> None:
-        self._moved: list[tuple[torch.nn.Parameter, torch.device, torch.Tensor | None]] = []
-        self._states: set[int] = set()  # ids of those that were on the device
+        self._steps: list[tuple[torch.optim.Optimizer, dict[Any, _Visit]]] = []  # one may call another's
 
     def before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        there = [p for p in _parameters(optimizer) if p.is_cuda]
+        """A hook before each step, the first one."""
+        if not any(p.is_cuda for p in _parameters(optimizer)):
+            return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         changed = None
-        if there and closure is not None:  # it runs the model, which is on the device
+        if closure is not None:  # it runs the model, which is on the device
             with torch.enable_grad():
                 loss = closure()
             changed = (args[0], lambda: loss), {}
-        for p in there:
-            grad, p.grad = p.grad, None
-            self._moved.append((p, p.device, grad))
-            p.data = p.data.cpu()
-            p.grad = None if grad is None else grad.cpu()
-            for value in _states(optimizer, p):
-                if value.is_cuda:  # with fused kernels the count of steps as well
-                    self._states.add(id(value))
-                    value.data = value.data.cpu()
+
+        # Between all hooks of others, and left there: none may be removed while they are called.
+        before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+        others = {key: hook for key, hook in after.items() if key != id(self)}
+        before.pop(id(self), None)
+        before[id(self)] = lambda *_: self.begin(optimizer)
+        after.clear()
+        after.update({id(self): lambda *_: self.end(), **others})
         return changed
 
-    def after(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        for p, home, grad in self._moved:
-            p.grad = None
-            p.data = p.data.to(home)
-            p.grad = grad
-            for value in _states(optimizer, p):
-                if value.shape == p.shape or id(value) in self._states:
-                    value.data = value.data.to(home)
-        self._moved.clear()
-        self._states.clear()
+    def wrapped(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """``step``, which calls no hooks, between `begin` and `end`."""
+
+        def around(optimizer: torch.optim.Optimizer) -> None:
+            self.begin(optimizer)
+            try:
+                step(optimizer)
+            finally:
+                self.end()
+
+        return around
+
+    def begin(self, optimizer: torch.optim.Optimizer) -> None:
+        visits = {p: _Visit(p) for p in _parameters(optimizer) if p.is_cuda}
+        self._steps.append((optimizer, visits))
+        for group in optimizer.param_groups:
+            group["params"][:] = [visits[p].twin if p in visits else p for p in group["params"]]
+        _rename(optimizer.state, {p: visit.twin for p, visit in visits.items()})
+        for visit in visits.values():
+            visit.send_states(dict.get(optimizer.state, visit.twin) or {})
+
+    def end(self) -> None:
+        optimizer, visits = self._steps.pop()
+        back = {visit.twin: p for p, visit in visits.items()}
+        for group in optimizer.param_groups:
+            group["params"][:] = [back.get(p, p) for p in group["params"]]
+        for visit in visits.values():
+            visit.end(dict.get(optimizer.state, visit.twin) or {})
+        _rename(optimizer.state, back)
+
+
+# Wrappers around an optimizer know by them which parameter is which.
+_twins: Any = WeakIdKeyDictionary()
+
+
+class _Visit:
+    """Of one parameter on the host, by a copy, its ``twin``: the same one each time."""
+
+    def __init__(self, p: torch.nn.Parameter) -> None:
+        self._p = p
+        self.twin: torch.Tensor = _twins.setdefault(p, torch.empty(0))
+        self.twin.data = p.detach().cpu()
+        self.twin.requires_grad_(p.requires_grad)
+        self.twin.__dict__.update(p.__dict__)
+        self._version = self.twin._version
+        self._gradient = None if p.grad is None else p.grad.cpu()
+        self.twin.grad = self._gradient
+        self._states: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # there, and here
+
+    def send_states(self, entry: dict[str, Any]) -> None:
+        for key, value in entry.items():
+            if isinstance(value, torch.Tensor) and value.is_cuda:
+                entry[key] = value.detach().cpu()
+                self._states[key] = value, entry[key]
+
+    def end(self, entry: dict[str, Any]) -> None:
+        _write(self._p, self.twin, since=self._version)
+        if self._gradient is not None and self.twin.grad is self._gradient:
+            _write(self._p.grad, self._gradient)
+        self.twin.grad, self.twin.data = None, torch.empty(0)
+        for key, value in entry.items():
+            there, here = self._states.get(key, (None, None))
+            if there is not None and value is here:
+                _write(there, here)
+                entry[key] = there
+            elif isinstance(value, torch.Tensor) and (there is not None or value.shape == self._p.shape):
+                entry[key] = value.to(self._p.device)
+                torch._C._autograd._unsafe_set_version_counter((entry[key],), (value._version,))
+
+
+def _write(there: torch.Tensor, here: torch.Tensor, *, since: int = 0) -> None:
+    """What was written to ``here``, a copy of ``there``, ``since`` that version; version counters move as often."""
+    version = there._version + here._version - since
+    with torch.no_grad():
+        there.copy_(here)
+    torch._C._autograd._unsafe_set_version_counter((there,), (version,))
+
+
+def _rename(state: Any, names: dict[Any, Any]) -> None:
+    """The same entries in the same order."""
+    if names:
+        entries = list(dict.items(state))
+        dict.clear(state)
+        dict.update(state, {names.get(p, p): entry for p, entry in entries})
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def _states(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter) -> list[torch.Tensor]:
-    # Without telling whoever watches who looks.
-    entry = dict.get(optimizer.state, p) or {}
-    return [value for value in entry.values() if isinstance(value, torch.Tensor)]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch._dynamo  # noqa: F401  # the first optimizer imports it: here it is there before anything is measured
 from accelerators import ON_CUDA, StepsAtHome
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import hetero
 from hetero.eviction import CapacityError, HomeStep, placement
@@ -17,6 +17,7 @@ from hetero.stm.plans import homechoice
 from hetero.stm.plans.timings import Timings
 from hetero.stm.step.devicehomes import DeviceHomes
 from hetero.stm.step.speculation import Speculation
+from hetero.stm.updates import captured
 from hetero.stm.updates.forecast import Forecast
 
 
@@ -28,15 +29,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def device_parameters_step_at_home() -> Iterator[None]:
-    if not ON_CUDA:
+def device_parameters_step_at_home(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[None]:
+    if not ON_CUDA or getattr(request.module, "STEPS_ON_DEVICE", False):
         yield
         return
-    steps = StepsAtHome()
-    handles = register_optimizer_step_pre_hook(steps.before), register_optimizer_step_post_hook(steps.after)
+    steps, raw_step = StepsAtHome(), captured.raw_step
+    # Those that live on the device are stepped by it without hooks.
+    monkeypatch.setattr(captured, "raw_step", lambda kind: steps.wrapped(raw_step(kind)))
+    handle = register_optimizer_step_pre_hook(steps.before)
     yield
-    for handle in handles:
-        handle.remove()
+    handle.remove()
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from accelerators import ON_CUDA, STEPS_AT_HOME
 from equality import fresh_memory
 from loops import backward, mlp
 from our_calls import our_calls
@@ -85,6 +86,7 @@ def test_new_states_go_where_their_parameter_is(fused, budget):
     optimizer.step()  # raises where they are apart
 
 
+@pytest.mark.skipif(ON_CUDA, reason=STEPS_AT_HOME)
 def test_states_that_were_kept_on_the_host_go_back_there():
     target = device()
     model = torch.nn.Linear(8, 8).to(target)

@@ -100,7 +100,7 @@ def test_a_gradient_that_was_looked_at_changed_or_added_to_is_read_again(norms_t
             elif step == 4:
                 backward(model, target)
             elif step == 5:
-                held = weight.grad.numpy()
+                held = weight.grad.detach() if weight.grad.is_cuda else weight.grad.numpy()
                 held[0, 0] = 3.0
             elif step == 6:
                 (g,) = torch.autograd.grad(model(batch(target)).square().mean(), [weight])

@@ -78,7 +78,10 @@ def test_what_gradients_and_states_will_need_is_not_given_to_activations_of_the_
     model = deep()
     target = device()
     optimizer = adamw(model)
-    with hetero.manage(model, optimizer, device=target, host_budget=budget) as manager:
+    # Of the device: what is small beside its budget would not be worth moving.
+    with hetero.manage(
+        model, optimizer, device=target, device_budget="200MiB", host_budget=budget
+    ) as manager:
         loss = model(torch.randn(ROWS, WIDTH).to(target)).square().mean()
         manager._stm.activations.shed(1 << 40)
         # There is nothing but the parameters at home yet.
@@ -94,7 +97,7 @@ def test_gradients_of_a_model_without_optimizer_are_left_room_as_well():
     model, target = deep(), device()
     parameters = sum(p.nbytes for p in model.parameters())
     budget = 2 * parameters + (1 << 20)
-    with hetero.manage(model, device=target, host_budget=budget) as manager:
+    with hetero.manage(model, device=target, device_budget="200MiB", host_budget=budget) as manager:
         loss = model(torch.randn(ROWS, WIDTH).to(target)).square().mean()
         manager._stm.activations.shed(1 << 40)
         assert 0 < manager._stm.ledger.nbytes(Tier.HOST, Kind.ACTIVATION) <= 1 << 20

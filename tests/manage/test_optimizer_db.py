@@ -120,13 +120,15 @@ def states_of(optimizer):
 
 
 def both(info, keywords, *, after=None, steps=STEPS):
-    """Run unmanaged on the host, and managed; the manager's step and both observations have been compared."""
-    model = model_for(info)
+    """Run unmanaged, on the host if it computes what the device computes, and managed; the manager's step and both
+    observations have been compared."""
+    target = device()
+    reference = target if ON_CUDA else torch.device("cpu")
+    model = model_for(info).to(reference)
     optimizer = make(info, model, as_chosen(info.optim_cls, keywords))
     between = after(optimizer) if after else None
-    expected = run(info, model, optimizer, torch.device("cpu"), between=between, steps=steps)
+    expected = run(info, model, optimizer, reference, between=between, steps=steps)
     wanted, states = dense_values_of(model), states_of(optimizer)
-    target = device()
     model = model_for(info)
     optimizer = make(info, model, keywords)
     with hetero.manage(model, optimizer, device=target, device_budget="1MiB") as manager:

@@ -72,7 +72,7 @@ def test_moving_averages_at_home():
             seen.append(train(model, optimizer, target, 1))
             with torch.no_grad():
                 for a, p in zip(average.parameters(), model.parameters(), strict=True):
-                    a.lerp_(p, 0.1)
+                    a.mul_(0.9).add_(p * 0.1)  # ``lerp_`` rounds otherwise on another device
         return [seen, list(average.parameters())]
 
     assert_twins(mlp, loop, share=0.9)

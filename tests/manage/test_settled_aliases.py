@@ -200,7 +200,7 @@ def test_an_average_of_parameters_that_is_brought_up_to_date_now_and_then_keeps_
 
         def average_on(model):
             for mean, value in zip(average, values(model), strict=True):
-                mean.lerp_(value, 0.1)
+                mean.mul_(0.9).add_(value * 0.1)  # ``lerp_`` rounds otherwise on another device
 
         return [now_and_then(average_on)(model, optimizer, target), average]
 

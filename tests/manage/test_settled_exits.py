@@ -569,7 +569,7 @@ def test_an_average_of_the_parameters_at_home_keeps_them_there():
                 seen.append(step(model, optimizer, target))
                 with torch.no_grad():
                     for mean, p in zip(average, model.parameters(), strict=True):
-                        mean.lerp_(p, 0.1)
+                        mean.mul_(0.9).add_(p * 0.1)  # ``lerp_`` rounds otherwise on another device
             return [*seen, *average]
 
         return loop

@@ -1,5 +1,6 @@
 """Several threads call one model that settles, or is settled: each is answered as if it were alone."""
 
+import copy
 import threading
 import time
 
@@ -78,8 +79,9 @@ def infer(model, x, target):
 def inputs():
     torch.manual_seed(0)
     model, x, other = Halves(), torch.randn(4, 64), torch.randn(6, 64)
-    with torch.no_grad():
-        return model, x, other, model(x), model(other)
+    target = device()
+    twin = copy.deepcopy(model).to(target)
+    return model, x, other, infer(twin, x, target), infer(twin, other, target)
 
 
 def test_two_that_find_that_everything_fits_settle_once(monkeypatch, inputs):

@@ -6,7 +6,7 @@ import os
 
 import pytest
 import torch
-from accelerators import races
+from accelerators import ON_CUDA, races
 from lateness import managed_mlp
 from loops import backward, batch, mlp
 from torch import nn
@@ -92,6 +92,8 @@ def _exception(model, optimizer, target):
 
 
 def _fork(model, optimizer, target):
+    if _is_there(model[0].weight):
+        return
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -105,8 +107,15 @@ def _fork(model, optimizer, target):
     assert seen == repr([float(p.detach().double().sum()) for p in model.parameters()])
 
 
-def _floats_at(address, count):
-    return torch.tensor(list((ctypes.c_float * count).from_address(address)))
+def _floats_at(parameter, count):
+    if _is_there(parameter):
+        return parameter.detach().flatten()[:count].clone()
+    return torch.tensor(list((ctypes.c_float * count).from_address(parameter.data_ptr())))
+
+
+def _is_there(parameter):
+    """Unmanaged, on a CUDA device: the host cannot look at its memory, nor a forked child use it."""
+    return ON_CUDA and type(parameter) is nn.Parameter
 
 
 # What happens between backward and step, or instead of the step; each may return what it has seen.
@@ -114,8 +123,12 @@ BETWEEN = {
     "nothing": lambda m, o, t: None,
     "look at a parameter": lambda m, o, t: m[2].weight.detach().clone(),
     "its version": lambda m, o, t: m[2].weight._version,
-    "its address": lambda m, o, t: _floats_at(m[2].weight.data_ptr(), 5),
-    "numpy": lambda m, o, t: torch.from_numpy(m[2].weight.detach().numpy().copy()),
+    "its address": lambda m, o, t: _floats_at(m[2].weight, 5),
+    "numpy": lambda m, o, t: (
+        m[2].weight.detach().clone()
+        if _is_there(m[2].weight)
+        else torch.from_numpy(m[2].weight.detach().numpy().copy())
+    ),
     "state_dict": lambda m, o, t: [v.clone() for v in m.state_dict().values()],
     "look at a gradient": lambda m, o, t: m[2].weight.grad.clone(),
     "look at states": lambda m, o, t: [v.clone() for v in o.state[m[2].weight].values()],
@@ -123,7 +136,7 @@ BETWEEN = {
     "write a parameter": lambda m, o, t: m[2].weight.data.mul_(0.5),
     "replace its data": lambda m, o, t: setattr(m[2].weight, "data", m[2].weight.detach() + 1),
     "write a gradient": lambda m, o, t: m[2].weight.grad.mul_(0.5),
-    "replace a gradient": lambda m, o, t: setattr(m[2].weight, "grad", torch.ones(64, 128)),
+    "replace a gradient": lambda m, o, t: setattr(m[2].weight, "grad", torch.ones_like(m[2].weight)),
     "delete a gradient": lambda m, o, t: setattr(m[2].weight, "grad", None),
     "zero_grad": lambda m, o, t: o.zero_grad(),
     "zero_grad in place": lambda m, o, t: m.zero_grad(set_to_none=False),
