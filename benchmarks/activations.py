@@ -7,8 +7,8 @@ torch's `save_on_cpu` (every saved tensor goes to pinned memory and comes back w
 beside compute (`benchmarks.swap_everything`). hetero gets the peak of each as its budget, and its plan's prediction is
 beside what was measured. The weights of the yardsticks stay on the device, and so do their gradients.
 
-Needs the virtual accelerator, because its link can be set. Most of a layer's time is a pause, in which the processor is
-free as it is when a GPU computes (`benchmarks.chain`).
+On the virtual accelerator the link is set; on a real device, whose link is what it is, the pauses are. Most of a
+layer's time is a pause, in which the processor is free as it is when a GPU computes (`benchmarks.chain`).
 """
 
 import argparse
@@ -20,7 +20,7 @@ from benchmarks.activation_ways import LATENCY, Job, lines, measure
 from benchmarks.chain import Pause
 from benchmarks.record import write
 from hetero.cli.placing import choose_device
-from hetero.devices import virtual
+from hetero.devices import Accelerator, probe_links, virtual
 
 
 class Layer(nn.Module):
@@ -38,20 +38,22 @@ class Layer(nn.Module):
 
 
 def main() -> None:
-    arguments = _parse()
-    torch.set_num_threads(1)
     device = choose_device(None)
-    if device.type != "virtual":
-        print(f"skipped: {device} has a link of its own, which cannot be set")
-        return
-    job = _job(device, arguments)
+    is_real = device.type != "virtual"
+    arguments = _parse(is_real)
+    if not is_real:
+        torch.set_num_threads(1)
     saved = arguments.rows * arguments.width * 4
+    bandwidth = probe_links(Accelerator(device), nbytes=saved).d2h_bandwidth if is_real else 0.0
     rows = []
     for share in (0.25, 0.5, 1.0, 2.0):
         # ``share``: of a layer's forward time that its saved tensors take on the link.
-        virtual.set_link(bandwidth=saved / (share * arguments.layer_seconds), latency=LATENCY)
-        row = measure(job, rounds=arguments.rounds, steps=arguments.steps)
-        rows.append({"transfer_over_forward": share, **row})
+        if is_real:
+            arguments.layer_seconds = saved / bandwidth / share
+        else:
+            virtual.set_link(bandwidth=saved / (share * arguments.layer_seconds), latency=LATENCY)
+        row = measure(_job(device, arguments), rounds=arguments.rounds, steps=arguments.steps)
+        rows.append({"transfer_over_forward": share, "layer_seconds": arguments.layer_seconds, **row})
         print(f"transfer / forward {share}: {lines(row)}", flush=True)
     write("activations", {**vars(arguments), "latency": LATENCY}, rows, device=device)
 
@@ -70,11 +72,11 @@ def _job(device: torch.device, arguments: argparse.Namespace) -> Job:
     return Job(device, build, loss)
 
 
-def _parse() -> argparse.Namespace:
+def _parse(is_real: bool) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--rows", type=int, default=4096)
+    parser.add_argument("--width", type=int, default=256 if is_real else 64)
+    parser.add_argument("--rows", type=int, default=65536 if is_real else 4096)
     parser.add_argument(
         "--layer-seconds", type=float, default=0.012, help="a layer's pause in forward; backward twice"
     )

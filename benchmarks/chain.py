@@ -4,9 +4,13 @@ Operators on the virtual accelerator run on the CPU, at whatever speed its other
 is a pause, in which the processor is free as it is when a GPU computes: for copies, and for the host's own work, which
 goes on until an operator has to run. Times are then stable, and the copies do not compete with the operators for the
 processor.
+
+A real device's link is as fast as it is; there, pauses (kernels that spin) are set instead, to as long as transfers
+take.
 """
 
 import argparse
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +26,7 @@ __all__ = [
     "CALIBRATION_BANDWIDTH",
     "LATENCY",
     "Chain",
+    "Layer",
     "parse",
     "parser",
     "settable_device",
@@ -35,7 +40,7 @@ CALIBRATION_BANDWIDTH = 4e9
 
 
 class Pause(torch.autograd.Function):
-    """The identity; on the virtual accelerator, its forward takes ``seconds``, its backward twice as long.
+    """The identity; its forward takes ``seconds``, its backward twice as long.
 
     As a kernel does: it begins after what compute has been told to wait for, and the host goes on at once.
     """
@@ -43,13 +48,33 @@ class Pause(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
         ctx.seconds = seconds
-        virtual.keep_busy(seconds)
+        _keep_busy(x.device, seconds)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        virtual.keep_busy(2 * ctx.seconds)
+        _keep_busy(gradient.device, 2 * ctx.seconds)
         return gradient, None
+
+
+def _keep_busy(device: torch.device, seconds: float) -> None:
+    if device.type == "virtual":
+        virtual.keep_busy(seconds)
+    else:
+        torch.cuda._sleep(int(seconds * _cycles_per_second()))
+
+
+@functools.cache
+def _cycles_per_second() -> float:
+    """Of the current device, at the speed to which it has sped up."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    cycles = 1 << 28
+    torch.cuda._sleep(cycles)
+    begin.record()
+    torch.cuda._sleep(cycles)
+    end.record()
+    end.synchronize()
+    return float(cycles / max(begin.elapsed_time(end) / 1e3, 1e-6))
 
 
 class Layer(nn.Linear):
@@ -79,22 +104,22 @@ def settable_device() -> torch.device | None:
     device = choose_device(None)
     if device.type == "virtual":
         return device
-    print(f"skipped: {device} has a link of its own, which cannot be set; benchmarks.sweep measures it")
+    print(f"skipped: {device} has a link of its own, which cannot be set; benchmarks.prefetch measures it")
     return None
 
 
-def parse(description: str | None, *, rounds: int, steps: int) -> argparse.Namespace:
-    """The chain's size and how often it is timed; ``rounds`` and ``steps`` unless told otherwise."""
-    arguments = parser(description, rounds=rounds, steps=steps)
+def parse(description: str | None, *, rounds: int, steps: int, width: int = 512) -> argparse.Namespace:
+    """The chain's size and how often it is timed; ``rounds``, ``steps`` and ``width`` unless told otherwise."""
+    arguments = parser(description, rounds=rounds, steps=steps, width=width)
     arguments.add_argument("--share", type=float, default=0.4, help="of the weights that the budget holds")
     return arguments.parse_args()
 
 
-def parser(description: str | None, *, rounds: int, steps: int) -> argparse.ArgumentParser:
+def parser(description: str | None, *, rounds: int, steps: int, width: int = 512) -> argparse.ArgumentParser:
     """What `parse` parses with, less the budget."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--width", type=int, default=width)
     parser.add_argument(
         "--layer-seconds", type=float, default=0.008, help="a layer's pause in forward; backward twice"
     )

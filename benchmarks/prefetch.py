@@ -6,7 +6,9 @@ A chain of Linear layers trains under a budget that holds a part of its weights.
 on the device without hetero; managed without prefetch; managed with it. No transfer can be hidden better than
 ``max(compute, transfer)``.
 
-Needs the virtual accelerator, because its link can be set.
+On the virtual accelerator the link is set to that speed; a real device's is what it is, so there the operators are made
+as slow (`benchmarks.chain`). The host's step is the host's: on a real device it may be the longest of the three, and
+counts in the bound.
 """
 
 import argparse
@@ -16,8 +18,9 @@ from typing import Any
 import torch
 
 import hetero
-from benchmarks.chain import CALIBRATION_BANDWIDTH, LATENCY, Chain, parse, settable_device, timed, traffic
+from benchmarks.chain import CALIBRATION_BANDWIDTH, LATENCY, Chain, Layer, parse, timed, traffic
 from benchmarks.record import median, write
+from hetero.cli.placing import choose_device
 from hetero.devices import virtual
 from hetero.eviction import Links, Trace, lower_bound_seconds, plan
 
@@ -44,6 +47,23 @@ class Job:
         self.model(self.x).sum().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def take(self, seconds: float, measured: float) -> None:
+        """Let a step's operators take ``seconds``; it has been ``measured`` as it is."""
+        pauses = len(self.model) * (3 if self.trains else 1)
+        for layer in self.model:
+            assert isinstance(layer, Layer)
+            layer.seconds = max(0.0, layer.seconds + (seconds - measured) / pauses)
+
+    def host_step(self, steps: int) -> float:
+        """Median seconds of an optimizer's step at home."""
+        if not self.trains:
+            return 0.0
+        for parameter in self.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        seconds = timed(self.optimizer.step, steps)
+        self.optimizer.zero_grad()
+        return median(seconds)
 
     def unmanaged(self, steps: int) -> list[float]:
         """Seconds of each step with all on the device, its parameters back home afterwards."""
@@ -73,15 +93,17 @@ class Job:
                 "predicted_seconds": cycle.schedule.predicted_seconds,
                 "trace": cycle.trace,
                 "probed_bandwidth": links.h2d_bandwidth,
+                "probed_bandwidth_down": links.d2h_bandwidth,
                 "fetches": sum(len(actions.fetch) for actions in cycle.schedule.actions),
             }
 
 
 def main() -> None:
-    arguments = parse(__doc__, rounds=5, steps=3)
-    device = settable_device()
-    if device is None:
-        return
+    device = choose_device(None)
+    is_real = device.type != "virtual"
+    arguments = parse(__doc__, rounds=5, steps=3, width=4096 if is_real else 512)
+    if not is_real:
+        torch.set_num_threads(1)
     rows = []
     for mode in ("inference", "training"):
         for share in _SHARES:
@@ -106,13 +128,22 @@ def _measure(mode: str, share: float, device: torch.device, arguments: argparse.
         trains=mode == "training",
     )
     budget = torch.accelerator.memory_allocated() + int(arguments.share * job.model.nbytes)
-    virtual.set_link(bandwidth=CALIBRATION_BANDWIDTH, latency=LATENCY)
+    is_real = device.type != "virtual"
+    if not is_real:
+        virtual.set_link(bandwidth=CALIBRATION_BANDWIDTH, latency=LATENCY)
     compute = median(job.unmanaged(arguments.steps))
     # Operators' times are measured on a fast link, where waiting for gradients to leave does not add to them.
     _, fast = job.managed(arguments.steps, budget=budget, prefetch=False)
     busier = max(fast["fetched_bytes"], fast["written_bytes"])
-    bandwidth = busier / (share * compute)
-    virtual.set_link(bandwidth=bandwidth)
+    host = 0.0
+    if is_real:
+        is_up = busier == fast["fetched_bytes"]
+        bandwidth = fast["probed_bandwidth" if is_up else "probed_bandwidth_down"]
+        job.take(busier / bandwidth / share, compute)
+        host = job.host_step(arguments.steps)
+    else:
+        bandwidth = busier / (share * compute)
+        virtual.set_link(bandwidth=bandwidth)
     seconds: dict[str, list[float]] = {"unmanaged": [], "without_prefetch": [], "with_prefetch": []}
     moved: dict[str, list[dict[str, Any]]] = {"without_prefetch": [], "with_prefetch": []}
     for _ in range(arguments.rounds):
@@ -125,7 +156,7 @@ def _measure(mode: str, share: float, device: torch.device, arguments: argparse.
     medians = {way: median(times) for way, times in seconds.items()}
     # The yardstick counts the bytes of the schedule without prefetch: a plan that moves more pays for it itself.
     transfer = busier / bandwidth
-    bound = max(medians["unmanaged"], transfer)
+    bound = max(medians["unmanaged"], transfer, host)
     links = Links(h2d_bandwidth=bandwidth, d2h_bandwidth=bandwidth, latency=LATENCY)
     trace = scaled(fast["trace"], medians["unmanaged"])
     predicted = plan(trace, links=links)
@@ -137,6 +168,7 @@ def _measure(mode: str, share: float, device: torch.device, arguments: argparse.
         "weights_bytes": job.model.nbytes,
         "compute_seconds": medians["unmanaged"],
         "transfer_seconds": transfer,
+        "host_step_seconds": host if is_real else None,
         "max_seconds": bound,
         "ratio_without_prefetch": medians["without_prefetch"] / bound,
         "ratio_with_prefetch": medians["with_prefetch"] / bound,

@@ -3,12 +3,10 @@
 Owns the format of the files under ``results/`` and the interleaved measurement.
 """
 
-import datetime
 import json
 import os
 import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 
 import torch
 
+from hetero.cli.provenance import commit, provenance
 from hetero.devices.host import host_memory_total
 
 __all__ = ["RESULTS", "Samples", "commit", "interleaved", "median", "read", "write"]
@@ -46,32 +45,37 @@ def median(values: list[float]) -> float:
 
 
 def write(name: str, parameters: Mapping[str, Any], results: Any, *, device: torch.device | None) -> Path:
-    """Write ``results/NAME.json``; ``device`` None: nothing was computed on one."""
+    """Write ``results/NAME.json``, or ``results/cuda/NAME.json`` and alike on a real device: the tables compare numbers
+    of one machine. ``device`` None: nothing was computed on one."""
+    facts = provenance(device)
+    accelerator = facts.pop("accelerator")
     record = {
         "benchmark": name,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "machine": _machine(device),
+        **facts,
+        "machine": {**_machine(), "accelerator": accelerator},
         "parameters": dict(parameters),
         "results": results,
     }
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
+    path = _path(name, device)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"wrote {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
+    print(f"wrote {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}", flush=True)
     return path
 
 
-def read(name: str) -> dict[str, Any] | None:
-    """The record of benchmark ``name``, or None if it has not been run."""
-    path = RESULTS / f"{name}.json"
+def read(name: str, *, device: torch.device | None = None) -> dict[str, Any] | None:
+    """What was written of benchmark ``name``, on ``device``, or None if it has not been run."""
+    path = _path(name, device)
     record: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
     return record
 
 
-def _machine(device: torch.device | None) -> dict[str, Any]:
+def _path(name: str, device: torch.device | None) -> Path:
+    folder = RESULTS if device is None or device.type == "virtual" else RESULTS / device.type
+    return folder / f"{name}.json"
+
+
+def _machine() -> dict[str, Any]:
     return {
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -79,7 +83,6 @@ def _machine(device: torch.device | None) -> dict[str, Any]:
         "load": round(os.getloadavg()[0], 2),
         "memory_bytes": host_memory_total(),
         "system": platform.platform(),
-        "accelerator": _accelerator(device),
     }
 
 
@@ -88,27 +91,3 @@ def _cpu() -> str:
     names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line] \
         if info.exists() else []  # fmt: skip
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def _accelerator(device: torch.device | None) -> str | None:
-    if device is None:
-        return None
-    if device.type == "virtual":
-        return "virtual (operators run on the CPU)"
-    return str(torch.get_device_module(device).get_device_properties(device))
-
-
-def commit() -> str:
-    """The commit that is checked out, and whether what is measured was changed since."""
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", *arguments], cwd=RESULTS.parent, capture_output=True, text=True, check=True
-        ).stdout.strip()
-
-    try:
-        # Only what is measured counts as changed: a run rewrites its own results.
-        changed = git("status", "--porcelain", "--", "../hetero", "../benchmarks/*.py")
-        return git("rev-parse", "HEAD") + (" with changes" if changed else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"

@@ -29,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from benchmarks.record import write
 from benchmarks.sweep_ways import shapes
 from hetero.cli.placing import choose_device
 from hetero.devices import Accelerator, host_memory_free
-from hetero.units import format_bytes
+from hetero.units import format_bytes, parse_bytes
 
 _TOY = {
     "layers": 6,
@@ -50,7 +51,7 @@ _TOY = {
     "exact": True,
 }
 _SHARES = (1.0, 0.8, 0.6, 0.4, 0.3, 0.2)
-_GRACE = 120.0  # seconds that a way may take beyond the time in which it may start
+_GRACE = 90.0  # seconds that a way may take beyond the time in which it may start
 
 Row = dict[str, Any]
 
@@ -63,6 +64,8 @@ def main() -> int:
         return 0
     device = choose_device(None)
     settings = {key: value for key, value in vars(arguments).items() if key not in ("toy", "seconds")}
+    if arguments.host_budget is not None:
+        settings["host_budget"] = parse_bytes(arguments.host_budget, name="--host-budget")
     parameters = sum(p.numel() for p in shapes(settings).parameters())
     if device.type == "virtual":
         torch.set_num_threads(1)  # as `benchmarks.sweep_ways` does: the record says so
@@ -70,28 +73,39 @@ def main() -> int:
         f"{parameters:,} parameters on {device}; {format_bytes(host_memory_free())} of host memory free",
         flush=True,
     )
-    rows = Sweep(settings, device, arguments.seconds).run()
-    same = _compare(rows, device)
     facts = {
         **{key: value for key, value in settings.items() if key != "deepspeed_python"},  # a local path
         "parameters": parameters,
         "dtype": "float32 (TF32 matmul)" if device.type == "cuda" else "float32",
         "shares": _SHARES,
     }
-    if device.type == "virtual":
-        write("sweep_cpu", facts, rows, device=device)
-    elif not arguments.toy:
-        write("sweep", facts, rows, device=device)
+
+    name = "sweep_cpu" if device.type == "virtual" else "sweep_toy" if arguments.toy else "sweep"
+
+    def keep(rows: list[Row]) -> None:
+        write(name, facts, rows, device=device)
+
+    rows = Sweep(settings, device, arguments.seconds, keep).run()
+    same = _compare(rows, device)
+    keep(rows)
     return 0 if same or not arguments.exact else 1
 
 
 class Sweep:
-    """Everything that starts within ``seconds``; a way that fails is a row that says why."""
+    """Everything that starts within ``seconds``; a way that fails is a row that says why. ``keep``: is given the rows
+    there are after each one, because whoever lends the machine may end us."""
 
-    def __init__(self, settings: dict[str, Any], device: torch.device, seconds: float) -> None:
+    def __init__(
+        self,
+        settings: dict[str, Any],
+        device: torch.device,
+        seconds: float,
+        keep: Callable[[list[Row]], None],
+    ) -> None:
         self._settings = settings
         self._device = device
         self._end = time.perf_counter() + seconds
+        self._keep = keep
 
     def run(self) -> list[Row]:
         first = self._attempt("unmanaged")
@@ -105,6 +119,7 @@ class Sweep:
                 rows[place] = self._attempt(way)
             else:
                 rows[place] = self._attempt(way, share=share, device_budget=int(share * peak))
+            self._keep([first, *(rows[place] for place in sorted(rows))])
         return [first, *(rows[place] for place in sorted(rows))]
 
     def _attempt(self, way: str, **budget: float) -> Row:
@@ -188,7 +203,11 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--vocabulary", type=int, default=32_000)
     parser.add_argument("--steps", type=int, default=5, help="timed, after those of warm-up")
-    parser.add_argument("--seconds", type=float, default=480.0, help="start nothing new after this")
+    parser.add_argument("--seconds", type=float, default=450.0, help="start nothing new after this")
+    parser.add_argument(
+        "--host-budget",
+        help="for hetero, such as 100GiB; default: what is free, which may be less than can be had",
+    )
     parser.add_argument("--exact", action="store_true", help="deterministic kernels; see above")
     parser.add_argument("--deepspeed-python", help="an interpreter that has deepspeed; default: this one")
     arguments = parser.parse_args()

@@ -245,7 +245,13 @@ def managed(settings: Settings) -> Row:
     optimizer = _adamw(settings, model, torch.device("cpu"))
     limit_memory(device, settings["device_budget"])  # the virtual one's allocator itself refuses a byte more
     begin = time.perf_counter()
-    with hetero.manage(model, optimizer, device=device, device_budget=settings["device_budget"]) as manager:
+    with hetero.manage(
+        model,
+        optimizer,
+        device=device,
+        device_budget=settings["device_budget"],
+        host_budget=settings["host_budget"],
+    ) as manager:
         attached = time.perf_counter() - begin
         total = manager._stm.collector.total  # as in manager.stats, which does more than count
 

@@ -16,6 +16,7 @@ from hetero.cli.comparison import compare
 from hetero.cli.gpt import ByteGPT, batches_of, standard_library_text
 from hetero.cli.output import check_writable, open_console, progress, write_json
 from hetero.cli.placing import choose_device, limit_memory, steps_differ, unlimit_memory
+from hetero.cli.provenance import provenance
 from hetero.cli.training import Job, Outcome, train_managed, train_unmanaged
 from hetero.errors import ConfigError
 from hetero.units import format_bytes, format_seconds, parse_budget
@@ -63,7 +64,7 @@ def demo(
     _print_losses(console, result)
     _print_summary(console, result)
     if json is not None:
-        write_json(json, result.to_dict())
+        write_json(json, {**provenance(place), **result.to_dict()})
     if not result.holds:
         raise typer.Exit(1)
 
@@ -98,7 +99,6 @@ class DemoResult:
         assert stats is not None
         return {
             "device": str(self.device),
-            "torch": torch.__version__,
             "steps": len(self.managed.losses),
             "device_budget": self.budget,
             "model_data_bytes": self.managed.model_data_bytes,

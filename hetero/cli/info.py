@@ -9,6 +9,7 @@ from rich.table import Table
 
 from hetero.cli.output import open_console
 from hetero.cli.placing import is_compiled
+from hetero.cli.provenance import describe_device
 from hetero.devices import Accelerator, device_memory_free, host_memory_free, probe_links
 from hetero.devices.host import host_memory_total
 from hetero.devices.virtual import virtual_device
@@ -54,11 +55,8 @@ def _devices(virtual: bool) -> list[torch.device]:
 
 def _add_device(table: Table, accelerator: Accelerator) -> None:
     device = accelerator.device
-    name = torch.get_device_module(device).get_device_name(device)
     free = device_memory_free(accelerator)
-    table.add_row(
-        str(device), f"{name}, {format_bytes(accelerator.total_bytes())}, {format_bytes(free)} free"
-    )
+    table.add_row(str(device), f"{describe_device(device)}, {format_bytes(free)} free")
     budget = accelerator.usable_of(free)
     table.add_row(f"{device} device_budget", f"{format_bytes(budget)} by default")
     try:

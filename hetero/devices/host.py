@@ -1,18 +1,29 @@
 """How much memory there is: the host's, under its cgroup, and the device's, through NVML.
 
-Owns the defaults of ``device_budget`` and ``host_budget``. Reads only.
+Owns the defaults of ``device_budget`` and ``host_budget``, and the only calls of NVML. Reads only.
 """
 
 import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import TypeVar
 
 import psutil
 import torch
 
 from hetero.devices.accelerator import Accelerator
 
-__all__ = ["device_memory_free", "host_memory_free", "host_memory_total", "host_memory_used"]
+__all__ = [
+    "device_memory_free",
+    "driver_version",
+    "host_memory_free",
+    "host_memory_total",
+    "host_memory_used",
+]
+
+T = TypeVar("T")
 
 _CGROUP_LIMITS = (
     (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
@@ -54,11 +65,17 @@ def device_memory_free(accelerator: Accelerator) -> int:
     free = accelerator.free_bytes()
     if accelerator.device.type != "cuda" or torch.version.hip is not None:
         return free
-    nvml_free = _nvml_free(accelerator.device.index)
+    index = accelerator.device.index
+    nvml_free = _ask_nvml(lambda nvml: int(nvml.nvmlDeviceGetMemoryInfo(_nvml_handle(nvml, index)).free))
     if nvml_free is None:
         return free
     cached = free - torch.cuda.mem_get_info(accelerator.device)[0]
     return min(free, nvml_free + cached)
+
+
+def driver_version() -> str | None:
+    """Of NVIDIA's driver; None where there is none, or no NVML."""
+    return _ask_nvml(lambda nvml: str(nvml.nvmlSystemGetDriverVersion()))
 
 
 def _cgroup() -> tuple[int, int] | None:
@@ -78,7 +95,7 @@ def _page_size() -> int:
     return os.sysconf("SC_PAGE_SIZE")
 
 
-def _nvml_free(index: int) -> int | None:
+def _ask_nvml(question: Callable[[ModuleType], T]) -> T | None:
     try:
         import pynvml
     except ImportError:
@@ -86,8 +103,7 @@ def _nvml_free(index: int) -> int | None:
     try:
         pynvml.nvmlInit()
         try:
-            handle = _nvml_handle(pynvml, index)
-            return int(pynvml.nvmlDeviceGetMemoryInfo(handle).free)
+            return question(pynvml)
         finally:
             pynvml.nvmlShutdown()
     except pynvml.NVMLError:
