@@ -5,6 +5,7 @@ Owns the only calls of a device module's memory functions. Reads counters; never
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any, cast
 
@@ -217,6 +218,12 @@ class Accelerator:
     def release_cached(self) -> None:
         """Give cached, unused memory back to the device."""
         self._call("empty_cache")
+
+    def random_numbers(self, generator: torch.Generator | None) -> Callable[[], object]:
+        """Notes where those of ``generator``, or of the device, are; what it returns goes back there."""
+        if generator is not None:
+            return partial(generator.set_state, generator.get_state())
+        return partial(self._call, "set_rng_state", self._call("get_rng_state", self.device), self.device)
 
     def synchronize(self) -> None:
         """Wait on the host for everything queued on the device."""

@@ -1,5 +1,6 @@
 """Iterations that follow no plan, or leave it: the budget holds, and the numbers stay."""
 
+import copy
 import functools
 
 import pytest
@@ -82,6 +83,26 @@ def engine(x: torch.Tensor, nbytes: int, does_without: bool = False, breaks: boo
         if not does_without:
             raise RuntimeError("GET was unable to find an engine to execute this computation") from None
     return x.clone()
+
+
+@torch.library.custom_op("hetero_tests::noise", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def noise(x: torch.Tensor, nbytes: int) -> torch.Tensor:
+    """As CUDA's attention with dropout: it has drawn when it allocates."""
+    drawn = torch.rand(x.shape, device=x.device)
+    torch.empty(nbytes, dtype=torch.uint8, device=x.device)
+    return x + drawn
+
+
+class Noisy(nn.Module):
+    def __init__(self, workspace):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(1024, 1024) for _ in range(8)])
+        self.workspace = workspace
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return noise(noise(x, self.workspace), 0)
 
 
 class Engine(nn.Module):
@@ -268,6 +289,23 @@ def test_an_operator_that_has_written_when_it_allocates_is_not_applied_twice(wri
         write(w, index, ones, lists)
     assert given
     assert_same(plain(w), plain(expected), "written")
+
+
+def test_an_operator_that_is_tried_again_draws_the_same_numbers():
+    target = device()
+    x = torch.randn(4, 1024, device=target)
+    budget = 60 << 20
+    model = Noisy(workspace=budget - 8 * (1024 * 1024 * 4))  # beside which not all layers fit
+    twin = copy.deepcopy(model).to(target)
+    torch.manual_seed(1)
+    expected = twin(x).detach()
+    del twin
+    before = torch.accelerator.memory_allocated()
+    torch.manual_seed(1)
+    with hetero.manage(model, device=target, device_budget=before + budget, warmup_budget=0.9) as manager:
+        with torch.no_grad():
+            assert torch.equal(model(x), expected)
+        assert manager._stm.collector.total.evicted_bytes > 0, "it was not tried again"
 
 
 class Branching(nn.Module):

@@ -93,6 +93,7 @@ class Executor:
             uncapped=lambda error: lifted(self._cap, self._is_guarded and self._room.allows(error)),
             failures=self._accelerator.failures,
             note_values=self._note_values,
+            numbers=self._accelerator.random_numbers,
         )
 
     def begin_segment(self, key: SegmentKey, *, is_open: bool = False) -> None:

@@ -5,7 +5,8 @@ the device's allocator is then capped at the budget (`Accelerator.cap`), so that
 fails, and the guard evicts what no operator uses and runs that operator again. Operators allocate before they
 write, so running one again after a failed allocation repeats nothing; for the few that do not, several times the room
 of their operands is made before, and they run once. Which they are was found by failing each allocation of PyTorch's
-operator database.
+operator database. Random numbers are another matter: CUDA's attention with dropout draws before it allocates, so an
+operator that draws gets the same numbers when it is tried again.
 
 It costs a few microseconds an operator: iterations that follow their plan run without it.
 
@@ -62,6 +63,7 @@ _MEAN = 1  # as ATen counts reductions
 
 # In place: what they divide by, or, of a list, the casts of a later operand, is allocated when something is written.
 _WRITE_EARLY = re.compile(r"aten\.(scatter_reduce_|index_reduce_|_foreach_\w+_)\.\w+")
+_DRAWS = torch.Tag.nondeterministic_seeded
 _THEIR_OWN = 4  # bytes for each byte of their operands: a count of float64, or casts to it, are twice as many
 
 
@@ -70,12 +72,20 @@ def _writes_early(func: Any) -> bool:
     return _WRITE_EARLY.fullmatch(str(func)) is not None
 
 
+@functools.cache
+def _draws(func: Any) -> bool:
+    return _DRAWS in func.tags
+
+
 Relieve = Callable[..., int]
 """Frees device memory, and returns how many bytes: 0 if nothing is left that could be freed, or, given a number of
 bytes, if as many are free."""
 
 Explain = Callable[[str, RuntimeError], Exception]
 """What to raise for an operator of that name, and the allocator's error, when nothing is left to be freed."""
+
+Numbers = Callable[[torch.Generator | None], Callable[[], object]]
+"""Notes where the random numbers of the device, or of a generator, are; what it returns goes back there."""
 
 Uncapped = Callable[[RuntimeError], contextlib.AbstractContextManager[bool]]
 """Within it the allocator is not capped, if it has refused what the budget allows; whether it was."""
@@ -92,8 +102,10 @@ class _Guard(TorchDispatchMode):
         uncapped: Uncapped,
         failures: Callable[[], int],
         note_values: Callable[[], None],
+        numbers: Numbers,
     ) -> None:
         super().__init__()
+        self._numbers = numbers
         self.note_values = note_values
         self._failures = failures
         self._seen_failures = 0
@@ -114,6 +126,7 @@ class _Guard(TorchDispatchMode):
             is_uncapped = is_sure = False
             copies: list[torch.Tensor] = []
             runs_once = _writes_early(func)
+            draw_again = self._numbers((kwargs or {}).get("generator")) if _draws(func) else None
             if runs_once:
                 ordinary = _ordinary_parameters((args, kwargs))
                 given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -141,6 +154,8 @@ class _Guard(TorchDispatchMode):
                         is_uncapped = True
                     is_sure = True
                     self._note_answered()
+                    if draw_again is not None:
+                        draw_again()
                     args, kwargs = _on_device_still(ordinary, (args, kwargs), copies)
 
     def make_room(self) -> None:
@@ -196,12 +211,14 @@ def guarded(
     uncapped: Uncapped = lambda error: contextlib.nullcontext(False),
     failures: Callable[[], int] = lambda: 0,
     note_values: Callable[[], None] = lambda: None,
+    numbers: Numbers = lambda generator: lambda: None,
 ) -> Iterator[None]:
     """Within it, operators of this thread, and of a backward that begins here, are guarded: ``at_once``, or from
     `arm` on. ``note_answered``: called for each error after which an operator is tried again. ``explain``,
     ``uncapped``: see `Explain`, `Uncapped`. ``failures``: how many out-of-memory errors there have been.
-    ``note_values``: called for each operator whose memory depends on values (`hetero.stm.running.byvalues`)."""
-    guard = _Guard(relieve, note_answered, explain, uncapped, failures, note_values)
+    ``note_values``: called for each operator whose memory depends on values (`hetero.stm.running.byvalues`).
+    ``numbers``: see `Numbers`."""
+    guard = _Guard(relieve, note_answered, explain, uncapped, failures, note_values, numbers)
     outer, _here.guard = _here.guard, guard
     _guards.append(guard)
     if at_once:
