@@ -18,18 +18,22 @@ REPLAY = """
 import json, sys, torch
 events = json.load(sys.stdin)
 torch.cuda.init()
-held, rows = {}, []
+held, rows, begins, ascending = {}, [], set(), True
 for action, name, nbytes in events:
     if action == "alloc":
         held[name] = torch.cuda.memory.caching_allocator_alloc(nbytes, 0)
     else:
         torch.cuda.memory.caching_allocator_delete(held.pop(name))
     rows.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+    if len(rows) < 2 or rows[-1][1] > rows[-2][1]:
+        now = {s["address"] for s in torch.cuda.memory_snapshot()}
+        ascending = ascending and min(now - begins, default=0) >= max(begins, default=0)
+        begins = now
 segments = [
     (s["total_size"], [(b["size"], b["state"] == "active_allocated") for b in s["blocks"]])
     for s in torch.cuda.memory_snapshot()
 ]
-print(json.dumps({"rows": rows, "segments": segments}))
+print(json.dumps({"rows": rows, "segments": segments, "ascending": ascending}))
 """
 
 SETTINGS = {
@@ -73,6 +77,8 @@ def test_the_simulation_is_torch_s_allocator_segment_by_segment(conf, seed):
     )
     assert done.returncode == 0, done.stderr
     real = json.loads(done.stdout)
+    if SETTINGS[conf].roundup_power2_divisions > 1 and not real["ascending"]:
+        pytest.skip("many blocks are equal, and the driver gave later ones lower addresses")
     allocator = CudaCachingAllocator(SETTINGS[conf])
     usage = simulate(events, allocator)
     rows = list(zip(usage.provided.tolist(), usage.reserved.tolist(), strict=True))
