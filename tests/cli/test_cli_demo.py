@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from hetero.cli import app
+from hetero.cli import app, provenance
 
 RUN = CliRunner()
 
@@ -71,3 +71,15 @@ def test_demo_refuses_in_one_line(arguments: list[str], message: str) -> None:
     assert message in result.stderr
     assert len([line for line in result.stderr.splitlines() if line.startswith("error: ")]) == 1
     assert "Traceback" not in result.output
+
+
+def test_numbers_say_where_they_come_from(
+    finished: tuple[str, dict[str, object], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, numbers, _ = finished
+    assert numbers["accelerator"] == "virtual (operators run on the CPU)"
+    assert all(numbers[name] for name in ("date", "commit", "python", "torch"))
+    monkeypatch.setattr(provenance, "_ROOT", tmp_path)  # as a copy without its repository
+    assert provenance.commit() == "unknown"
+    (tmp_path / "COMMIT").write_text("1234567\n")
+    assert provenance.commit() == "1234567"
