@@ -323,6 +323,6 @@ TABLES: dict[str, Callable[[Record], str]] = {
     "activations": activations,
     "activations_models": activations,
     "swap": swap,
-    "sweep": sweep,
+    "cuda/sweep": sweep,
     "sweep_cpu": sweep,
 }
