@@ -15,12 +15,13 @@ MICRO_BATCHES = 4
 def main() -> None:
     torch.manual_seed(0)
     virtual = None if torch.accelerator.is_available() else hetero.virtual_device(memory="64MiB")
+    budget = "10MiB" if virtual else "74MiB"  # on a GPU, cuBLAS alone keeps up to 64 MiB
     layer = nn.TransformerEncoderLayer(128, nhead=4, dim_feedforward=512, batch_first=True, dropout=0.1)
     model = nn.Sequential(nn.TransformerEncoder(layer, 6, enable_nested_tensor=False), nn.Linear(128, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=6)
 
-    with hetero.manage(model, optimizer, device=virtual, device_budget="10MiB") as manager:
+    with hetero.manage(model, optimizer, device=virtual, device_budget=budget) as manager:
         inputs = torch.randn(MICRO_BATCHES, 4, 16, 128, device=manager.device)
         targets = torch.randint(10, (MICRO_BATCHES, 4 * 16), device=manager.device)
         for step in range(6):

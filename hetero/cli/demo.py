@@ -15,7 +15,13 @@ from torch.nn import functional
 from hetero.cli.comparison import compare
 from hetero.cli.gpt import ByteGPT, batches_of, standard_library_text
 from hetero.cli.output import check_writable, open_console, progress, write_json
-from hetero.cli.placing import choose_device, limit_memory, steps_differ, unlimit_memory
+from hetero.cli.placing import (
+    choose_device,
+    keep_workspaces_small,
+    limit_memory,
+    steps_differ,
+    unlimit_memory,
+)
 from hetero.cli.provenance import provenance
 from hetero.cli.training import Job, Outcome, train_managed, train_unmanaged
 from hetero.errors import ConfigError
@@ -47,6 +53,7 @@ def demo(
     """
     console = open_console()
     check_writable(json, plot)
+    keep_workspaces_small()
     place = choose_device(device)
     text = standard_library_text()
     estimate = _ADAM_BYTES * sum(p.numel() for p in _model(seed).parameters())

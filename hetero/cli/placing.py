@@ -4,6 +4,8 @@ Owns that choice and, on the virtual accelerator, its memory: a managed run gets
 the allocator itself would refuse a byte more; an unmanaged one what the host has.
 """
 
+import os
+
 import torch
 import typer
 
@@ -12,7 +14,14 @@ from hetero.devices.virtual import set_memory_limit, virtual_device
 from hetero.devices.virtual._build import build_folder
 from hetero.errors import ConfigError
 
-__all__ = ["choose_device", "is_compiled", "limit_memory", "steps_differ", "unlimit_memory"]
+__all__ = [
+    "choose_device",
+    "is_compiled",
+    "keep_workspaces_small",
+    "limit_memory",
+    "steps_differ",
+    "unlimit_memory",
+]
 
 _VIRTUAL = "virtual"
 
@@ -39,6 +48,14 @@ def choose_device(name: str | None, *, bandwidth: str = "8GiB/s") -> torch.devic
             f"--device {name}: this machine has {there}; pass --device virtual, or leave it out"
         )
     return Accelerator(device).device
+
+
+def keep_workspaces_small() -> None:
+    """Before the process's first product. cuBLAS keeps a workspace for each thread, which is memory in use: 32 MiB each
+    on Hopper, more than all that a small model needs."""
+    os.environ.setdefault("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "1")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "128")  # KiB, no more: torch would warn of it
 
 
 def is_compiled() -> bool:

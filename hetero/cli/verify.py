@@ -15,7 +15,13 @@ from hetero.cli.comparison import Difference, compare
 from hetero.cli.jobs import read_job
 from hetero.cli.loading import call, load_function
 from hetero.cli.output import open_console, progress
-from hetero.cli.placing import choose_device, limit_memory, steps_differ, unlimit_memory
+from hetero.cli.placing import (
+    choose_device,
+    keep_workspaces_small,
+    limit_memory,
+    steps_differ,
+    unlimit_memory,
+)
 from hetero.cli.training import Job, Outcome, seed_everything, train_managed, train_unmanaged
 from hetero.errors import ConfigError
 from hetero.units import format_bytes, parse_budget
@@ -54,6 +60,7 @@ def verify(
     2 if the comparison could not be made.
     """
     console = open_console()
+    keep_workspaces_small()
     place = choose_device(
         device
     )  # before any code of the user's: autograd counts devices at its first backward
@@ -63,7 +70,7 @@ def verify(
     count = len(first.batches)
     unmanaged = _unmanaged(console, first, place, "unmanaged")
     second = _like(first, _job(make, target, steps, seed), start, target)
-    budget = _budget(device_budget, unmanaged)
+    budget = _budget(device_budget, unmanaged, place)
     del first
     limit_memory(place, budget)
     with progress(console, "managed", count) as on_step:
@@ -132,7 +139,7 @@ def _unmanaged(console: Console, job: Job, place: torch.device, title: str) -> O
     return outcome
 
 
-def _budget(asked: str | None, unmanaged: Outcome) -> int:
+def _budget(asked: str | None, unmanaged: Outcome, place: torch.device) -> int:
     peak = unmanaged.peak_device_bytes
     if asked is not None:
         return parse_budget(asked, peak, name="--device-budget")
@@ -140,7 +147,11 @@ def _budget(asked: str | None, unmanaged: Outcome) -> int:
     # Half of the parameters, but room for the largest, its gradient, the next one, and, as it may be tied, a second
     # gradient and the sum of both.
     room = max(sum(parameters) // 2, 5 * max(parameters, default=0))
-    budget: int = peak - unmanaged.model_data_bytes + room
+    there = unmanaged.model_data_bytes
+    if steps_differ(place):  # it has stepped on the host, where the states have stayed
+        kinds = ("parameter", "gradient", "buffer")
+        there = sum(value.nbytes for (kind, _), value in unmanaged.tensors.items() if kind in kinds)
+    budget: int = peak - there + room
     return budget
 
 

@@ -1,5 +1,6 @@
 """`hetero verify`: equal, different, and what cannot be compared."""
 
+import importlib
 from pathlib import Path
 
 import pytest
@@ -189,3 +190,14 @@ def test_debug_shows_the_traceback_wherever_it_is_put(source: Path) -> None:
         result = RUN.invoke(app, arguments)
         assert result.exit_code == 1
         assert isinstance(result.exception, ValueError)
+
+
+def test_by_default_there_is_room_where_states_are_never_on_the_device(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where all steps are the host's."""
+    for name in ("training", "verify"):
+        module = importlib.import_module(f"hetero.cli.{name}")  # the package has a function of that name
+        monkeypatch.setattr(module, "steps_differ", lambda device: True)
+    result = RUN.invoke(app, ["verify", f"{source}:adam"])
+    assert result.exit_code == 0, result.output
