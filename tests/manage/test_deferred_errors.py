@@ -130,7 +130,7 @@ def test_what_a_step_has_written_before_it_failed_is_seen_on_the_device(fused, w
         optimizer.zero_grad()
         got = model(x).detach().cpu()
     with torch.no_grad():
-        assert torch.equal(got, model(x.cpu()))
+        assert torch.equal(got, model.to(target)(x).cpu())
 
 
 def test_an_error_in_the_queue_is_no_matter_of_another_manager():
