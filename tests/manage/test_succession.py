@@ -28,6 +28,11 @@ def test_what_repeats_is_known_after_it_has_come_twice(pattern):
     assert all(guesses(kinds)[2 * len(pattern) :])
 
 
+def test_what_came_once_is_not_expected_before_as_much_has_passed_again():
+    """A few micro-batches less at an epoch's end."""
+    assert all(guesses("A" * 20 + "B" + "A" * 19)[22:])
+
+
 @given(st.lists(st.sampled_from("ABC"), max_size=60))
 @settings(deadline=None)
 def test_a_guess_is_a_kind_that_has_come(kinds):

@@ -27,7 +27,7 @@ from hetero.errors import BudgetError
 from hetero.stm.activations.saved import may_save_again, part_saved_as_handles
 from hetero.stm.interception.arguments import tensors_in
 from hetero.stm.interception.casts import drop_bytes, kept_casts
-from hetero.stm.interception.draws import DRAWING, state_of_draws
+from hetero.stm.interception.draws import DRAWING
 from hetero.stm.interception.outside import full_copies, keeps_its_type, note_outside
 from hetero.stm.interception.parts import called_part, computes_on
 from hetero.stm.tensors.fetch import Fetch, plain
@@ -213,7 +213,7 @@ def _run(
     casts = kept_casts(func, operands, copies) if _is_any_autocast_enabled() else None
     ahead = {} if in_forward else ahead_of_home(operands)
     by_name = kwargs
-    put_back = state_of_draws(operands[0].owner.device) if func in DRAWING else None
+    draw_again = operands[0].owner.relief.random_numbers() if func in DRAWING else None
     while True:
         try:
             given = _replace(args, copies)
@@ -237,8 +237,8 @@ def _run(
                     raise
                 raise relief.refused(getattr(func, "__name__", str(func)), error) from error
             relief.note_answered()
-            if put_back is not None:
-                put_back()
+            if draw_again is not None:
+                draw_again()
     for tensor in operands:
         if tensor.is_written:
             _refuse_write_to_leaf(tensor)

@@ -5,6 +5,7 @@ step, and at an epoch's end three. Such kinds begin alike, and which one it is s
 is a guess, for speed; plans are a hint in any case.
 """
 
+from collections import Counter
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
@@ -41,14 +42,16 @@ class Succession(Generic[Kind]):
         del self._past[:-_MEMORY]
 
     def following(self) -> Kind | None:
-        """What came after the longest stretch of the past that ended as the present one does; of equally long ones,
-        the latest. None if the last kind is a new one."""
+        """What came after the longest stretch of the past that ended as the present one does; of equally long ones
+        most often, or last. None if the last kind is a new one."""
         past = self._past
-        best, longest = None, 0
+        came, longest = Counter[int](), 0
         for place in range(len(past) - 1, 0, -1):
             length = 0
             while length < place and past[place - 1 - length] == past[-1 - length]:
                 length += 1
             if length > longest:
-                best, longest = past[place], length
-        return None if best is None else self._kinds[best]
+                came, longest = Counter(), length
+            if length == longest > 0:
+                came[past[place]] += 1  # the latest first, as `most_common` has them
+        return self._kinds[came.most_common(1)[0][0]] if came else None

@@ -75,6 +75,10 @@ class Relief:
             self._accelerator.release_cached()
             return freed
 
+    def random_numbers(self) -> Callable[[], object]:
+        """As `Accelerator.random_numbers`, of the device."""
+        return self._accelerator.random_numbers(None)
+
     def note_answered(self) -> None:
         """What failed for want of memory is tried again after `relieve`."""
         self._accelerator.note_answered()

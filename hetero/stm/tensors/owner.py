@@ -4,6 +4,7 @@ Owns the protocols by which what lies below `hetero.stm.manager` reaches it. The
 how, is said where they are implemented.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -68,6 +69,9 @@ class Relief(Protocol):
 
     def relieve(self) -> int:
         """Free what can be freed after an out-of-memory error; returns the bytes freed."""
+
+    def random_numbers(self) -> Callable[[], object]:
+        """Notes where those of the device are; what it returns goes back there."""
 
     def note_answered(self) -> None:
         """What failed for want of memory is tried again after `relieve`."""
