@@ -27,8 +27,6 @@ from hetero.stm.tensors.managed import ManagedTensor
 
 __all__ = ["Executor"]
 
-_MAY_GROW = 1 << 6  # share of the budget by which more may be there than when the counter was read
-
 
 class Executor:
     """Carries out schedules at sampling moments."""
@@ -352,8 +350,8 @@ class Executor:
         return min(limit, self._cycles.unplanned_limit(None)) if self._has_left_plan else limit
 
     def _still_to_come(self) -> int:
-        """Where more is there than was measured: what of it may come in this period, and what gradients that stay on
-        the device will take there. Else the schedule leaves room for these."""
+        """Where more is there than was measured: what gradients that stay on the device will take in this period. Else
+        the schedule leaves room for these."""
         plan = self._course.plan
         if plan is None or not (self._drift and plan.device_homes):
             return 0
@@ -361,7 +359,7 @@ class Executor:
             return 0
         gradients = sum(self._tensors[index].device_nbytes for index in self._gradients.kept.indices())
         homes = plan.home_bytes[self._course.current] - self._residency.home_bytes() - gradients
-        return max(0, homes) + self._plans.budget // _MAY_GROW
+        return max(0, homes)
 
     def _limit_gradients(self) -> None:
         """Before anything is known, a gradient is handed over at once: what is measured is then the operator's own
