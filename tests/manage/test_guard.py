@@ -93,28 +93,24 @@ def noise(x: torch.Tensor, nbytes: int) -> torch.Tensor:
     return x + drawn
 
 
-class Noisy(nn.Module):
-    def __init__(self, workspace):
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(1024, 1024) for _ in range(8)])
-        self.workspace = workspace
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x).tanh()
-        return noise(noise(x, self.workspace), 0)
-
-
 class Engine(nn.Module):
     def __init__(self, workspace):
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(1024, 1024) for _ in range(8)])
         self.workspace = workspace
 
-    def forward(self, x):
+    def hidden(self, x):
         for layer in self.layers:
             x = layer(x).tanh()
-        return engine(x, self.workspace)
+        return x
+
+    def forward(self, x):
+        return engine(self.hidden(x), self.workspace)
+
+
+class Noisy(Engine):
+    def forward(self, x):
+        return noise(noise(self.hidden(x), self.workspace), 0)
 
 
 class Broken(Engine):
