@@ -39,15 +39,15 @@ class Fitting:
         plans = list(self._stm.plans)
         if len(plans) == len(self._too_much) and all(map(operator.is_, plans, self._too_much)):
             return None
-        sizes = {id(t.parameter): t.device_nbytes for t in self._stm.tensors}
-        parameters = sum(sizes.values())
+        sizes = {id(t.parameter): t.full_nbytes for t in self._stm.tensors}
+        parameters = sum(t.living_nbytes for t in self._stm.tensors)
         trained = [t for t in self._stm.tensors if t.parameter.requires_grad]
-        gradient_bytes = sum(t.device_nbytes for t in trained)
+        gradient_bytes = sum(t.full_nbytes for t in trained)
         model = parameters + self._stm.registry.buffer_bytes()
         temporary = 0
         if self._step is not None:
             model += self._step.device_homes.whole_bytes()
-            trained_sizes = {id(t.parameter): t.device_nbytes for t in trained}
+            trained_sizes = {id(t.parameter): t.full_nbytes for t in trained}
             temporary = step_bytes(self._step.optimizer, trained_sizes)
         growth = read_growth(plans, budget=self._budget, gradient_bytes=gradient_bytes, step_bytes=temporary)
         # A gradient that autograd cannot take over as it is, is there twice for a moment.

@@ -24,6 +24,7 @@ from hetero.stm.copies.room import Room
 from hetero.stm.copies.uploads import TransferMeter, Uploads
 from hetero.stm.deferred import Update, UpdateQueue
 from hetero.stm.tensors.managed import ManagedTensor, refused_write
+from hetero.stm.tensors.precision import Master
 from hetero.stm.tensors.state import Kind, Ledger, Tier
 
 __all__ = ["Residency"]
@@ -143,6 +144,7 @@ class Residency:
         if not tensor.is_held():
             self.discard(tensor)
             return
+        self._drop_master(tensor)
         with torch.inference_mode(False), torch.no_grad():
             self._refresh_low(tensor)
             refresh(tensor, self._engine, self.uploads)
@@ -196,28 +198,26 @@ class Residency:
         if not tensor.is_dirty:
             return 0
         assert tensor.data is not None
-        if tensor.low is not None:
+        if tensor.is_miswritten:
+            if tensor.master is not None:  # home may be behind what was stepped
+                self._bring_home(tensor, tensor.master.values)
             self.discard(tensor)
             raise refused_write(tensor)
         if tensor.is_stale:
             raise written_twice(tensor)
-        version = tensor.version
         self.finish_update(tensor)
-        self.uploads.wait(tensor, tensor.home)
-        event = self._engine.download(tensor.data, tensor.home)
-        self._engine.host_after_download(event, tensor.home)
-        self._engine.free_after_download(event)
-        # The copy counts as one write; autograd's check must see as many as there were on the device.
-        torch._C._autograd._unsafe_set_version_counter((tensor.home,), (version,))
-        tensor.note_loaded()
-        return tensor.device_nbytes
+        living = tensor.living
+        assert living is not None
+        self._bring_home(tensor, living)
+        return tensor.full_nbytes
 
     def write_back_all(self, *, unseen: bool = False) -> None:
         """What was written to copies is home afterwards, for every parameter that lives there; ``unseen``: also what
         may have been written without our seeing it."""
         refused = None
         for tensor in list(self.resident.values()):
-            if (tensor.is_dirty if unseen else tensor.is_written) and not tensor.stays:
+            is_behind = tensor.is_dirty if unseen else tensor.is_written
+            if is_behind and (not tensor.stays or tensor.is_miswritten):
                 try:
                     self._meter.count_eviction(0, self.write_back(tensor))
                 except ManageError as error:
@@ -254,17 +254,20 @@ class Residency:
 
     def home_bytes(self) -> int:
         """Of what lives on the device: parameters and optimizer states, without gradients."""
-        copies = sum(tensor.device_nbytes for tensor in self.resident.values() if tensor.stays)
-        return copies + self._ledger.nbytes(Tier.DEVICE, Kind.OPTIMIZER_STATE)
+        values = sum(tensor.living_nbytes for tensor in self.resident.values() if tensor.stays)
+        return values + self._ledger.nbytes(Tier.DEVICE, Kind.OPTIMIZER_STATE)
 
     def stay(self, tensor: ManagedTensor) -> None:
         """From now on it lives on the device. Raises `BudgetError` if it cannot be fetched."""
         self.require([tensor], limit=self._budget, operator=lambda: f"fetching {tensor.name} for good")
+        if tensor.living is None:
+            self._fetch_master(tensor)
         tensor.stays = True
 
     def move_home(self, tensor: ManagedTensor) -> None:
         """It lives at home again; its copy is like any other."""
         self.settle(tensor)
+        self._drop_master(tensor)
         tensor.stays = False
 
     def lend(self, tensor: ManagedTensor) -> None:
@@ -328,6 +331,40 @@ class Residency:
         tensor.fetched_at = self._clock
         tensor.place(Tier.DEVICE, tensor.device_nbytes)
         self._meter.count_fetch(tensor.device_nbytes)
+
+    def _fetch_master(self, tensor: ManagedTensor) -> None:
+        """Home's values beside the copy that was made of them. Raises `BudgetError` if there is no room."""
+        self.room.require(
+            tensor.full_nbytes,
+            limit=self._budget,
+            keep=[tensor.index],
+            operator=lambda: f"fetching {tensor.name} for good",
+        )
+        assert tensor.data is not None
+        with torch.inference_mode(False), torch.no_grad():
+            values = torch.empty_like(tensor.home, device=self._accelerator.device)
+        event = self._engine.upload(tensor.home, values)
+        self.uploads.note(event, tensor)
+        self._engine.compute_after_upload(event)
+        tensor.master = Master(values, tensor.data._version)
+        tensor.place(Tier.DEVICE, tensor.living_nbytes)
+        self._meter.count_fetch(tensor.full_nbytes)
+
+    def _drop_master(self, tensor: ManagedTensor) -> None:
+        if tensor.master is not None:
+            tensor.master = None
+            tensor.place(Tier.DEVICE, tensor.device_nbytes)
+
+    def _bring_home(self, tensor: ManagedTensor, values: torch.Tensor) -> None:
+        """Home is ``values`` now, which are the copy's, or what it was made of."""
+        version = tensor.version
+        self.uploads.wait(tensor, tensor.home)
+        event = self._engine.download(values, tensor.home)
+        self._engine.host_after_download(event, tensor.home)
+        self._engine.free_after_download(event)
+        # The copy counts as one write; autograd's check must see as many as there were on the device.
+        torch._C._autograd._unsafe_set_version_counter((tensor.home,), (version,))
+        tensor.note_loaded()
 
     def _order(self, tensor: ManagedTensor, copy: torch.Tensor) -> bool:
         """Have ``copy`` filled once home is up to date ([Note: copies on order]); False if it is already."""

@@ -89,9 +89,10 @@ class KeptGradients:
             if self._change(tensor, kept) and self._add(tensor, kept, gradient):
                 self._norms.take(tensor.index, kept.gradient)
             return None
-        copies = not owns_memory(gradient, is_shared=is_shared)
+        casts = gradient.dtype is not tensor.home.dtype
+        copies = casts or not owns_memory(gradient, is_shared=is_shared)
         if copies:
-            gradient = gradient.clone()
+            gradient = gradient.to(tensor.home.dtype) if casts else gradient.clone()
             if not tensor.stays:
                 return None
         # Many are views, such as the transposed product of a linear layer, and hold the tensor that they are a view of.
@@ -108,7 +109,7 @@ class KeptGradients:
         """What `look` allocates."""
         kept = self._kept[tensor.index]
         copies = self._changes.has_any(tensor.index) and not kept.owns()
-        return tensor.device_nbytes if copies else 0
+        return tensor.full_nbytes if copies else 0
 
     def is_shared(self, tensor: ManagedTensor) -> bool:
         """Somebody else may hold the tensor that is kept."""
@@ -152,7 +153,7 @@ class KeptGradients:
 
     def _put(self, tensor: ManagedTensor, kept: _Kept) -> None:
         self._kept[tensor.index] = kept
-        self._memory.entry(tensor).place(Tier.DEVICE, tensor.device_nbytes)
+        self._memory.entry(tensor).place(Tier.DEVICE, tensor.full_nbytes)
 
     def _change(self, tensor: ManagedTensor, kept: _Kept) -> bool:
         """Do what is left to be done to it; False if it is gone."""

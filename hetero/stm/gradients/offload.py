@@ -159,7 +159,7 @@ class Gradients:
 
     def on_device_nbytes(self, tensor: ManagedTensor) -> int:
         """What `on_device` allocates."""
-        return self.kept.look_nbytes(tensor) if tensor in self.kept else tensor.device_nbytes
+        return self.kept.look_nbytes(tensor) if tensor in self.kept else tensor.full_nbytes
 
     def give(self, tensor: ManagedTensor) -> torch.Tensor:
         """Take ``p.grad`` away; returns it on the device, complete, in memory of its own."""

@@ -18,6 +18,7 @@ how averages and logs look at parameters.
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from hetero.stm.activations.saved import may_save_again, part_saved_as_handles
 from hetero.stm.interception.arguments import tensors_in
 from hetero.stm.interception.casts import drop_bytes, kept_casts
 from hetero.stm.interception.draws import DRAWING
-from hetero.stm.interception.outside import full_copies, keeps_its_type, note_outside
+from hetero.stm.interception.outside import full_copies, keeps_its_type, note_outside, with_relief
 from hetero.stm.interception.parts import called_part, computes_on
 from hetero.stm.tensors.fetch import Fetch, plain
 from hetero.stm.tensors.managed import ManagedTensor
@@ -137,7 +138,10 @@ def run_operator(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         if keeps_its_type(operands):
             with full_copies(operands) as copies:
                 kwargs = {key: replace_one(value, copies) for key, value in kwargs.items()}
-                return _restore(func(*_replace(args, copies), **kwargs), operands, copies)
+                call = partial(func, *_replace(args, copies), **kwargs)
+                is_once = _writes_in_place(func) or func in DRAWING
+                result = call() if is_once else with_relief(operands[0].owner, call)
+                return _restore(result, operands, copies)
         with outside(operands, args, kwargs):
             return _run_on_device(func, operands, args, kwargs, in_forward=False)
     return _run_on_device(func, operands, args, kwargs, in_forward=True)
@@ -460,7 +464,7 @@ def _restore(result: Any, operands: list[ManagedTensor], copies: dict[int, torch
 
 def _refuse_write_to_leaf(tensor: ManagedTensor) -> None:
     """Its copy was written."""
-    if tensor.low is not None:
+    if tensor.is_miswritten:
         tensor.owner.write_back(tensor)  # which raises
     identity = tensor.identity
     if identity is not None and not isinstance(identity.grad_fn, Fetch._backward_cls):

@@ -4,18 +4,24 @@ Owns the rule that under ``precision`` a parameter is there what it says it is: 
 the other operands lie, as an FSDP2 parameter is between steps. Low-precision copies belong to the model's own forward
 and backward. And what is said where there is no room: that activations do not leave there.
 
-The copies made here are ordinary tensors of the caller's: of the whole parameter, neither planned nor evicted.
+The copies made here are ordinary tensors of the caller's: of the whole parameter, neither planned nor evicted. What is
+ours makes room for them.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TypeVar
 
 import torch
 
 from hetero.errors import BudgetError
 from hetero.stm.tensors.managed import ManagedTensor
+from hetero.stm.tensors.owner import Owner
 
-__all__ = ["full_copies", "keeps_its_type", "note_outside"]
+__all__ = ["full_copies", "keeps_its_type", "note_outside", "with_relief"]
+
+_T = TypeVar("_T")
 
 
 def keeps_its_type(operands: Sequence[ManagedTensor]) -> bool:
@@ -32,6 +38,17 @@ def note_outside(error: BudgetError) -> None:
         )
 
 
+def with_relief(owner: Owner, call: Callable[[], _T]) -> _T:
+    """``call()``, again and again as long as it runs out of memory and anything of ``owner``'s can leave."""
+    while True:
+        try:
+            return call()
+        except torch.OutOfMemoryError:
+            if not owner.relief.relieve():
+                raise
+            owner.relief.note_answered()
+
+
 @contextlib.contextmanager
 def full_copies(operands: Sequence[ManagedTensor]) -> Iterator[dict[int, torch.Tensor]]:
     """Copies of ``operands`` on the device, by id of parameter, which autograd connects with the parameters. What is
@@ -41,7 +58,8 @@ def full_copies(operands: Sequence[ManagedTensor]) -> Iterator[dict[int, torch.T
         tensor.owner.settle_home(tensor)
         if torch.is_grad_enabled():
             tensor.note_home_graph(None)
-        copies[id(tensor.parameter)] = tensor.parameter.to(tensor.owner.device)
+        there = partial(tensor.parameter.to, tensor.owner.device)
+        copies[id(tensor.parameter)] = with_relief(tensor.owner, there)
     versions = [copy._version for copy in copies.values()]
     yield copies
     for tensor, version in zip(operands, versions, strict=True):

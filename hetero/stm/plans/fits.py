@@ -83,13 +83,16 @@ def _gradients(plan: CyclePlan, gradient_bytes: int) -> list[int]:
 
 def _saved_bytes(plan: CyclePlan) -> list[int]:
     """Of saved tensors, at each moment: each counts from the one after it was saved in."""
-    alive: dict[int, None] = {}
-    saved = []
+    sizes = plan.trace.sizes
+    alive: set[int] = set()
+    saved, total = list[int](), 0
     for moment in plan.trace.moments:
-        for tensor in moment.invalidates:
-            alive.pop(tensor, None)
-        alive.update(dict.fromkeys(moment.produces))
-        saved.append(sum(plan.trace.sizes[tensor] for tensor in alive))
+        gone = alive.intersection(moment.invalidates)
+        alive -= gone
+        come = set(moment.produces) - alive
+        alive |= come
+        total += sum(sizes[tensor] for tensor in come) - sum(sizes[tensor] for tensor in gone)
+        saved.append(total)
     return saved
 
 

@@ -332,20 +332,24 @@ class PlanMaker:
         if len(known) < len(homes):  # states gone, the optimizer changed
             raise CapacityError(moment=0, needed=self.budget + 1, capacity=self.budget)
         always = sum(cost.nbytes - cost.gradient_nbytes for cost in known.values())
-        gradients = home_gradients(
-            [samples[key] for key in keys],
-            {index: cost.gradient_nbytes for index, cost in known.items()},
-            are_there=[samples.begins_with_gradients(key) for key in keys],
+        gradients = self._home_gradients(
+            keys, samples, {index: cost.gradient_nbytes for index, cost in known.items()}
         )
         most = max((cost.step_nbytes for cost in known.values()), default=0)
         return [always + nbytes for nbytes in gradients], most
 
     def _whole_gradients(self, keys: tuple[SegmentKey, ...], samples: Samples) -> list[int]:
-        trained = {t.index: t.device_nbytes for t in self._tensors if t.parameter.requires_grad}
+        trained = {t.index: t.full_nbytes for t in self._tensors if t.parameter.requires_grad}
+        return self._home_gradients(keys, samples, trained)
+
+    def _home_gradients(
+        self, keys: tuple[SegmentKey, ...], samples: Samples, sizes: Mapping[int, int]
+    ) -> list[int]:
         return home_gradients(
             [samples[key] for key in keys],
-            trained,
+            sizes,
             are_there=[samples.begins_with_gradients(key) for key in keys],
+            cast={tensor.index for tensor in self._tensors if tensor.low is not None},
         )
 
     def _gradient_reserves(

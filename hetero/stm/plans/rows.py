@@ -4,7 +4,7 @@ Owns what of a period an eviction planner is told: what has to be on the device,
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hetero.eviction import Links, Moment, Send
@@ -96,13 +96,18 @@ def mandatory_in(period: Period, lives: Lives, moment: int) -> tuple[int, ...]:
 
 
 def home_gradients(
-    measured: Sequence[Sequence[Segment]], sizes: Mapping[int, int], *, are_there: Sequence[bool]
+    measured: Sequence[Sequence[Segment]],
+    sizes: Mapping[int, int],
+    *,
+    are_there: Sequence[bool],
+    cast: Collection[int] = (),
 ) -> list[int]:
     """For each period of an iteration, bytes of the gradients of what lives on the device, beside `non_model_peak`.
 
     Each is there from when it was made to the end of the optimizer's step, or, in segments where they ``are_there`` as
     they begin, all along. In the period that makes it, it is part of that peak already. ``measured``: of each segment,
-    all samples. ``sizes``: by parameter. One whose gradient was not seen is made as backward begins.
+    all samples. ``sizes``: by parameter. One whose gradient was not seen is made as backward begins. Those of ``cast``
+    come in a type of fewer bytes, and are there twice for a moment.
     """
     seen = {index for samples in measured for p in samples[-1].periods for index, _, _ in p.sends}
     rows: list[int] = []
@@ -112,9 +117,12 @@ def home_gradients(
             there |= sizes.keys() - seen
         nbytes = sum(sizes[index] for index in there)
         for place, period in enumerate(samples[-1].periods):
-            made = {x: sizes[x] for x, _, _ in period.sends if x in sizes and x not in there}
-            most = max(p.non_model_with(made) for p in _same(samples, place)) if made else 0
-            rows.append(nbytes + (most - non_model_peak(samples, place) if made else 0))
+            sent = {x: sizes[x] for x, _, _ in period.sends if x in sizes}
+            made = {x: size for x, size in sent.items() if x not in there}
+            as_they_are = {x: size for x, size in made.items() if x not in cast}
+            most = max(p.non_model_with(as_they_are) for p in _same(samples, place)) if as_they_are else 0
+            beside = most - non_model_peak(samples, place) if as_they_are else 0
+            rows.append(nbytes + beside + sum(size for x, size in sent.items() if x in cast))
             there |= made.keys()
             nbytes += sum(made.values())
     return rows

@@ -357,7 +357,7 @@ class Executor:
             return 0
         if not all(self._tensors[index].stays for index in plan.device_homes):  # they come at the next step
             return 0
-        gradients = sum(self._tensors[index].device_nbytes for index in self._gradients.kept.indices())
+        gradients = sum(self._tensors[index].full_nbytes for index in self._gradients.kept.indices())
         homes = plan.home_bytes[self._course.current] - self._residency.home_bytes() - gradients
         return max(0, homes)
 

@@ -23,6 +23,7 @@ from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.homes import set_memory
 from hetero.stm.tensors.hostcopies import note_at_home
 from hetero.stm.tensors.managed import ManagedTensor
+from hetero.stm.tensors.state import Tier
 from hetero.stm.updates.captured import ParameterUpdate, run_together
 from hetero.stm.updates.kernels import same_layout, will_take_fused
 from hetero.stm.updates.temporaries import is_measured, temporaries
@@ -122,7 +123,6 @@ class DeviceHomes:
             if tensor.index in stepped
             and id(tensor.parameter) in groups  # it may have been taken out since
             and not tensor.used_at_home
-            and tensor.low is None
             and self._refused[tensor.index] < _PATIENCE
         ]
         if not self._can_step() or not self._is_timed(tensors):
@@ -134,8 +134,8 @@ class DeviceHomes:
             nbytes = sum(self._accelerator.allocated_size(state.nbytes) for state in states)
             touched = tensor.parameter.numel() * tensor.parameter.element_size()
             costs[tensor.index] = HomeCost(
-                nbytes=nbytes + 2 * tensor.device_nbytes,
-                gradient_nbytes=tensor.device_nbytes,
+                nbytes=nbytes + tensor.living_nbytes + tensor.full_nbytes,
+                gradient_nbytes=tensor.full_nbytes,
                 step_nbytes=self._update_bytes(tensor, groups),
                 step_seconds=touched * seconds_per_byte,
             )
@@ -176,14 +176,14 @@ class DeviceHomes:
                 reserved = 0
                 if not self._stm.residency.room.make(room):
                     self.send_home(room)
-            if not tensor.stays or tensor.data is None:  # it had to leave just now
+            if not tensor.stays or tensor.living is None:  # it had to leave just now
                 self._stm.before_home_writes([tensor])
                 update = item.make(tensor.home, cast(torch.Tensor, tensor.parameter.grad))
                 update.run()
                 tensor.note_write()
                 note(tensor, update)
                 continue
-            update = item.make(tensor.data, self._stm.grads.on_device(tensor))
+            update = item.make(tensor.living, self._stm.grads.on_device(tensor))
             if batch and (update.kin is None or update.kin != batch[-1][1].kin):
                 self._run_here(batch, note)
                 reserved = 0
@@ -200,12 +200,10 @@ class DeviceHomes:
         if not batch:
             return
         present, batch[:] = list(batch), []
-        versions = [cast(torch.Tensor, tensor.data)._version for tensor, _ in present]
+        versions = [cast(torch.Tensor, tensor.living)._version for tensor, _ in present]
         run_together([update for _, update in present])
         for (tensor, update), version in zip(present, versions, strict=True):
-            if cast(torch.Tensor, tensor.data)._version == version:  # fused kernels write without moving it
-                tensor.clean_version -= 1
-            tensor.identity = None  # older graphs reach the parameter by it
+            tensor.note_stepped(version)
             note(tensor, update)
 
     def is_whole(self) -> bool:
@@ -233,9 +231,9 @@ class DeviceHomes:
             nbytes = sum(self._accelerator.allocated_size(state.nbytes) for state in states)
             if states:
                 known += nbytes + self._accelerator.allocated_size(1)  # its number of steps
-                most = max(most, nbytes / max(tensor.device_nbytes, 1))
+                most = max(most, nbytes / max(tensor.full_nbytes, 1))
             elif tensor.index not in stepped and tensor.parameter.requires_grad:
-                missing += tensor.device_nbytes
+                missing += tensor.full_nbytes
         return known + int(missing * most)
 
     def adopt(self, indices: Iterable[int]) -> None:
@@ -314,9 +312,9 @@ class DeviceHomes:
         """False: there is no room."""
         states = [state for state in self._states(tensor, groups) if state.device.type == "cpu"]
         if tensor.stays and not states:
-            return (tensor.is_resident and not tensor.is_stale) or self._stay(tensor)
+            return (tensor.living is not None and not tensor.is_stale) or self._stay(tensor)
         nbytes = sum(self._accelerator.allocated_size(state.nbytes) for state in states)
-        missing = 0 if tensor.is_resident else tensor.device_nbytes
+        missing = tensor.living_nbytes - tensor.nbytes(Tier.DEVICE)
         if not self._stm.residency.room.make(nbytes + missing, keep=[tensor.index]) or not self._stay(tensor):
             return False
         self.have_moved = True
@@ -332,7 +330,7 @@ class DeviceHomes:
     def _update_bytes(self, tensor: ManagedTensor, groups: dict[int, _Group]) -> int:
         """What its update on the device allocates for a while; without a gradient yet, with one laid out like home."""
         group = groups[id(tensor.parameter)]
-        value = tensor.data if tensor.index in self._here else None
+        value = tensor.living if tensor.index in self._here else None
         value = tensor.home if value is None else value
         with plain():
             gradient = tensor.parameter.grad
@@ -340,7 +338,7 @@ class DeviceHomes:
             is_like_home = gradient is None or same_layout(gradient, tensor.home)
             if is_like_home and will_take_fused(self._optimizer, group, value, entry):
                 return self._accelerator.allocated_size(1)  # the number of steps
-        return temporaries(self._optimizer, group, tensor.home, tensor.device_nbytes)
+        return temporaries(self._optimizer, group, tensor.home, tensor.full_nbytes)
 
     def _stay(self, tensor: ManagedTensor) -> bool:
         try:

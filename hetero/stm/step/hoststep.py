@@ -178,7 +178,8 @@ class HostStep:
         self.capture.forget_states()
         self._stepped.clear()
         with plain():
-            self.device_homes.take({})  # the next steps bring back those that the plan wants there
+            self.device_homes.take({})
+        self._stm.home_choice.choose_again()  # until they have been stepped, nobody can say what they would take there
         self.device_homes.note_moves(always=True)
 
     @property

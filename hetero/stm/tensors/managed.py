@@ -26,7 +26,7 @@ from hetero.stm.deferred import Update
 from hetero.stm.tensors.exposure import memory_is_private
 from hetero.stm.tensors.hostcopies import note_at_home
 from hetero.stm.tensors.owner import Owner
-from hetero.stm.tensors.precision import LowTwin
+from hetero.stm.tensors.precision import LowTwin, Master
 from hetero.stm.tensors.state import Kind, Ledger, StatefulTensor
 
 __all__ = ["WRAPPER_USES", "Cast", "Layout", "ManagedTensor", "refused_write"]
@@ -79,6 +79,7 @@ class ManagedTensor(StatefulTensor):
         "data",
         "device_nbytes",
         "fetched_at",
+        "full_nbytes",
         "gradient_slot",
         "home",
         "identity",
@@ -87,6 +88,7 @@ class ManagedTensor(StatefulTensor):
         "last_use",
         "loaded_clock",
         "low",
+        "master",
         "may_be_ahead",
         "owner",
         "parameter",
@@ -104,12 +106,15 @@ class ManagedTensor(StatefulTensor):
         parameter: nn.Parameter,
         owner: Owner,
         device_nbytes: int,
+        full_nbytes: int,
     ) -> None:
         super().__init__(ledger, Kind.PARAMETER, name)
         self.index = index
         self.parameter = parameter
         self.owner = owner
+        # Of the device: what a copy takes, and what one in home's own type would.
         self.device_nbytes = device_nbytes
+        self.full_nbytes = full_nbytes
         self._alias: torch.Tensor | None = None
         self._source: torch.Tensor | None = None
         self._unseen_writes = 0
@@ -140,6 +145,7 @@ class ManagedTensor(StatefulTensor):
         self.gradient_slot: torch.UntypedStorage | None = None
         # What device copies are made from, if they are of another type than home (`hetero.stm.tensors.precision`).
         self.low: LowTwin | None = None
+        self.master: Master | None = None  # beside such a copy, where it lives on the device
         self.home: torch.Tensor
         self.bind_home()
 
@@ -165,7 +171,7 @@ class ManagedTensor(StatefulTensor):
 
     def forget_home(self) -> None:
         """Management is over: hold nothing that keeps the parameter's memory."""
-        self.cast = self.low = None
+        self.cast = self.low = self.master = None
         self.identity = self.data = self._alias = self._source = self.gradient_slot = self._view = None
         self.home = self.parameter.detach()[:0] if self.parameter.dim() else torch.empty(0)
 
@@ -259,6 +265,25 @@ class ManagedTensor(StatefulTensor):
         return self.is_written or (self.may_be_ahead and self.data is not None)
 
     @property
+    def is_miswritten(self) -> bool:
+        """Its copy in low precision was written by somebody besides us."""
+        if self.low is None or not self.is_dirty:
+            return False
+        return self.master is None or (self.data is not None and self.data._version != self.master.version)
+
+    @property
+    def living(self) -> torch.Tensor | None:
+        """Its values on the device, in home's own type: what is stepped there; None if they are not there."""
+        if self.low is None:
+            return self.data
+        return None if self.master is None else self.master.values
+
+    @property
+    def living_nbytes(self) -> int:
+        """Of the device, while it lives there: its values, and its copy where that is another tensor."""
+        return self.full_nbytes + (0 if self.low is None else self.device_nbytes)
+
+    @property
     def is_tried(self) -> bool:
         """Its update is being tried, or was, and may still be taken back (`hetero.stm.step.speculation`)."""
         return self.pending is not None and self.pending.tentative
@@ -267,6 +292,15 @@ class ManagedTensor(StatefulTensor):
     def is_ahead(self) -> bool:
         """It lives on the device, and has been written there since home was brought up to date."""
         return self.stays and self.is_dirty
+
+    def note_stepped(self, version: int) -> None:
+        """`living`, which was at ``version``, has been stepped."""
+        assert self.data is not None
+        if self.master is not None:
+            self.master.refresh(self.data)
+        elif self.data._version == version:  # fused kernels write without moving it
+            self.clean_version -= 1
+        self.identity = None  # older graphs reach the parameter by it
 
     # -- the device copy ------------------------------------------------------------------------------
 
@@ -320,7 +354,7 @@ class ManagedTensor(StatefulTensor):
                 self.identity.data = placeholder
             else:
                 self.identity = None
-        self.data = self._view = None
+        self.data = self._view = self.master = None
         self.ready = None
         self.storage_key = 0
 

@@ -1,8 +1,8 @@
 """Low-precision device copies of parameters whose homes keep their own type.
 
-Owns what lies between the two types: the twin at home from which copies are made, the up-cast of gradients that
-came down, and the cast of a forward's inputs. Invariant: a copy holds ``home.to(precision)``, a gradient at home
-``gradient.to(home.dtype)``, whoever casts and whenever.
+Owns what lies between the two types: the twin at home from which copies are made, what a copy is made from where its
+parameter lives on the device, the up-cast of gradients that came down, and the cast of a forward's inputs. Invariant: a
+copy holds ``home.to(precision)``, a gradient at home ``gradient.to(home.dtype)``, whoever casts and whenever.
 
 The numbers are those of FSDP2 (``fully_shard`` of the whole model with ``MixedPrecisionPolicy(param_dtype=precision,
 reduce_dtype=torch.float32)``) on one device:
@@ -33,7 +33,16 @@ from torch.nn.utils.rnn import PackedSequence
 
 from hetero.devices import CopyEngine
 
-__all__ = ["LowTwin", "Upcast", "cast_inputs", "computes_in", "expands", "has_no_gaps", "landing_place"]
+__all__ = [
+    "LowTwin",
+    "Master",
+    "Upcast",
+    "cast_inputs",
+    "computes_in",
+    "expands",
+    "has_no_gaps",
+    "landing_place",
+]
 
 
 def computes_in(dtype: torch.dtype, precision: torch.dtype | None) -> torch.dtype:
@@ -65,6 +74,24 @@ class LowTwin:
         with torch.no_grad():
             self.tensor.copy_(home)
         self.clock = clock
+
+
+@dataclass(slots=True)
+class Master:
+    """The values of a parameter that lives on the device, there, in home's own type: what is stepped. The copy that
+    operators see has them in low precision.
+
+    ``version``: the copy's, when it was last made of these values. What has moved it since was not us.
+    """
+
+    values: torch.Tensor
+    version: int
+
+    def refresh(self, copy: torch.Tensor) -> None:
+        """The values have been stepped: ``copy`` follows."""
+        with torch.inference_mode(False), torch.no_grad():
+            copy.copy_(self.values)
+        self.version = copy._version
 
 
 @dataclass(frozen=True, slots=True)

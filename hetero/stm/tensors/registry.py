@@ -51,8 +51,11 @@ class Registry:
         """``parameter`` is at home and becomes managed by ``owner``. Its class is changed by the caller."""
         dtype = computes_in(parameter.dtype, self._precision)
         device_nbytes = self._accelerator.allocated_size(parameter.numel() * dtype.itemsize)
-        tensor = ManagedTensor(self._ledger, name, len(self.tensors), parameter, owner, device_nbytes)
         nbytes = parameter.numel() * parameter.element_size()
+        full_nbytes = self._accelerator.allocated_size(nbytes)
+        tensor = ManagedTensor(
+            self._ledger, name, len(self.tensors), parameter, owner, device_nbytes, full_nbytes
+        )
         if dtype is not parameter.dtype:
             twin = self._arena.empty_strided(tuple(parameter.size()), tuple(parameter.stride()), dtype)
             tensor.low = LowTwin(twin, self._engine)
