@@ -58,6 +58,8 @@ def full_copies(operands: Sequence[ManagedTensor]) -> Iterator[dict[int, torch.T
         tensor.owner.settle_home(tensor)
         if torch.is_grad_enabled():
             tensor.note_home_graph(None)
+        while tensor.owner.relief.relieve(unless_free=tensor.full_nbytes):
+            pass
         there = partial(tensor.parameter.to, tensor.owner.device)
         copies[id(tensor.parameter)] = with_relief(tensor.owner, there)
     versions = [copy._version for copy in copies.values()]

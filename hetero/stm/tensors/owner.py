@@ -67,8 +67,9 @@ class GradientOwner(Protocol):
 class Relief(Protocol):
     """Who is asked when the device has no memory left (`hetero.stm.running.relief.Relief`)."""
 
-    def relieve(self) -> int:
-        """Free what can be freed after an out-of-memory error; returns the bytes freed."""
+    def relieve(self, unless_free: int | None = None) -> int:
+        """Free what can be freed after an out-of-memory error; or before one, ``unless_free`` bytes are free. Returns
+        the bytes freed."""
 
     def random_numbers(self) -> Callable[[], object]:
         """Notes where those of the device are; what it returns goes back there."""
