@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from loops import ACTIONS, batch, losses, mixed_loop, mlp, two_optimizers
 from sharded import assert_as_fsdp2
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from twins import adamw, assert_same, device, managed
 
 import hetero
@@ -94,6 +95,54 @@ def test_any_loop(case):
     budget, actions = case
     loop = mixed_loop([*["micro-batch", "step", "zero"] * 3, *actions])
     assert_as_at_home(lambda: mlp(depth=2), loop, budget, make_optimizer=two_optimizers)
+
+
+@pytest.mark.parametrize("fused", [None, True])
+@pytest.mark.parametrize("budget", [300 << 10, 500 << 10, _PLENTY])
+def test_scaled_gradients(budget, fused):
+    """Norms of gradients in low precision cast all of them on a CPU: measured before anybody has asked for one."""
+
+    def loop(model, optimizer, target):
+        scaler = torch.amp.GradScaler(target.type, init_scale=2.0**16, growth_interval=3)
+        seen = []
+        for number in range(10):
+            loss = model(batch(target)).float().square().mean() * (float("inf") if number == 5 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            seen += [loss, nn.utils.clip_grad_norm_(model.parameters(), 1e-2), scaler.get_scale()]
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return seen
+
+    manager = assert_as_at_home(
+        mlp,
+        loop,
+        budget,
+        make_optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2, fused=fused),
+        precision=torch.float16,
+    )
+    assert manager._stm.plans.device_homes
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("budget", [700 << 10, _PLENTY])
+def test_recomputed_and_compiled_layers(budget, compiled):
+    class Layers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(mlp(depth=1) for _ in range(3))
+            if compiled:
+                for layer in self.layers:
+                    layer.compile(backend="aot_eager")
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x) if compiled else checkpoint(layer, x, use_reentrant=False)
+            return x
+
+    manager = assert_as_at_home(Layers, lambda m, o, t: low_losses(m, o, t, 8, clip=1e-2), budget)
+    assert manager._stm.plans.device_homes
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,12 @@ class GradientNorms:
                     taken.values[index].copy_(norm)
                 taken.known.add(index)
 
+    def rehearse(self, gradient: torch.Tensor, cast: torch.dtype) -> None:
+        """Allocate, for a while, what `take` would: an iteration is measured before anybody has asked for norms."""
+        if not self._taken and gradient.numel():
+            with torch.no_grad():
+                _norms([gradient], 2.0, cast)
+
     def knows(self, index: int, norm_type: float) -> bool:
         """That of this gradient has been taken."""
         taken = self._taken.get(norm_type)

@@ -223,6 +223,8 @@ class Gradients:
     ) -> None:
         """``gradient`` comes down into the end of ``host``'s memory, and is cast when it is waited for."""
         upcast = Upcast(event, host.untyped_storage(), gradient.dtype, host.dtype, gradient.numel())
+        if self.in_flight_limit == 0:  # a CPU's kernels cast all of it first
+            self.norms.rehearse(gradient, host.dtype)
         if self._is_read_at_once(tensor):
             self.wait(tensor)
             upcast.apply(self._engine)
