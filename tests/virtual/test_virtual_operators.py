@@ -30,6 +30,17 @@ def test_in_place_operators_return_the_same_tensor(device: torch.device) -> None
     assert x.tolist() == [6.0, 5.0, 5.0]
 
 
+def test_long_lists_may_name_a_tensor_twice_and_views_of_one_memory(device: torch.device) -> None:
+    def add(target: torch.device) -> torch.Tensor:
+        memory = torch.zeros(40, device=target)
+        parts = [*memory.split(2), memory[:2], memory[1:3], memory[39:]]
+        others = [torch.full((len(part),), float(n), device=target) for n, part in enumerate(parts)]
+        torch._foreach_add_([*parts, parts[0], others[3]], [*others, others[1], others[3]])
+        return torch.cat([memory, others[3], *torch._foreach_mul(parts, [*others[:-1], parts[-1]])]).cpu()
+
+    assert torch.equal(add(device), add(torch.device("cpu")))
+
+
 def test_out_operators_resize_their_target(device: torch.device) -> None:
     x = torch.randn(64, 64, device=device)
     out = torch.empty(0, device=device)

@@ -10,6 +10,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <array>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -61,6 +62,48 @@ struct Operand {
   bool write, view;
 };
 
+// The operands of one call, each tensor once, in the order in which they come. A step's lists have thousands.
+class Operands {
+ public:
+  void add(Operand o) {
+    const size_t place = all_.size();
+    all_.push_back(std::move(o));
+    if (place >= kFew) {
+      if (places_.empty())
+        for (size_t i = 0; i < place; ++i) note(i);
+      note(place);
+    }
+  }
+  // The one with this tensor, or the first in this storage; on the device, or the alias of one. Null: there is none.
+  Operand* find(const void* tensor_or_storage) {
+    if (places_.empty()) {
+      for (Operand& o : all_)
+        for (const void* name : names(o))
+          if (name == tensor_or_storage) return &o;
+      return nullptr;
+    }
+    auto it = places_.find(tensor_or_storage);
+    return it == places_.end() ? nullptr : &all_[it->second];
+  }
+  bool empty() const { return all_.empty(); }
+  auto begin() { return all_.begin(); }
+  auto end() { return all_.end(); }
+  auto begin() const { return all_.begin(); }
+  auto end() const { return all_.end(); }
+
+ private:
+  static constexpr size_t kFew = 8;  // are looked through as fast as they are looked up
+  static std::array<const void*, 4> names(const Operand& o) {
+    return {o.device.unsafeGetTensorImpl(), o.alias.unsafeGetTensorImpl(),
+            o.device.storage().unsafeGetStorageImpl(), o.alias.storage().unsafeGetStorageImpl()};
+  }
+  void note(size_t place) {
+    for (const void* name : names(all_[place])) places_.emplace(name, place);  // the first one stays
+  }
+  c10::SmallVector<Operand, 8> all_;
+  std::unordered_map<const void*, size_t> places_;
+};
+
 struct SparseOperand {
   at::Tensor device, alias;
   bool write;
@@ -69,7 +112,7 @@ struct SparseOperand {
 struct Call {
   const c10::OperatorHandle& op;
   const Plan& plan;
-  c10::SmallVector<Operand, 8> operands;
+  Operands operands;
   c10::SmallVector<SparseOperand, 1> sparse_operands;
   c10::SmallVector<std::pair<c10::StorageImpl*, c10::Storage>, 4> adopted;  // CPU storage -> device storage
   at::Tensor host_operand, host_written;
@@ -100,18 +143,14 @@ at::Tensor Call::show(const at::Tensor& t, const Plan::Argument& a) {
     return t;
   }
   if (t.layout() != c10::kStrided) return show_sparse(t, a);
-  at::Tensor alias;
-  for (auto& o : operands) {
-    if (o.device.unsafeGetTensorImpl() == t.unsafeGetTensorImpl()) {
-      o.write |= a.write;
-      o.view &= a.view;
-      return o.alias;
-    }
-    if (!alias.defined() && o.device.storage().unsafeGetStorageImpl() == t.storage().unsafeGetStorageImpl())
-      alias = tensor_on(o.alias.storage(), c10::DispatchKey::CPU, t);
+  if (Operand* same = operands.find(t.unsafeGetTensorImpl())) {
+    same->write |= a.write;
+    same->view &= a.view;
+    return same->alias;
   }
-  if (!alias.defined()) alias = alias_on_cpu(t);
-  operands.push_back({t, alias, a.write, a.view});
+  Operand* shares = operands.find(t.storage().unsafeGetStorageImpl());
+  at::Tensor alias = shares ? tensor_on(shares->alias.storage(), c10::DispatchKey::CPU, t) : alias_on_cpu(t);
+  operands.add({t, alias, a.write, a.view});
   return alias;
 }
 
@@ -197,13 +236,11 @@ void Call::write_back() {
 at::Tensor Call::take(const at::Tensor& t) {
   if (!t.defined() || !t.device().is_cpu()) return t;
   if (t.layout() != c10::kStrided) return take_sparse(t);
-  for (auto& o : operands)
-    if (o.alias.unsafeGetTensorImpl() == t.unsafeGetTensorImpl()) return o.device;
+  if (Operand* given = operands.find(t.unsafeGetTensorImpl())) return given->device;
   if (host_written.defined() && host_written.unsafeGetTensorImpl() == t.unsafeGetTensorImpl()) return t;
   auto* storage = t.storage().unsafeGetStorageImpl();
-  for (auto& o : operands)
-    if (o.alias.storage().unsafeGetStorageImpl() == storage)
-      return tensor_on(o.device.storage(), c10::DispatchKey::PrivateUse1, t);
+  if (Operand* shares = operands.find(storage))
+    return tensor_on(shares->device.storage(), c10::DispatchKey::PrivateUse1, t);
   for (auto& [cpu, device] : adopted)
     if (cpu == storage) return tensor_on(device, c10::DispatchKey::PrivateUse1, t);
   at::Tensor result = adopt(t);

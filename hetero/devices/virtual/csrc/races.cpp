@@ -3,10 +3,15 @@
 
 namespace hetero {
 
+// The first segment that ends after `offset`. A slab of host memory has one for each tensor in it.
+size_t History::first_after(size_t offset) const {
+  return std::partition_point(segments_.begin(), segments_.end(),
+                              [&](const Segment& s) { return s.end <= offset; }) - segments_.begin();
+}
+
 // Makes `offset` a segment boundary and returns the index of the segment that begins there.
 size_t History::split_at(size_t offset) {
-  size_t i = std::partition_point(segments_.begin(), segments_.end(),
-                                  [&](const Segment& s) { return s.end <= offset; }) - segments_.begin();
+  size_t i = first_after(offset);
   if (i == segments_.size() || segments_[i].begin == offset) return i;
   Segment right = segments_[i];
   segments_[i].end = offset;
@@ -26,7 +31,7 @@ void History::join(size_t first, size_t last) {
       segments_[keep] = std::move(segments_[i]);
     }
   }
-  segments_.erase(segments_.begin() + keep + 1, segments_.begin() + last + 1);
+  if (keep < last) segments_.erase(segments_.begin() + keep + 1, segments_.begin() + last + 1);
 }
 
 std::optional<Epoch> History::record(Epoch now, const Clock& clock, const Clock& host, size_t begin, size_t end) {
@@ -57,8 +62,8 @@ std::optional<Epoch> History::record(Epoch now, const Clock& clock, const Clock&
 std::optional<Epoch> History::unordered(const Clock& clock, bool write, size_t begin, size_t end,
                                         uint64_t exempt) const {
   auto pending = [&](const Epoch& e) { return !clock.covers(e) && !(exempt >> e.stream & 1); };
-  for (const Segment& s : segments_) {
-    if (s.end <= begin || s.begin >= end) continue;
+  for (size_t i = first_after(begin); i < segments_.size() && segments_[i].begin < end; ++i) {
+    const Segment& s = segments_[i];
     if (pending(s.write)) return s.write;
     if (!write) continue;
     for (const Epoch& r : s.reads)

@@ -59,6 +59,7 @@ class History {
     c10::SmallVector<Epoch, 2> reads;
     bool same_state(const Segment& o) const { return write == o.write && reads == o.reads; }
   };
+  size_t first_after(size_t offset) const;
   size_t split_at(size_t offset);
   void join(size_t first, size_t last);
   c10::SmallVector<Segment, 1> segments_;
