@@ -10,7 +10,7 @@ size, as many slots as are taken at once.
 
 import bisect
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
 from hetero.eviction.bounds import lower_bound
@@ -98,15 +98,51 @@ def host_bytes(trace: Trace, schedule: Schedule) -> int:
 
 
 def with_alive(trace: Trace, staying: Collection[int] | None = None) -> Trace:
-    """The same, except that ``staying`` (None: all) of what moments produce cannot leave until it is worthless."""
-    alive: dict[int, None] = {}
+    """The same, except that ``staying`` (None: all) of what moments produce cannot leave until it is worthless.
+
+    While it is there, it is no tensor of the trace, but room that is taken: naming all of it at each moment takes time
+    by the square of its number. What a next iteration starts with is named.
+    """
+    start = _left_at_end(trace)
+    unnamed, named, taken = set[int](), dict[int, None](), 0
     moments = []
     for moment in trace.moments:
         for tensor in moment.invalidates:
-            alive.pop(tensor, None)
-        alive.update(dict.fromkeys(x for x in moment.produces if staying is None or x in staying))
-        moments.append(replace(moment, operands=tuple(dict.fromkeys((*moment.operands, *alive)))))
+            named.pop(tensor, None)
+            if tensor in unnamed:
+                unnamed.remove(tensor)
+                taken -= trace.sizes[tensor]
+        for tensor in moment.produces:
+            if staying is not None and tensor not in staying:
+                continue
+            if tensor in start:
+                named[tensor] = None
+            elif tensor not in unnamed:
+                unnamed.add(tensor)
+                taken += trace.sizes[tensor]
+        moments.append(
+            replace(
+                moment,
+                capacity=moment.capacity - taken,
+                operands=_without(unnamed, dict.fromkeys((*moment.operands, *named))),
+                dirties=_without(unnamed, moment.dirties),
+                produces=_without(unnamed, moment.produces),
+            )
+        )
     return replace(trace, moments=tuple(moments))
+
+
+def _left_at_end(trace: Trace) -> set[int]:
+    """Of what moments produce, what is there at the end of the iteration."""
+    left = set[int]()
+    for moment in trace.moments:
+        left.difference_update(moment.invalidates)
+        left.update(moment.produces)
+    return left
+
+
+def _without(unnamed: Collection[int], tensors: Iterable[int]) -> tuple[int, ...]:
+    return tuple(tensor for tensor in tensors if tensor not in unnamed)
 
 
 def _within(trace: Trace, planner: Planner, host_room: int | None) -> Schedule:

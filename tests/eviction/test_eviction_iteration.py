@@ -85,6 +85,31 @@ def test_nothing_leaves_where_all_are_said_to_be_alive(trace, policy):
     assert not products & {x for actions in schedule.actions for x in actions.evict}
 
 
+@settings(max_examples=60, deadline=None)
+@given(trace=traces_with_products(products=6))
+def test_what_stays_is_room_that_is_taken(trace):
+    alive = with_alive(trace)
+    for now, (moment, before) in enumerate(zip(alive.moments, trace.moments, strict=True)):
+        there = {x for x in range(len(trace.sizes)) if _is_alive(trace, x, now)}
+        named = there & set(moment.operands)
+        assert set(moment.operands) | there == set(before.operands) | there
+        assert before.capacity - moment.capacity == sum(trace.sizes[x] for x in there - named)
+
+
+def _is_alive(trace, x, now):
+    """It was produced at ``now`` or before, and is not worthless."""
+    is_alive = False
+    for moment in trace.moments[: now + 1]:
+        is_alive = x in moment.produces or (is_alive and x not in moment.invalidates)
+    return is_alive
+
+
+def test_what_stays_is_not_named_at_each_moment():
+    count = 40
+    moments = with_alive(nested(capacity=4 * count, sizes=(4,) * count)).moments
+    assert sum(len(moment.operands) for moment in moments) <= len(moments)
+
+
 def nested(capacity, sizes=(4, 4, 4)):
     """Three activations, made one after another and used again in reverse."""
     count = len(sizes)
