@@ -268,7 +268,7 @@ class MemStatsCollector:
 
     def count_stale(self, index: int) -> None:
         """A device copy turned out to be older than its home."""
-        self._period.invalidates += (index,)
+        self._period.invalidates.append(index)
 
     def count_unplanned(self, fetches: int) -> None:
         """Fetches that no plan foresaw."""

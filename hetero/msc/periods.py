@@ -98,7 +98,7 @@ class Period:
 
     operands: tuple[int, ...]
     held: tuple[int, ...] = ()
-    invalidates: tuple[int, ...] = ()
+    invalidates: list[int] = field(default_factory=list)
     name: object = ""
     fetched_bytes: int = 0
     evicted_bytes: int = 0

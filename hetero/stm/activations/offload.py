@@ -70,6 +70,9 @@ class Activations:
         self._live: dict[weakref.ref[Activation], Account] = {}  # in the order in which they were saved
         self._gone: deque[weakref.ref[Activation]] = deque()
         self._by_index: dict[int, weakref.ref[Activation]] = {}
+        # Those that somebody besides the graph may hold: who does saved it, or has been given it since it was last seen
+        # to be let go of.
+        self._may_be_held: dict[Account, weakref.ref[Activation]] = {}
         self._flights: dict[int, Flight] = {}
         self._starting: tuple[torch.Tensor, torch.Tensor] | None = None
         self._forward = 0
@@ -119,6 +122,7 @@ class Activations:
                 self._bring(record)
             if account.flight is not None:
                 self._await(account.flight)
+            self._may_be_held[account] = weakref.ref(record)
             return record.read(saved.place)
 
     def _register(self, storage_key: int, nbytes: int) -> Activation:
@@ -136,6 +140,7 @@ class Activations:
         reference = weakref.ref(record, self._note_gone)
         self._by_storage[storage_key] = reference
         self._live[reference] = account
+        self._may_be_held[account] = reference
         if index >= 0:
             self._by_index[index] = reference
         self._collector.note_saved(account.key, device_nbytes)
@@ -166,11 +171,12 @@ class Activations:
     def held(self) -> tuple[Key, ...]:
         """The records that cannot leave now, because somebody besides the graph holds them."""
         self.settle()
-        return tuple(
-            account.key
-            for reference, account in self._live.items()
+        self._may_be_held = {
+            account: reference
+            for account, reference in self._may_be_held.items()
             if not account.is_retired and (record := reference()) is not None and self._is_held(record)
-        )
+        }
+        return tuple(account.key for account in self._may_be_held)
 
     def settle(self) -> None:
         """Close the accounts of records that are gone. Cheap if there are none."""
@@ -183,6 +189,7 @@ class Activations:
             account = self._live.pop(reference, None)
             if account is None:
                 continue
+            self._may_be_held.pop(account, None)
             if not account.is_retired:
                 self._collector.note_dropped(account.key)
             if self._by_storage.get(account.storage_key) is reference:

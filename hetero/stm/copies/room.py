@@ -17,6 +17,9 @@ from hetero.stm.tensors.state import Ledger
 
 __all__ = ["Room"]
 
+_MANY = 64  # copies
+_PORTIONS = 16
+
 
 class Room:
     """On one manager's device. ``resident``: copies there, by index; ``evict``: drop one, unless it is in use."""
@@ -49,6 +52,8 @@ class Room:
         self.ask: Callable[[int, bool], int] = lambda nbytes, urgent: 0
         # A budget that all operators fit in, where they have been measured; `hetero.stm.running.executor` sets this.
         self.enough: Callable[[], int | None] = lambda: None
+        # What is needed next is known; `hetero.stm.running.executor` sets this.
+        self.is_planned: Callable[[], bool] = lambda: False
         # When each tensor is needed next, in moments from now; `hetero.stm.running.executor` sets this.
         self.next_use: Callable[[ManagedTensor], float] = lambda tensor: float("inf")
 
@@ -64,7 +69,8 @@ class Room:
         """Bring model data down to ``limit`` as far as copies outside ``keep`` can be evicted."""
         if self.exceeds(limit):
             self.reclaim(self.excess(limit))
-            self._evict_for(self.excess(limit), set(keep))
+            if self.exceeds(limit):
+                self._evict_for(self.excess(limit) + self._portion(), set(keep))
 
     def claim(self, nbytes: int, *, limit: int) -> bool:
         """``nbytes`` fit without evicting anything, but what is on its way down; False if they do not."""
@@ -140,6 +146,13 @@ class Room:
 
     def _shortage(self, nbytes: int) -> int:
         return self._accelerator.used_bytes() + nbytes - self._budget
+
+    def _portion(self) -> int:
+        """How much more leaves at once while nothing is planned. To choose takes time by the number of copies: where
+        there are many, it is not done for each that comes."""
+        if self.is_planned() or len(self._resident) < _MANY:
+            return 0
+        return sum(tensor.device_nbytes for tensor in self._resident.values()) // _PORTIONS
 
     def _evict_for(self, nbytes: int, keep: set[int]) -> None:
         if nbytes <= 0:

@@ -1,11 +1,11 @@
 """Copies that may still be reading homes.
 
-Owns the list of them. Invariant: whoever writes a home has waited, through here, for every copy that was
+Owns who they are. Invariant: whoever writes a home has waited, through here, for every copy that was
 started from it.
 """
 
 import contextlib
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -32,34 +32,28 @@ class TransferMeter(Protocol):
 
 
 class Uploads:
-    """Of one manager's parameters, oldest first."""
+    """Of one manager's parameters."""
 
     def __init__(self, engine: CopyEngine) -> None:
         self._engine = engine
+        # Oldest first; also those that somebody has taken since.
         self._started: deque[tuple[torch.Event, ManagedTensor]] = deque()
+        self._reading: dict[int, list[torch.Event]] = {}  # by the parameter's index, oldest first
 
     def note(self, event: torch.Event, tensor: ManagedTensor) -> None:
         """A copy from ``tensor``'s home was started, which has read it at ``event``."""
         while self._started and self._started[0][0].query():
-            self._started.popleft()
+            self._forget(*self._started.popleft())
         self._started.append((event, tensor))
+        self._reading.setdefault(tensor.index, []).append(event)
 
     def take(self, tensors: Iterable[ManagedTensor]) -> dict[int, list[torch.Event]]:
         """Those that may be reading the homes of ``tensors``, by index. The caller waits for them."""
-        wanted = {tensor.index for tensor in tensors}
-        taken: dict[int, list[torch.Event]] = defaultdict(list)
-        left: deque[tuple[torch.Event, ManagedTensor]] = deque()
-        for event, tensor in self._started:
-            if tensor.index in wanted:
-                taken[tensor.index].append(event)
-            else:
-                left.append((event, tensor))
-        self._started = left
-        return taken
+        return {t.index: self._reading.pop(t.index) for t in tensors if t.index in self._reading}
 
     def reading(self, tensor: ManagedTensor) -> list[torch.Event]:
         """As `take`, of one tensor; they stay known."""
-        return [event for event, other in self._started if other is tensor]
+        return list(self._reading.get(tensor.index, ()))
 
     def wait(self, tensor: ManagedTensor, memory: torch.Tensor) -> None:
         """``memory``, its home or that home's twin, may be written afterwards."""
@@ -70,4 +64,15 @@ class Uploads:
         """Every home may be written afterwards."""
         while self._started:
             event, tensor = self._started.popleft()
-            self._engine.host_after_upload(event, tensor.home)
+            if self._forget(event, tensor):
+                self._engine.host_after_upload(event, tensor.home)
+
+    def _forget(self, event: torch.Event, tensor: ManagedTensor) -> bool:
+        """The oldest of ``tensor``, unless it has been taken; whether it was there."""
+        events = self._reading.get(tensor.index)
+        if not events or events[0] is not event:
+            return False
+        del events[0]
+        if not events:
+            del self._reading[tensor.index]
+        return True

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from hetero.devices import Accelerator
 from hetero.msc import MemStatsCollector, Phase, Segment, SegmentKey
 from hetero.stm.activations.offload import Activations
+from hetero.stm.copies.holders import Holders
 from hetero.stm.copies.residency import Residency
 from hetero.stm.gradients.kept import has_gradient
 from hetero.stm.gradients.offload import Gradients
@@ -60,7 +61,9 @@ class Executor:
         self._segment: Segment | None = None
         self._course = Course(cycles, activations)
         self._backlog = Backlog(tensors, residency, activations)
+        self._holders = Holders(residency.resident)
         self._room = residency.room
+        self._room.is_planned = lambda: self._course.plan is not None
         self._room.next_use = self._course.next_use
         self._room.enough = self._enough
         self._caller = CallersPart(self._room, collector.peaks, plans.outgrown, plans.budget)
@@ -116,6 +119,7 @@ class Executor:
         self._activations.reclaim(0)
         if place.sample:
             self._relief.await_release()
+            self._holders.begin()
         self._segment = self._collector.begin_segment(key, sample=place.sample, time=place.time)
         if place.sample:
             self._segment.has_gradients = any(has_gradient(tensor) for tensor in self._tensors)
@@ -157,11 +161,7 @@ class Executor:
         indices = tuple([tensor.index for tensor in operands])
         if collector.is_sampling:
             self._gradients.reclaim(0)
-            held = tuple(
-                t.index
-                for t in self._residency.resident.values()
-                if (t.users or t.is_held()) and t not in operands
-            )
+            held = self._holders.held(operands)
             collector.moment(_label(name, operands), indices, held, self._activations.held())
         else:
             collector.moment(name, indices)
