@@ -1,0 +1,31 @@
+"""What tests of parameters that live on the device share: a small network, a step of it, and who lives there."""
+
+import gc
+
+import torch
+from accelerators import clear_races
+from loops import backward, mlp
+from twins import adamw, device
+
+import hetero
+
+
+def living(manager):
+    return {tensor.name for tensor in manager._stm.tensors if tensor.stays}
+
+
+def managed_mlp(budget="4MiB", make_optimizer=adamw, *, activations=True):
+    target = device()
+    gc.collect()
+    clear_races()
+    torch.manual_seed(0)
+    model = mlp()
+    optimizer = make_optimizer(model)
+    manager = hetero.manage(model, optimizer, device=target, device_budget=budget, activations=activations)
+    return model, optimizer, manager, target
+
+
+def step(model, optimizer, target):
+    backward(model, target)
+    optimizer.step()
+    optimizer.zero_grad()
