@@ -188,7 +188,8 @@ def _line(row: Row) -> str:
         line += f", device peak {format_bytes(row['peak_device_bytes'])}"
     if "device_budget" in row:
         line += f" of {format_bytes(row['device_budget'])}, moved {format_bytes(int(row['bytes_moved']))}, "
-        line += f"{row['bytes_moved'] / max(row['lower_bound_bytes'], 1):.3f} x the least, "
+        if row["lower_bound_bytes"]:
+            line += f"{row['bytes_moved'] / row['lower_bound_bytes']:.3f} x the least, "
         line += f"{row['unplanned_fetches']} unplanned"
     return line
 

@@ -167,7 +167,8 @@ class Manager:
         self._compiled = CompiledCalls(model)
         self._patched = False
         self._properties = DeviceProperties(model)
-        self._kernels: list[GroupKernels] = []  # for `plan` when closed
+        self._kernels: list[GroupKernels] = []  # these two for `plan` and `stats` when closed
+        self._everything_fitted = False
         # The measurement keeps to the budget as well: what is in use already counts.
         room = max(config.device_budget - accelerator.used_bytes(), ALLOCATION_GRANULARITY)
         nbytes = max(min(16 << 20, room // 4), ALLOCATION_GRANULARITY)
@@ -233,7 +234,11 @@ class Manager:
         if not self._closed:
             self._stm.finish_updates()
         return collect_stats(
-            self._stm, self._accelerator, self.config, settled_forwards=self._settled.forwards
+            self._stm,
+            self._accelerator,
+            self.config,
+            settled_forwards=self._settled.forwards,
+            everything_fits=self._everything_fits,
         )
 
     @property
@@ -242,7 +247,7 @@ class Manager:
         a plan: the first iteration measures."""
         if self._host_step is not None and not self._closed:
             self._kernels = self._host_step.kernels
-        return describe_plan(self._stm, self._kernels, everything_fits=self._settled.is_on)
+        return describe_plan(self._stm, self._kernels, everything_fits=self._everything_fits)
 
     def trim(self, device_budget: Size | None = None) -> int:
         """Give device memory back that later iterations do not need, so that other jobs can share the device.
@@ -281,6 +286,8 @@ class Manager:
             return
         with torch.inference_mode(False):
             self._abandon.detach()
+            self._everything_fitted = self._settled.is_on
+            self._stm.collector.peaks.close()
             self._settled.close()
             if self._host_step is not None:
                 self._kernels = self._host_step.kernels
@@ -288,6 +295,10 @@ class Manager:
             self._detach()
         self._closed = True
         self._stm.updates.raise_error()
+
+    @property
+    def _everything_fits(self) -> bool:
+        return self._everything_fitted if self._closed else self._settled.is_on
 
     def __enter__(self) -> "Manager":
         return self

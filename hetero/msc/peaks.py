@@ -30,13 +30,21 @@ class PeakKeeper:
         self._user_peak = self._at_start
         self._highest = accelerator.used_bytes()
         self._looked = 0
+        self._is_over = False
 
     @property
     def highest(self) -> int:
         """Peak since this was made, as far as the counter tells: while the user's own earlier peak was higher
-        and nothing was sampled, only what sampling saw and what is in use now."""
-        peak = self._accelerator.peak_bytes()
-        return max(self._highest, peak if peak > self._at_start else self._accelerator.used_bytes())
+        and nothing was sampled, only what sampling saw and what was in use whenever this was asked."""
+        if not self._is_over:
+            peak = self._accelerator.peak_bytes()
+            now = peak if peak > self._at_start else self._accelerator.used_bytes()
+            self._highest = max(self._highest, now)
+        return self._highest
+
+    def close(self) -> None:
+        """`highest` stays what it is: what others do on the device later is nothing of ours."""
+        self._highest, self._is_over = self.highest, True
 
     def passed(self, nbytes: int) -> int:
         """By how much the counter has passed ``nbytes``, if it has risen since this was asked before; else 0."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from hetero.eviction import lower_bound_seconds
 from hetero.stm import StatefulTensorMgr
 from hetero.stm.plans.plan import CyclePlan
+from hetero.stm.tensors.fetch import plain
 
 __all__ = ["TimeBounds", "bound_times"]
 
@@ -52,4 +53,5 @@ def bound_times(stm: StatefulTensorMgr, plan: CyclePlan) -> TimeBounds:
 def _updated_bytes(stm: StatefulTensorMgr, plan: CyclePlan) -> int:
     """Of the parameters that the host steps in such an iteration; 0 before that is known."""
     updates = plan.trace.updates
-    return 0 if updates is None else sum(stm.tensors[index].home.nbytes for index in updates.tensors)
+    with plain():  # not home: that is forgotten when management ends
+        return 0 if updates is None else sum(stm.tensors[i].parameter.nbytes for i in updates.tensors)

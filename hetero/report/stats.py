@@ -28,14 +28,14 @@ class MemoryStats:
 
     Attributes:
         device_budget: the cap.
-        peak_device_bytes: highest device memory in use since `hetero.manage`, of whatever kind.
+        peak_device_bytes: highest device memory in use from `hetero.manage` to `close`, of whatever kind.
         model_data_bytes: parameters, gradients, optimizer states and buffers, wherever they are. Each counted
             once: a device copy of a parameter is not model data twice, nor is its low-precision twin at home.
         device_model_bytes, host_model_bytes: model data by where it is now, copies included.
         bytes_moved: over both directions in the last complete iteration; 0 while everything fits.
-        lower_bound_bytes: what any schedule would have had to move in such an iteration under this budget (interval
-            linear program, Berger et al. 2018), gradients included, with the same parameters living on the device; 0
-            before there is a plan.
+        lower_bound_bytes: what any schedule would have had to move in that iteration under this budget (interval
+            linear program, Berger et al. 2018), gradients included, with the same parameters living on the device. None
+            where that is not known: where the iteration did not follow a plan, or found other copies than it left.
         predicted_seconds: simulated time of a planned iteration; 0.0 before there is a plan.
         total_fetched_bytes, total_written_bytes: host to device and device to host since `hetero.manage`.
         activation_out_bytes, activation_in_bytes: saved tensors that left the device, and that came back, since
@@ -57,7 +57,7 @@ class MemoryStats:
     device_model_bytes: int
     host_model_bytes: int
     bytes_moved: int
-    lower_bound_bytes: int
+    lower_bound_bytes: int | None
     predicted_seconds: float
     total_fetched_bytes: int
     total_written_bytes: int
@@ -88,20 +88,23 @@ class MemoryStats:
             ("moved per iteration", format_bytes(self.bytes_moved)),
             (
                 "lower bound",
-                format_bytes(self.lower_bound_bytes) if self.lower_bound_bytes else "no plan yet",
+                "not known: the iteration followed no plan, or found other copies than it left"
+                if self.lower_bound_bytes is None
+                else format_bytes(self.lower_bound_bytes),
             ),
             (
                 "activations moved",
                 f"{format_bytes(self.activation_out_bytes)} out, {format_bytes(self.activation_in_bytes)} in",
             ),
             ("unplanned fetches", str(self.unplanned_fetches)),
-            (
-                "updates begun in backward",
-                f"{self.tried_updates}, {self.taken_back_updates} of them taken back",
-            ),
             ("stalled", format_seconds(self.stall_seconds)),
         ):
             table.add_row(name, value)
+        if self.tried_updates:
+            table.add_row(
+                "updates begun in backward",
+                f"{self.tried_updates}, {self.taken_back_updates} of them taken back",
+            )
         return table
 
     def _table(self) -> Table:
@@ -135,19 +138,25 @@ class MemoryStats:
 
 
 def collect_stats(
-    stm: StatefulTensorMgr, accelerator: Accelerator, config: Config, *, settled_forwards: int
+    stm: StatefulTensorMgr,
+    accelerator: Accelerator,
+    config: Config,
+    *,
+    settled_forwards: int,
+    everything_fits: bool,
 ) -> MemoryStats:
     """A snapshot of a manager's numbers. Waits for the device if an iteration was being measured."""
     accelerator.synchronize()
     stm.settle()
     ledger, total = stm.ledger, stm.collector.total
     segments = stm.plans.last_sampled
-    is_settled = stm.settled is not None and stm.settled.is_on
-    moved = (
-        [] if is_settled else [period for segment in stm.plans.last_segments for period in segment.periods]
-    )
+    moved: list[Period] = []
+    bound: int | None = 0
+    if not everything_fits:
+        moved = [period for segment in stm.plans.last_segments for period in segment.periods]
+        plan = stm.cycles.closed
+        bound = None if plan is None else lower_bound(plan.whole_trace) + plan.gradient_bytes
     plan = stm.plans.last
-    bound = 0 if plan is None else lower_bound(plan.whole_trace) + plan.gradient_bytes
     copies = ledger.nbytes(Tier.DEVICE, Kind.PARAMETER) + ledger.nbytes(Tier.DEVICE, Kind.GRADIENT)
     saved, saved_on_host = ledger.activation_bytes
     return MemoryStats(

@@ -1,5 +1,7 @@
 """What a manager tells after it is closed is what it told before; a picture's name says its format."""
 
+import dataclasses
+
 import pytest
 import torch
 from equality import fresh_memory
@@ -9,18 +11,58 @@ from twins import device
 import hetero
 
 
-def test_the_plan_of_a_closed_manager_still_says_what_stepped_where():
+def test_the_plan_of_a_closed_manager_is_what_it_was():
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters())
     manager = hetero.manage(model, optimizer, device=device(), device_budget="768KiB", device_homes=False)
     losses(model, optimizer, manager.device, 4)
     before = manager.plan
     manager.close()
-    after = manager.plan
     assert before is not None
-    assert after is not None
-    assert (after.host_kernels, after.lives_at_home) == (before.host_kernels, before.lives_at_home)
+    assert manager.plan == before
     assert before.host_kernels[0].fused == len(list(model.parameters()))
+    assert before.lower_bounds.host_step > 0
+
+
+def test_that_everything_fitted_is_told_afterwards():
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    manager = hetero.manage(model, optimizer, device=device(), device_budget="64MiB")
+    losses(model, optimizer, manager.device, 6)
+    plan, stats = manager.plan, manager.stats
+    manager.close()
+    assert plan is not None
+    assert plan.everything_fits
+    assert manager.plan == plan
+    assert (stats.bytes_moved, stats.lower_bound_bytes) == (0, 0)
+    assert "no plan" not in str(stats)
+    after = manager.stats
+    assert (after.bytes_moved, after.lower_bound_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("budget", ["768KiB", "1MiB"])
+def test_nothing_moves_less_than_the_bound_that_is_told(budget):
+    """Not even in the first iteration after the plan has changed, which finds the copies of the one before."""
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with hetero.manage(model, optimizer, device=device(), device_budget=budget) as manager:
+        assert manager.stats.lower_bound_bytes is None
+        known = 0
+        for _ in range(16):
+            losses(model, optimizer, manager.device, 1)
+            stats = manager.stats
+            if stats.lower_bound_bytes is not None:
+                known += 1
+                assert 0 < stats.lower_bound_bytes <= stats.bytes_moved
+            assert (stats.lower_bound_bytes is None) == ("not known" in str(stats))
+        assert known > 4
+
+
+def test_updates_begun_in_backward_are_told_of_where_there_were_any():
+    with hetero.manage(mlp(), device=device(), device_budget="64MiB") as manager:
+        stats = manager.stats
+    assert "begun in backward" not in str(stats)
+    assert "3, 1 of them taken back" in str(dataclasses.replace(stats, tried_updates=3, taken_back_updates=1))
 
 
 def test_a_picture_with_another_ending_is_refused(tmp_path):
@@ -53,3 +95,21 @@ def test_the_peak_is_at_least_what_is_in_use_whatever_the_counter_showed_before(
         stats = manager.stats
         assert stats.peak_device_bytes >= torch.accelerator.memory_allocated()
         assert stats.peak_device_bytes < 32 << 20
+
+
+def test_the_peak_ends_with_management_and_does_not_fall():
+    target = device()
+    fresh_memory()
+    assert (
+        torch.empty(32 << 20, dtype=torch.uint8, device=target).nbytes == 32 << 20
+    )  # a higher one from before
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    manager = hetero.manage(model, optimizer, device=target, device_budget="64MiB")
+    losses(model, optimizer, target, 6)
+    peak = manager.stats.peak_device_bytes
+    manager.close()
+    assert manager.stats.peak_device_bytes >= peak
+    peak = manager.stats.peak_device_bytes
+    assert torch.empty(40 << 20, dtype=torch.uint8, device=target).nbytes == 40 << 20
+    assert manager.stats.peak_device_bytes == peak

@@ -86,6 +86,10 @@ class Cycles:
         self._current = self._training
         self._succession = Succession[Keys]()
         self._coming: Keys | None = None  # the keys that the iteration under way is expected to have
+        # What the last complete iteration followed from end to end; and the same if it has found the copies that it has
+        # left: then it cannot have moved less than this plan's lower bound.
+        self._followed: CyclePlan | None = None
+        self.closed: CyclePlan | None = None
 
     @property
     def is_under_way(self) -> bool:
@@ -162,6 +166,7 @@ class Cycles:
     def abandon(self) -> None:
         """The current cycle was left by an exception: forget how far it went."""
         self._current.clear()
+        self._followed = None
 
     def finish(self) -> None:
         """Close the cycle if its last segment is over."""
@@ -184,10 +189,13 @@ class Cycles:
             if not over:
                 return
         keys, segments = tuple(history.keys), history.segments
+        earlier, follows = self._followed, not (history.has_strayed or history.is_outdated)
         has_departed = len(segments) == len(keys) and self._has_departed(keys, history)
         leaves_out = not (history.is_outdated or history.has_more)
         self.abandon()
         if len(segments) == len(keys):
+            self._followed = self._book.get(keys) if follows else None
+            self.closed = self._followed if _leave_the_same(earlier, self._followed) else None
             if history is self._training:
                 self._succession.add(keys)
             before = self._book.device_homes
@@ -212,6 +220,13 @@ class Cycles:
                 keys, lost=parameters if history.is_outdated else lost, parameters=parameters
             )
         return self._departures.note_less(keys, frozenset(history.omitted))
+
+
+def _leave_the_same(first: CyclePlan | None, second: CyclePlan | None) -> bool:
+    """Iterations that follow these end with the same copies on the device."""
+    if first is None or second is None:
+        return False
+    return first is second or set(first.expected) == set(second.expected)
 
 
 def _is_guarded(plan: CyclePlan, place: int) -> bool:
