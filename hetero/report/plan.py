@@ -59,7 +59,9 @@ class Plan:
             parameters on the device (interval linear program, Berger et al. 2018).
         host_kernels: of each of the optimizer's groups, how many of the parameters at home torch's fused kernels
             step, how many whatever else the group says, and whether the choice was ours, ``fused`` and ``foreach``
-            being None.
+            being None. Empty for ``kept_step``.
+        kept_step: the last step came by a method that somebody had kept before `hetero.manage` (``step =
+            optimizer.step``): torch made it, at once and at home, with kernels of its own choice.
         predicted_seconds: simulated time of the iteration, updates on the host included, by times measured where such
             a plan was followed (before that, by those of the first iterations).
         lower_bounds: what no schedule is faster than, by what would hold it up; ``seconds`` is the slowest of them.
@@ -75,6 +77,7 @@ class Plan:
     activation_bytes: int
     lower_bound_bytes: int
     host_kernels: tuple[GroupKernels, ...]
+    kept_step: bool
     predicted_seconds: float
     lower_bounds: TimeBounds
     everything_fits: bool
@@ -102,6 +105,11 @@ class Plan:
                 f"stepped at home, group {index}",
                 f"{kernels.fused} by fused kernels{', chosen by hetero' if kernels.fused and kernels.chosen else ''}; "
                 f"{kernels.others} by others",
+            )
+        if self.kept_step:
+            table.add_row(
+                "stepped at home",
+                "at once, by torch: what is called was kept before hetero.manage; call optimizer.step instead",
             )
         table.add_row("fetched per iteration", format_bytes(self.fetched_bytes))
         table.add_row("activations that leave", format_bytes(self.activation_bytes))
@@ -155,7 +163,8 @@ def describe_plan(
         fetched_bytes=plan.fetched_bytes,
         activation_bytes=plan.schedule.written_back_bytes,
         lower_bound_bytes=lower_bound(plan.whole_trace),
-        host_kernels=tuple(kernels),
+        host_kernels=() if stm.steps_are_kept else tuple(kernels),
+        kept_step=stm.steps_are_kept,
         predicted_seconds=plan.schedule.predicted_seconds,
         lower_bounds=bound_times(stm, plan),
         everything_fits=everything_fits,

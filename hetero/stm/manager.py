@@ -87,6 +87,8 @@ class StatefulTensorMgr:
         self._budget = config.device_budget
         # The optimizer of ours whose step runs.
         self.stepping: torch.optim.Optimizer | None = None
+        # The last one came by a method that somebody had before `hetero.manage`: it is torch's alone, at home.
+        self.steps_are_kept = False
         # Learns of modules that are called by themselves; `hetero.stm.modelcalls` sets this.
         self.part_called: Callable[[nn.Module], None] = lambda part: None
         # May begin a parameter's update as soon as its gradient leaves; `hetero.stm.step.speculation` sets this.
@@ -354,6 +356,26 @@ class StatefulTensorMgr:
     def is_stepping(self, optimizer: torch.optim.Optimizer) -> bool:
         """``optimizer`` is ours, and its step runs."""
         return self.stepping is optimizer
+
+    def begin_kept_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """`hetero.stm.tensors.owner.Owner`. Nobody tells if it fails: then the next segment ends it, incomplete."""
+        if self.settled is None or self.settled.optimizer is not optimizer:
+            return
+        self.steps_are_kept = self.stepping is not optimizer
+        if self.steps_are_kept:
+            self.settled.forbid()  # gradients and states are expected at home
+            if not self._is_in_step():
+                self.segments.begin_step()
+
+    def end_kept_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """`hetero.stm.tensors.owner.Owner`"""
+        is_ours = self.settled is not None and self.settled.optimizer is optimizer
+        if is_ours and self.steps_are_kept and self._is_in_step():
+            self.segments.end_step(complete=True)
+
+    def _is_in_step(self) -> bool:
+        segment = self.executor.segment
+        return segment is not None and segment.key.phase is Phase.STEP and not segment.complete
 
     def rebind_home(self, tensor: ManagedTensor, data: torch.Tensor) -> None:
         """``p.data`` was set: that is home now."""

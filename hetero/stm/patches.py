@@ -66,6 +66,7 @@ from hetero.stm.settled import before_change, note_optimizer
 from hetero.stm.tensors import hostcopies
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.managed import ManagedTensor
+from hetero.stm.tensors.owner import Owner
 
 __all__ = ["install", "remove", "rest", "wake"]
 
@@ -232,6 +233,17 @@ def _settle_before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
             if is_managed(parameter):
                 managed_of(parameter).owner.check_process()
     _settle(optimizer, optimizer.param_groups)
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:  # else the iteration is within
+        for owner in _owners(optimizer):
+            owner.begin_kept_step(optimizer)
+
+
+def _owners(optimizer: torch.optim.Optimizer) -> list[Owner]:
+    """The managers of its parameters."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    owners = (managed_of(parameter).owner for parameter in parameters if is_managed(parameter))
+    return list({id(owner): owner for owner in owners}.values())
 
 
 def _settle(optimizer: torch.optim.Optimizer, groups: Any) -> None:
@@ -328,6 +340,8 @@ def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
                 if written:
                     tensor.note_write()
                     tensor.owner.after_home_write(tensor)
+    for owner in _owners(optimizer):
+        owner.end_kept_step(optimizer)
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,9 +1,10 @@
-"""Optimizers around the managed one, whose step calls its step: Lookahead, sharpness-aware ones, a framework's own."""
+"""What is around the managed optimizer's step: Lookahead and the like, schedulers, a method that somebody has kept."""
 
 import pytest
 import torch
+from accelerators import ON_CUDA, STEPS_AT_HOME
 from loops import batch, mlp
-from twins import adamw, assert_twins, device
+from twins import adamw, assert_same, assert_twins, device, managed, unmanaged
 
 import hetero
 
@@ -56,3 +57,81 @@ def test_a_wrapper_that_is_not_told_of_loading_is_refused():
     model = mlp(depth=1)
     with pytest.raises(hetero.ManageError, match="pass that one"):
         hetero.manage(model, Unmade(adamw(model)), device=device(), device_budget="1MiB")
+
+
+@pytest.mark.skipif(ON_CUDA, reason=STEPS_AT_HOME)
+@pytest.mark.parametrize("share", [0.6, 8.0])
+def test_iterations_end_with_a_step_that_was_kept_before_manage(share):
+    """It is torch's own, so its kernels are, and the plan says so."""
+
+    def make_optimizer(model):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer.kept = optimizer.step
+        return optimizer
+
+    def loop(model, optimizer, target):
+        seen = []
+        for number in range(12):
+            loss = model(batch(target)).square().mean()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+            if number == 6:
+                with pytest.raises(TypeError):
+                    optimizer.kept(nonsense=1)
+            optimizer.kept()
+            optimizer.zero_grad()
+            seen.append(loss)
+        return seen
+
+    manager = assert_twins(mlp, loop, share=share, make_optimizer=make_optimizer)
+    plan, stats = manager.plan, manager.stats
+    assert plan.kept_step
+    assert "kept before hetero.manage" in str(plan)
+    assert not plan.lives_on_device
+    assert stats.unplanned_fetches == 0
+    assert 0 < stats.lower_bound_bytes <= stats.bytes_moved <= 1.05 * stats.lower_bound_bytes
+
+
+def schedules(optimizer):
+    lrs = torch.optim.lr_scheduler
+    return {
+        "lambda": lambda: lrs.LambdaLR(optimizer, lambda n: 1 / (1 + n)),
+        "one cycle": lambda: lrs.OneCycleLR(optimizer, max_lr=1e-2, total_steps=100),
+        "one after another": lambda: lrs.SequentialLR(
+            optimizer, [lrs.LinearLR(optimizer), lrs.ExponentialLR(optimizer, 0.9)], [3]
+        ),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # two of them around one step
+@pytest.mark.skipif(ON_CUDA, reason=STEPS_AT_HOME)
+@pytest.mark.parametrize("kind", ["lambda", "one cycle", "one after another"])
+@pytest.mark.parametrize("share", [0.6, 8.0])
+def test_schedulers_from_before_manage_step_and_settle(share, kind):
+    """They have wrapped ``optimizer.step`` by then."""
+
+    def make(fused):
+        def make_optimizer(model):
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+            optimizer.scheduler = schedules(optimizer)[kind]()
+            return optimizer
+
+        return make_optimizer
+
+    def loop(model, optimizer, target):
+        seen = []
+        for _ in range(12):
+            loss = model(batch(target)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.scheduler.step()
+            optimizer.zero_grad()
+            seen += [loss, optimizer.scheduler.get_last_lr()]
+        return seen
+
+    expected, parameters, peak = unmanaged(mlp, loop, make(True))
+    got, state, manager = managed(mlp, loop, int(share * peak), make(None))
+    assert_same(got, expected, "losses")
+    assert_same(state, parameters, "parameters")
+    assert (manager.stats.settled_forwards > 0) is (share > 1)
+    assert not manager.plan.kept_step

@@ -20,11 +20,12 @@ __all__ = ["GradientOwner", "Owner", "Relief", "SettledState"]
 class SettledState(Protocol):
     """Whether everything fits, and nothing is intercepted (`hetero.stm.settled.Settled`).
 
-    ``onlookers``: who would notice that.
+    ``onlookers``: who would notice that; ``optimizer``: the managed one.
     """
 
     is_on: bool
     onlookers: "Onlookers"
+    optimizer: torch.optim.Optimizer | None
 
     def version(self, tensor: "ManagedTensor") -> int:
         """Of a parameter, for graphs from before."""
@@ -120,6 +121,13 @@ class Owner(Protocol):
 
     def is_stepping(self, optimizer: torch.optim.Optimizer) -> bool:
         """``optimizer`` is the one that is managed, and its step runs: it knows by itself what to wait for."""
+
+    def begin_kept_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """A step of ``optimizer`` begins: if it is the one that is managed, by a method from before that, the iteration
+        ends with it all the same."""
+
+    def end_kept_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """It has ended, and what it has written has been noted."""
 
     def rebind_home(self, tensor: "ManagedTensor", data: torch.Tensor) -> None: ...
 
