@@ -265,7 +265,7 @@ def swap(record: Record) -> str:
         "Batch 100, CIFAR-10 shapes, the paper's model of transfers. Machines: a GTX 1080 Ti's *roofline*; the same, "
         "slowed to *published* kernel times; *calibrated* with the paper's own figures. *bound*: no plan frees more. "
         "*60 % less*: the one plan's overhead at that limit, and in brackets what no plan is below; the paper's is "
-        "15 %. Overheads against limits: [`swap.png`](../benchmarks/results/swap.png).\n\n"
+        "15 %.\n\n![Load reduction by swapping](images/swap.png)\n\n"
         + markdown(("machine", "network", *_SWAP_WAYS.values(), "bound", "paper", "60 % less"), rows)
     )
 

@@ -15,13 +15,12 @@ import argparse
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.published import slowdown
-from benchmarks.record import RESULTS, read, write
+from benchmarks.record import read, write
 from examples import cnn
 from hetero.eviction import CapacityError, check, lower_bound, lower_bound_seconds
 from hetero.eviction import plan as next_use
@@ -88,7 +87,6 @@ def main() -> None:
             _show(row)
         rows.sort(key=lambda row: (NETWORKS.index(row["network"]), MACHINES.index(row["machine"])))
         write("swap", parameters, rows, device=None)  # after each: it takes a while
-        _plot(rows, RESULTS / "swap.png")
 
 
 def _calibrated(batch: int) -> float:
@@ -270,46 +268,6 @@ def _show(row: dict[str, Any]) -> None:
 
 def _percent(overhead: float | None) -> str:
     return "-" if overhead is None else f"{100 * overhead:.1f} %"
-
-
-def _plot(rows: list[dict[str, Any]], path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    names = list(dict.fromkeys(row["network"] for row in rows))
-    machines = list(dict.fromkeys(row["machine"] for row in rows))
-    figure = Figure(figsize=(4 * len(names), 3.4 * len(machines)), layout="constrained")
-    axes = figure.subplots(len(machines), len(names), squeeze=False)
-    for row in rows:
-        ax = axes[machines.index(row["machine"])][names.index(row["network"])]
-        for method, result in row["methods"].items():
-            points = [(100 * share, 100 * over) for share, over in result["curve"] if over is not None]
-            if points and method not in ("plan, clean", "training"):
-                width = 2.2 if method == "plan" else 1.0
-                color = "black" if method == "plan" else None
-                ax.plot(*zip(*points, strict=True), marker=".", label=method, linewidth=width, color=color)
-        bounds = [b for b in row["methods"]["plan"]["bounds"] if b is not None]
-        ax.fill_between(
-            [100 * b["share"] for b in bounds],
-            [100 * b["overhead"] for b in bounds],
-            color="lightgrey",
-        )
-        ax.plot(
-            [100 * b["share"] for b in bounds],
-            [100 * b["overhead"] for b in bounds],
-            color="grey",
-            linestyle="--",
-            label="bound",
-        )
-        ax.axvline(
-            100 * row["bound_bytes"] / row["peak_bytes"], color="grey", linestyle=":", label="bound at 0 %"
-        )
-        ax.axhline(15, color="grey", linewidth=0.5)
-        ax.set_title(f"{row['network']}, {row['machine']}")
-        ax.set_xlabel("limit, % of peak load")
-        ax.set_ylabel("overhead, %")
-        ax.invert_xaxis()
-    axes[0][0].legend(fontsize="small")
-    figure.savefig(path, dpi=70)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hetero.pool.problem import Problem, Solution, competitive_ratio, load_curve, lower_bound
+from hetero.pool.problem import Problem, Solution, load_curve, lower_bound
+from hetero.units import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,32 +28,45 @@ def plot_solution(
     from matplotlib.collections import PolyCollection
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 8), layout="constrained")
+    bound = lower_bound(problem)
+    scale, unit = _unit(solution.footprint)
+    figure = Figure(figsize=(10, 6.5), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
-    low = np.array(solution.offsets, dtype=np.float64)
-    high = low + problem.sizes
+    low = np.array(solution.offsets, dtype=np.float64) / scale
+    high = low + problem.sizes / scale
     begin, end = problem.begins.astype(np.float64), problem.ends.astype(np.float64)
     corners = np.stack([begin, low, end, low, end, high, begin, high], axis=1).reshape(-1, 4, 2)
-    # Colours only tell neighbours apart: ten in turn suffice.
-    colours = [f"C{index % 10}" for index in range(len(problem))]
-    upper.add_collection(
-        PolyCollection(list(corners), facecolors=colours, edgecolors="black", linewidths=0.2, alpha=0.7)
-    )
+    # By when it was allocated: neighbours in memory differ in it, and what belongs together is alike.
+    buffers = PolyCollection(list(corners), cmap="viridis", array=begin, edgecolors="white", linewidths=0.3)
+    upper.add_collection(buffers)
     upper.autoscale()
-    upper.set_ylim(0, max(1, solution.footprint))
-    upper.set_ylabel("offset (bytes)")
+    upper.margins(x=0)
+    upper.set_ylim(0, max(1, solution.footprint) / scale)
+    upper.set_ylabel(f"offset, {unit}")
+    proven = "no placement needs less" if solution.footprint == bound else f"at least {format_bytes(bound)}"
     upper.set_title(
-        f"{problem.name or 'problem'}: {solution.planner}, {solution.footprint} bytes, "
-        f"{competitive_ratio(problem, solution):.4f} x peak live bytes"
+        f"{len(problem)} buffers, each as wide as its life and as high as its size, placed in "
+        f"{format_bytes(solution.footprint)} ({proven})\n{problem.name or 'problem'}; planner: "
+        f"{solution.planner}; coloured by when they were allocated",
+        fontsize="medium",
     )
     times, load = load_curve(problem)
-    lower.step(times, load, where="post", color="C0", label="live bytes")
-    lower.axhline(lower_bound(problem), color="C2", linestyle=":", label="lower bound")
-    lower.axhline(solution.footprint, color="C3", linestyle="--", label="footprint")
+    lower.fill_between(times, load / scale, step="post", color="#9ecae1", label="in use")
+    if solution.footprint != bound:
+        lower.axhline(bound / scale, color="C2", linestyle=":", label="lower bound")
+    lower.axhline(solution.footprint / scale, color="#e6842a", label="footprint")
     lower.set_ylim(0, None)
-    lower.set_xlabel("time (events)")
-    lower.set_ylabel("bytes")
-    lower.legend(loc="lower center", ncols=3)
+    lower.set_xlabel("time, in allocations and frees")
+    lower.set_ylabel(unit)
+    lower.legend(loc="upper right", frameon=False)
     if path is not None:
         figure.savefig(path)
     return figure
+
+
+def _unit(nbytes: int) -> tuple[int, str]:
+    """In which sizes up to this one read well."""
+    for exponent, unit in enumerate(("bytes", "KiB", "MiB")):
+        if nbytes < 10 << 10 * (exponent + 1):
+            return 1 << 10 * exponent, unit
+    return 1 << 30, "GiB"
