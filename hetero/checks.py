@@ -134,7 +134,7 @@ def check_budgets(
             f"model data at home need {total} bytes of host memory ({format_bytes(homes)} of parameters"
             + (f", {format_bytes(twins)} for them in {config.precision}" if twins else "")
             + (f", as much again for gradients and {states} times for optimizer states" if optimizer else "")
-            + f"), host_budget is {config.host_budget} bytes: raise it to {format_bytes(total)} or more, or use an "
+            + f"), host_budget is {config.host_budget} bytes: raise it to {total} bytes or more, or use an "
             "optimizer with fewer states"
         )
     # Gradients are cut from slabs of whole pages.

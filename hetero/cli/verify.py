@@ -38,7 +38,7 @@ def verify(
         str | None,
         typer.Option(
             help="Device memory: '1GiB', or a share of the unmanaged run's peak: '60%'. Default: little "
-            "enough that parameters have to leave."
+            "enough that parameters have to leave, unless one of them is most of the model."
         ),
     ] = None,
     device: Annotated[
@@ -60,6 +60,8 @@ def verify(
     2 if the comparison could not be made.
     """
     console = open_console()
+    if device_budget is not None:
+        parse_budget(device_budget, 1 << 60, name="--device-budget")  # before anything is trained
     keep_workspaces_small()
     place = choose_device(
         device
@@ -176,3 +178,7 @@ def _print_summary(console: Console, managed: Outcome, unmanaged: Outcome, budge
         f"model data {format_bytes(unmanaged.model_data_bytes)}, device budget {format_bytes(budget)}, peak "
         f"{format_bytes(managed.peak_device_bytes)} (unmanaged {format_bytes(unmanaged.peak_device_bytes)})"
     )
+    if budget >= unmanaged.peak_device_bytes:
+        console.print(
+            "That budget is no less than the unmanaged peak: with less (--device-budget '80%'), more moves"
+        )

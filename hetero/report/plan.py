@@ -88,7 +88,10 @@ class Plan:
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        return as_text(self._summary(), self._table())
+        moving = [
+            (index, moment) for index, moment in enumerate(self.moments) if moment.evicts or moment.fetches
+        ]
+        return as_text(self._summary(), *([_table(moving)] if moving else []))
 
     def _summary(self) -> Table:
         table = Table(show_header=False, box=None)
@@ -101,6 +104,8 @@ class Plan:
             "with gradients and optimizer states",
         )
         for index, kernels in enumerate(self.host_kernels):
+            if not (kernels.fused or kernels.others):
+                continue
             table.add_row(
                 f"stepped at home, group {index}",
                 f"{kernels.fused} by fused kernels{', chosen by hetero' if kernels.fused and kernels.chosen else ''}; "
@@ -124,23 +129,23 @@ class Plan:
         )
         return table
 
-    def _table(self) -> Table:
-        table = Table(title="What moves when", box=box.SIMPLE_HEAD)
-        table.add_column("#", justify="right")
-        for column in ("phase", "uses", "evicts", "fetches"):
-            table.add_column(column, overflow="fold")
-        table.add_column("capacity", justify="right")
-        moving = [(i, m) for i, m in enumerate(self.moments) if m.evicts or m.fetches]
-        for index, moment in moving[:_ROWS]:
-            table.add_row(
-                str(index),
-                moment.phase,
-                *(" ".join(names) for names in (moment.uses, moment.evicts, moment.fetches)),
-                format_bytes(moment.capacity_bytes),
-            )
-        if len(moving) > _ROWS:
-            table.caption = f"{len(moving) - _ROWS} more in plan.moments"
-        return table
+
+def _table(moving: Sequence[tuple[int, PlannedMoment]]) -> Table:
+    table = Table(title="What moves when", box=box.SIMPLE_HEAD)
+    table.add_column("#", justify="right")
+    for column in ("phase", "uses", "evicts", "fetches"):
+        table.add_column(column, overflow="fold")
+    table.add_column("capacity", justify="right")
+    for index, moment in moving[:_ROWS]:
+        table.add_row(
+            str(index),
+            moment.phase,
+            *(" ".join(names) for names in (moment.uses, moment.evicts, moment.fetches)),
+            format_bytes(moment.capacity_bytes),
+        )
+    if len(moving) > _ROWS:
+        table.caption = f"{len(moving) - _ROWS} more in plan.moments"
+    return table
 
 
 def describe_plan(

@@ -83,8 +83,9 @@ def _check_at_home(module: nn.Module, fn: _Convert, managed: list[tuple[str, Man
     """Raises `ManageError` unless ``fn`` would do nothing to parameters at home, and that is where they are."""
     for name, tensor in managed:
         if not _leaves_alone(fn, tensor, _HOST):
+            called = name if name == tensor.name else f"{name} ({tensor.name})"
             raise ManageError(
-                f"{type(module).__name__}.to(...) or the like while managed: {name} ({tensor.name}) is moved by "
+                f"{type(module).__name__}.to(...) or the like while managed: {called} is moved by "
                 f"hetero, computes on {tensor.owner.device} and stays {tensor.home.dtype} in the memory format that it "
                 "has: to convert the model, call manager.close() first, convert, and manage again"
             )

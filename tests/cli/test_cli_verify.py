@@ -185,6 +185,21 @@ def test_a_budget_too_small_is_refused_with_the_least_that_would_do(source: Path
     assert "device_budget is 102400 bytes" in result.stderr
 
 
+def test_a_budget_that_cannot_be_read_is_refused_before_anything_is_trained(source: Path) -> None:
+    result = RUN.invoke(app, ["verify", f"{source}:adam", "--device-budget", "2G"])
+    assert result.exit_code == 2
+    assert "ambiguous" in result.stderr
+    assert "unmanaged" not in result.output
+
+
+def test_a_budget_that_holds_everything_is_said_to(source: Path) -> None:
+    result = RUN.invoke(app, ["verify", f"{source}:adam", "--device-budget", "1GiB"])
+    assert "no less than the unmanaged peak" in result.output
+    assert (
+        "no less than" not in RUN.invoke(app, ["verify", f"{source}:adam", "--device-budget", "80%"]).output
+    )
+
+
 def test_debug_shows_the_traceback_wherever_it_is_put(source: Path) -> None:
     for arguments in (["--debug", "verify", f"{source}:raises"], ["verify", f"{source}:raises", "--debug"]):
         result = RUN.invoke(app, arguments)

@@ -1,6 +1,7 @@
 """``model.to(device)`` and ``model.cpu()``, as frameworks call them around training: nothing of a managed model moves,
 and what is around it does."""
 
+import pytest
 import torch
 from loops import batch, losses, mlp
 from test_settled_exits import is_intercepted
@@ -87,3 +88,12 @@ def test_where_everything_fits_parameters_come_home():
 
 def fused(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+
+def test_a_refusal_names_a_parameter_once():
+    model = nn.Sequential(nn.Linear(4, 4))
+    with hetero.manage(model, device=device(), device_budget="1MiB"):
+        with pytest.raises(hetero.ManageError, match=r"while managed: 0\.weight is moved"):
+            model.half()
+        with pytest.raises(hetero.ManageError, match=r"while managed: weight \(0.weight\) is moved"):
+            model[0].half()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from accelerators import races
 from blocks import ROWS, WIDTH, deep, steps
+from torch import nn
 from twins import adamw, assert_same, device, plain, unmanaged
 
 import hetero
@@ -147,3 +148,14 @@ def test_a_page_that_a_slab_would_begin_counts_as_a_whole():
     assert slots.take(4096) is None  # the slab's rest is too small, and a third page is not ours
     assert slots.take(3584) is not None  # the slab's rest
     assert arena.nbytes == 2 * 4096
+
+
+def test_the_least_that_a_refusal_names_would_do():
+    """Also where it is no round number: 1680 bytes are more than the 1.6 KiB that they would be written as."""
+    model = nn.ParameterList(nn.Parameter(torch.zeros(5)) for _ in range(21))
+    optimizer = adamw(model)
+    with pytest.raises(BudgetError, match="raise it to 1680 bytes"):
+        hetero.manage(model, optimizer, device=device(), host_budget="1KiB")
+    with pytest.raises(BudgetError):
+        hetero.manage(model, optimizer, device=device(), host_budget=1679)
+    hetero.manage(model, optimizer, device=device(), host_budget=1680).close()

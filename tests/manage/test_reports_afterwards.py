@@ -36,6 +36,8 @@ def test_that_everything_fitted_is_told_afterwards():
     assert manager.plan == plan
     assert (stats.bytes_moved, stats.lower_bound_bytes) == (0, 0)
     assert "no plan" not in str(stats)
+    assert "What moves when" not in str(plan)  # nothing does
+    assert "stepped at home" not in str(plan)
     after = manager.stats
     assert (after.bytes_moved, after.lower_bound_bytes) == (0, 0)
 
