@@ -42,6 +42,7 @@ from hetero.stm.interception.transforms import check_transformed, is_transformin
 from hetero.stm.manager import StatefulTensorMgr
 from hetero.stm.settled import Settled
 from hetero.stm.tensors.precision import cast_inputs
+from hetero.stm.wrappers import check_caller
 
 __all__ = ["ModelCalls"]
 
@@ -254,6 +255,7 @@ class ModelCalls:
         kwargs: dict[str, Any],
     ) -> Any:
         """As a segment of its own."""
+        check_caller(trains=trains)
         look_again()
         settled, segments = self._settled, self._stm.segments
         with self._stm.lock:

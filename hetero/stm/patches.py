@@ -24,7 +24,8 @@ as all managers rest (`hetero.stm.settled`).
   wait for a parameter's update in between.
 * ``Optimizer.load_state_dict`` and ``add_param_group``: what a step has left to be done is done before.
 
-Beside them, torch's own hooks around every optimizer's step, and for every submodule that is set.
+Beside them, torch's own hooks around every optimizer's step, and for every submodule that is set
+(`hetero.stm.wrappers`).
 """
 
 import contextlib
@@ -67,6 +68,7 @@ from hetero.stm.tensors import hostcopies
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.managed import ManagedTensor
 from hetero.stm.tensors.owner import Owner
+from hetero.stm.wrappers import check_wrapped
 
 __all__ = ["install", "remove", "rest", "wake"]
 
@@ -128,7 +130,7 @@ def install(listener: BackwardListener) -> None:
         interrupts.install()  # first: they are put off from now on
         if not _managers:
             _replace(_REPLACED_ALWAYS, _replaced_always)
-            _registration_hooks.append(register_module_module_registration_hook(note_registered))
+            _registration_hooks.append(register_module_module_registration_hook(_before_registered))
         wake(listener)
         _managers += 1
 
@@ -182,6 +184,11 @@ def _put_back(replaced: list[tuple[Any, str, Any]]) -> None:
             delattr(place, name)
         else:
             setattr(place, name, own)
+
+
+def _before_registered(parent: nn.Module, name: str, submodule: nn.Module | None) -> None:
+    check_wrapped(parent, submodule)
+    note_registered(parent, name, submodule)
 
 
 def _announced_clear() -> None:
