@@ -287,7 +287,6 @@ class Manager:
         with torch.inference_mode(False):
             self._abandon.detach()
             self._everything_fitted = self._settled.is_on
-            self._stm.collector.peaks.close()
             self._settled.close()
             if self._host_step is not None:
                 self._kernels = self._host_step.kernels

@@ -3,14 +3,16 @@
 Owns the only calls of a device module's memory functions. Reads counters; never moves or allocates anything.
 """
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import ModuleType
 from typing import Any, cast
 
 import torch
 
+from hetero.devices import looks
 from hetero.errors import DeviceError
 
 __all__ = ["ALLOCATION_GRANULARITY", "Accelerator", "default_device", "named_device"]
@@ -28,6 +30,8 @@ _shares_before: dict[torch.device, float] = {}
 # What was set last, and what the device called it then: torch divides by another total when it is asked than when it
 # is told, so that a share taken back and set again and again would shrink.
 _shares_set: dict[torch.device, tuple[float, float]] = {}
+# Peaks that the counter had shown before it was lent to somebody else, since when we have not set it back.
+_peaks_before: dict[torch.device, int] = {}
 # Out-of-memory errors of which nobody but us has learned; the allocator counts all.
 _answered: Counter[torch.device] = Counter()
 
@@ -86,10 +90,10 @@ class Accelerator:
         self.device = device
         # torch.cuda's counters are an empty dictionary until then.
         getattr(self._module, "init", lambda: None)()
-        self._stats: Callable[..., Any] | None = getattr(self._module, "memory_stats_as_nested_dict", None)
+        self._stats: Callable[..., Any] | None = looks.own(self._module, "memory_stats_as_nested_dict")
 
     def _call(self, name: str, *args: object) -> Any:
-        function = getattr(self._module, name, None)
+        function = looks.own(self._module, name)
         if function is None:
             raise DeviceError(
                 f"{self._module.__name__} has no {name}(): this backend cannot be managed; {_CURE}"
@@ -98,10 +102,9 @@ class Accelerator:
 
     def used_bytes(self) -> int:
         """Bytes in tensors now, of whoever allocated them, as the allocator counts them."""
-        if self.device.type == "cuda":  # torch.cuda.memory_allocated sorts all counters to return one
-            return int(
-                torch.cuda.memory_stats_as_nested_dict(self.device)["allocated_bytes"]["all"]["current"]
-            )
+        # torch.cuda.memory_allocated sorts all counters to return one.
+        if self.device.type == "cuda" and self._stats is not None:
+            return int(self._stats(self.device)["allocated_bytes"]["all"]["current"])
         return int(self._call("memory_allocated", self.device))
 
     def pressure(self) -> tuple[int, int, int]:
@@ -114,7 +117,10 @@ class Accelerator:
             return self.used_bytes(), self.peak_bytes(), 0
         stats = self._stats(self.device)
         allocated = stats["allocated_bytes"]["all"]
-        return allocated["current"], allocated["peak"], stats["num_ooms"] - _answered[self.device]
+        peak = allocated["peak"]
+        if _peaks_before and (before := _peaks_before.get(self.device, 0)) > peak:
+            peak = before
+        return allocated["current"], peak, stats["num_ooms"] - _answered[self.device]
 
     def failures(self) -> int:
         """Out-of-memory errors of the allocator so far, whoever has learned of them; 0 where nobody counts them."""
@@ -125,9 +131,9 @@ class Accelerator:
         _answered[self.device] += 1
 
     def peak_bytes(self) -> int:
-        """Highest `used_bytes` since the last `reset_peak`."""
-        if self.device.type == "cuda":
-            return int(torch.cuda.memory_stats_as_nested_dict(self.device)["allocated_bytes"]["all"]["peak"])
+        """Highest `used_bytes` since the counter was set back."""
+        if self.device.type == "cuda" and self._stats is not None:  # as `used_bytes`
+            return int(self._stats(self.device)["allocated_bytes"]["all"]["peak"])
         return int(self._call("max_memory_allocated", self.device))
 
     def made_bytes(self) -> int | None:
@@ -140,6 +146,24 @@ class Accelerator:
     def reset_peak(self) -> None:
         """Start a new peak from what is in use now."""
         self._call("reset_peak_memory_stats", self.device)
+        _peaks_before.pop(self.device, None)
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Within it the counter is somebody else's; `pressure` does not notice."""
+        before = self.pressure()[1]
+        try:
+            yield
+        finally:
+            self.reset_peak()
+            _peaks_before[self.device] = before
+
+    def watch_looks(
+        self, within: Callable[[], contextlib.AbstractContextManager[None]]
+    ) -> Callable[[], None]:
+        """From now on, whoever else looks at the peak counter, or sets it back, does so ``within`` that. Returns what
+        ends it."""
+        return looks.around(self._module, within)
 
     def total_bytes(self) -> int:
         """Physical memory of the device."""
@@ -152,10 +176,8 @@ class Accelerator:
 
     def reserved_bytes(self) -> int:
         """What this process's allocator holds of the device, cached blocks included."""
-        if self.device.type == "cuda":  # as `used_bytes`
-            return int(
-                torch.cuda.memory_stats_as_nested_dict(self.device)["reserved_bytes"]["all"]["current"]
-            )
+        if self.device.type == "cuda" and self._stats is not None:  # as `used_bytes`
+            return int(self._stats(self.device)["reserved_bytes"]["all"]["current"])
         return int(self._call("memory_reserved", self.device))
 
     def cap(self, nbytes: int | None) -> None:
@@ -172,16 +194,35 @@ class Accelerator:
                 return
         else:
             caps[id(self)] = nbytes
-        share = _shares_before[self.device]
-        if caps:
-            # Half a byte more, because a rounded-down share would refuse what exactly fits. A cap below what is in
-            # use already means the same as one at it: no more.
-            most = max(min(caps.values()), self.used_bytes())
-            if self.reserved_bytes() > most:
-                self.release_cached()
-            share = min(share, (most + 0.5) / self.total_bytes())
+        self._set_share(self._capped_share())
+
+    def _capped_share(self) -> float:
+        share, caps = _shares_before[self.device], _caps[self.device]
+        if not caps:
+            return share
+        # Half a byte more, because a rounded-down share would refuse what exactly fits. A cap below what is in use
+        # already means the same as one at it: no more.
+        most = max(min(caps.values()), self.used_bytes())
+        if self.reserved_bytes() > most:
+            self.release_cached()
+        return min(share, (most + 0.5) / self.total_bytes())
+
+    def _set_share(self, share: float) -> None:
         self._call("set_per_process_memory_fraction", share, self.device)
         _shares_set[self.device] = share, self._call("get_per_process_memory_fraction", self.device)
+
+    @contextlib.contextmanager
+    def uncapped(self) -> Iterator[None]:
+        """Within it the allocator refuses what the user, or the device, has it refuse, whoever has set a cap."""
+        caps = _caps.get(self.device)
+        if not caps:
+            yield
+            return
+        self._set_share(_shares_before[self.device])
+        try:
+            yield
+        finally:
+            self._set_share(self._capped_share())
 
     def _users_share(self) -> float:
         found: float = self._call("get_per_process_memory_fraction", self.device)

@@ -72,10 +72,12 @@ class Segment:
 class MemStatsCollector:
     """Measures periods. One per manager; fed by `hetero.stm`."""
 
-    def __init__(self, accelerator: Accelerator, model_bytes: ModelBytes) -> None:
+    def __init__(
+        self, accelerator: Accelerator, model_bytes: ModelBytes, device_budget: int | None = None
+    ) -> None:
         self._accelerator = accelerator
         self._model_bytes = model_bytes
-        self.peaks = PeakKeeper(accelerator)
+        self.peaks = PeakKeeper(accelerator, device_budget)
         self._segment: Segment | None = None
         self._period = Period(operands=())
         self._relieving = False

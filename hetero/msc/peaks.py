@@ -1,12 +1,14 @@
 """Peak counters, used without taking them away from the user.
 
 Owns every reset of the device's peak counter. A period's peak can only be read by resetting the counter at the
-period's start, and no backend lets anyone set it. So when sampling ends, the peak the user would have seen is
-reached again, by allocating up to it for a moment.
+period's start, and no backend lets anyone set it. So while anybody measures, the peak of each who looks is kept here,
+the user's among them: when they look themselves, or nobody measures any more, theirs is reached again, by allocating up
+to it for a moment.
 """
 
 import contextlib
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -20,16 +22,22 @@ _FILL_BYTES = 64 << 20
 # CUDA's allocator hands out blocks that are so much larger than what was asked for, if that is more than this.
 _MOST_EXCESS = 1 << 20
 
+_USER = object()
+
 
 class PeakKeeper:
-    """Per-period peaks of one device, and the highest of all since it was made."""
+    """Per-period peaks of one device, and the highest of all since it was made. ``limit``: of the device; `close` if
+    there is one."""
 
-    def __init__(self, accelerator: Accelerator) -> None:
+    def __init__(self, accelerator: Accelerator, limit: int | None = None) -> None:
         self._accelerator = accelerator
-        self._at_start = accelerator.peak_bytes()
-        self._user_peak = self._at_start
+        self._counter = _counter_of(accelerator)
+        self._limit = limit
+        self._at_start = self._counter.users_peak()
         self._highest = accelerator.used_bytes()
         self._looked = 0
+        # The user's peak is above the limit, and the counter would not tell of a lower one that is as well.
+        self._is_watching = False
         self._is_over = False
 
     @property
@@ -37,68 +45,157 @@ class PeakKeeper:
         """Peak since this was made, as far as the counter tells: while the user's own earlier peak was higher
         and nothing was sampled, only what sampling saw and what was in use whenever this was asked."""
         if not self._is_over:
-            peak = self._accelerator.peak_bytes()
+            peak = self._counter.users_peak()
             now = peak if peak > self._at_start else self._accelerator.used_bytes()
             self._highest = max(self._highest, now)
         return self._highest
 
-    def close(self) -> None:
-        """`highest` stays what it is: what others do on the device later is nothing of ours."""
-        self._highest, self._is_over = self.highest, True
-
     def passed(self, nbytes: int) -> int:
-        """By how much the counter has passed ``nbytes``, if it has risen since this was asked before; else 0."""
-        before, self._looked = self._looked, self._accelerator.peak_bytes()
+        """By how much ``nbytes`` have been passed since this was asked before, as far as the counter tells; else 0."""
+        if self._is_watching:
+            return max(0, self.next_period() - nbytes)
+        before, self._looked = self._looked, self._counter.users_peak()
         return max(0, self._looked - nbytes) if self._looked > before else 0
 
     def begin(self) -> None:
         """Sampling begins."""
-        self._user_peak = self._accelerator.peak_bytes()
-        if self._user_peak > self._at_start:
-            self._highest = max(self._highest, self._user_peak)
-        self._accelerator.reset_peak()
+        self._is_watching = False
+        peak = self._counter.users_peak()
+        if peak > self._at_start:
+            self._highest = max(self._highest, peak)
+        self._counter.begin(self)
 
     def next_period(self) -> int:
         """The peak of the period that ends now; the next one begins."""
-        peak = self._accelerator.peak_bytes()
+        peak = self._counter.next_period(self)
         self._highest = max(self._highest, peak)
-        self._user_peak = max(self._user_peak, peak)
-        self._accelerator.reset_peak()
         return peak
 
     def end(self) -> None:
-        """Sampling is over: the counter shows the user's peak again."""
-        peak = self._accelerator.peak_bytes()
-        self._highest = max(self._highest, peak)
-        self._user_peak = max(self._user_peak, peak)  # since `begin`: what was before it, they may have reset
-        with (
-            _disable_current_modes()
-        ):  # what frees memory for the user's operators has nothing to free for this
-            _reach(self._accelerator, self._user_peak)
-        self._looked = self._accelerator.peak_bytes()
+        """Sampling is over."""
+        self.next_period()
+        self._looked = self._counter.users_peak()
+        self._is_watching = self._limit is not None and self._looked > self._limit
+        if not self._is_watching:
+            self._counter.end(self)
+
+    def close(self) -> None:
+        """Nothing is measured any more, and `highest` stays what it is: what others do on the device later is nothing of
+        ours."""
+        self._highest, self._is_over = self.highest, True
+        if self._is_watching:
+            self._is_watching = False
+            self._counter.end(self)
 
 
 @contextlib.contextmanager
 def unseen(accelerator: Accelerator) -> Iterator[None]:
     """What runs within it, and leaves nothing allocated, does not show in the peak counter."""
+    counter = _counter_of(accelerator)
     peak = accelerator.peak_bytes()
     try:
         yield
     finally:
-        if accelerator.peak_bytes() > peak:
-            accelerator.reset_peak()
-            _reach(accelerator, peak)
+        counter.go_back(peak)
 
 
-def _reach(accelerator: Accelerator, peak: int) -> None:
-    fill: list[torch.Tensor] = []
-    try:
-        while (short := peak - accelerator.used_bytes()) > 0:
-            if accelerator.peak_bytes() >= peak:
-                break
-            # Never beyond: the counter would tell of a peak that nobody reached, which may pass a budget.
-            nbytes = min(short - _MOST_EXCESS, _FILL_BYTES) if short > _MOST_EXCESS else short
-            fill.append(torch.empty(nbytes, dtype=torch.uint8, device=accelerator.device))
-    except torch.OutOfMemoryError:
-        # Another process took the memory meanwhile, or there is a cap: the counter then shows a little less.
-        accelerator.note_answered()
+class _Counter:
+    """Of one device. ``_peaks``: of each who measures now, and of the user, since they last asked; without what the
+    counter shows. Empty while nobody measures: then it is the user's."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._peaks: dict[object, int] = {}
+        self._lock = threading.RLock()
+        self._is_shown = False
+        self._let_go: Callable[[], None] = lambda: None
+
+    def users_peak(self) -> int:
+        """What the counter would show if nobody measured."""
+        with self._lock:
+            return max(self._peaks.get(_USER, 0), self._accelerator.peak_bytes())
+
+    def begin(self, who: object) -> None:
+        """``who`` measures from now on."""
+        with self._lock:
+            if not self._peaks:
+                self._peaks[_USER] = 0
+                self._let_go = self._accelerator.watch_looks(self._shown)
+            self._start_anew()
+            self._peaks[who] = 0
+
+    def next_period(self, who: object) -> int:
+        """The peak since they last asked."""
+        with self._lock:
+            self._start_anew()
+            peak, self._peaks[who] = self._peaks[who], 0
+            return peak
+
+    def end(self, who: object) -> None:
+        """They do not measure any more."""
+        with self._lock:
+            self._start_anew()
+            del self._peaks[who]
+            if self._peaks.keys() == {_USER}:
+                self._let_go()
+                self._reach(self._peaks.pop(_USER))
+
+    def go_back(self, peak: int) -> None:
+        """The counter is to show what it has shown before, as if nothing had been allocated since."""
+        with self._lock:
+            if self._accelerator.peak_bytes() > peak:
+                self._accelerator.reset_peak()
+                self._reach(peak)
+
+    @contextlib.contextmanager
+    def _shown(self) -> Iterator[None]:
+        """Around a look of the user's, who may also set the counter back."""
+        with self._lock:
+            if self._is_shown or not self._peaks:
+                yield
+                return
+            self._is_shown = True
+            try:
+                with self._accelerator.apart():
+                    self._start_anew()
+                    self._reach(self._peaks[_USER])
+                    try:
+                        yield
+                    finally:
+                        self._peaks[_USER] = self._accelerator.peak_bytes()
+            finally:
+                self._is_shown = False
+
+    def _start_anew(self) -> None:
+        """What the counter shows is everybody's."""
+        peak = self._accelerator.peak_bytes()
+        for who, before in self._peaks.items():
+            self._peaks[who] = max(before, peak)
+        self._accelerator.reset_peak()
+
+    def _reach(self, peak: int) -> None:
+        accelerator = self._accelerator
+        if accelerator.peak_bytes() >= peak:
+            return
+        fill: list[torch.Tensor] = []
+        # Under no cap of ours: at the budget, it would hide that this has been passed. And what frees memory for the
+        # user's operators has nothing to free for this.
+        with _disable_current_modes(), accelerator.uncapped():
+            try:
+                while (short := peak - accelerator.used_bytes()) > 0:
+                    # Never beyond: the counter would tell of a peak that nobody reached, which may pass a budget.
+                    nbytes = min(short - _MOST_EXCESS, _FILL_BYTES) if short > _MOST_EXCESS else short
+                    fill.append(torch.empty(nbytes, dtype=torch.uint8, device=accelerator.device))
+                    if accelerator.peak_bytes() >= peak:
+                        break
+            except torch.OutOfMemoryError:
+                # Another process took the memory meanwhile: the counter then shows a little less.
+                accelerator.note_answered()
+            fill.clear()  # before there is a cap again
+
+
+_counters: dict[torch.device, _Counter] = {}
+
+
+def _counter_of(accelerator: Accelerator) -> _Counter:
+    return _counters.setdefault(accelerator.device, _Counter(accelerator))

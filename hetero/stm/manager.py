@@ -78,7 +78,7 @@ class StatefulTensorMgr:
         measure_incoming()
         self.device = accelerator.device
         self.ledger = Ledger()
-        self.collector = MemStatsCollector(accelerator, self.ledger)
+        self.collector = MemStatsCollector(accelerator, self.ledger, config.device_budget)
         self._accelerator = accelerator
         self.lock = self._lock = threading.RLock()
         self.settled: SettledState | None = None  # `hetero.stm.settled`
@@ -493,6 +493,7 @@ class StatefulTensorMgr:
         with self._lock:
             self._end_updates()
             self.executor.finish_segment()
+            self.collector.peaks.close()
             self.residency.room.send_home(self._budget)
             self.residency.write_back_all(unseen=True)
             self.gradients.wait_all(self.tensors)

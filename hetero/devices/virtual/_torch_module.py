@@ -208,7 +208,7 @@ def _memory_functions(extension: ModuleType) -> dict[str, Any]:
         return torch._C._accelerator_getDeviceStats(0)
 
     def reset_peak_memory_stats(device: _Device = None) -> None:
-        torch.accelerator.reset_peak_memory_stats(_index(device))
+        torch._C._accelerator_resetPeakStats(_index(device).index)
 
     def reset_accumulated_memory_stats(device: _Device = None) -> None:
         torch.accelerator.reset_accumulated_memory_stats(_index(device))

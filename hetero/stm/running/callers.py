@@ -57,6 +57,11 @@ class CallersPart:
             self._planned = self._budget - plan.limits[position]
             self._peaks.begin()
 
+    def note_room_made(self) -> None:
+        """Copies have left: what there was before is no peak of what follows."""
+        if self._model_bytes is not None:
+            self._peaks.next_period()
+
     def end(self, plan: CyclePlan) -> None:
         """It is over. If it was watched: what it took, beside the model data that were there before room was made,
         might have passed the budget; or will, beside those of a plan that knows what the model keeps now."""

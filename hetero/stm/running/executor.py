@@ -336,6 +336,7 @@ class Executor:
             with self._collector.evicting(for_operator=False):
                 self._room.trim(limit, keep=())
                 self._activations.shed(max(0, self._room.excess(limit)))
+            self._caller.note_room_made()
 
     @property
     def _has_left_plan(self) -> bool:
