@@ -76,8 +76,7 @@ class PeakKeeper:
         self.next_period()
         self._looked = self._counter.users_peak()
         self._is_watching = self._limit is not None and self._looked > self._limit
-        if not self._is_watching:
-            self._counter.end(self)
+        self._counter.end(self, watches=self._is_watching)
 
     def close(self) -> None:
         """Nothing is measured any more, and `highest` stays what it is: what others do on the device later is nothing of
@@ -100,12 +99,14 @@ def unseen(accelerator: Accelerator) -> Iterator[None]:
 
 
 class _Counter:
-    """Of one device. ``_peaks``: of each who measures now, and of the user, since they last asked; without what the
-    counter shows. Empty while nobody measures: then it is the user's."""
+    """Of one device. ``_peaks``: of each who measures or watches now, and of the user, since they last asked; without
+    what the counter shows. Empty while there is nobody: then it is the user's. Of those who measure, it is the one who
+    began last (``_measuring``): what others have while they run, they can be asked for."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
         self._peaks: dict[object, int] = {}
+        self._measuring: list[object] = []
         self._lock = threading.RLock()
         self._is_shown = False
         self._let_go: Callable[[], None] = lambda: None
@@ -123,6 +124,7 @@ class _Counter:
                 self._let_go = self._accelerator.watch_looks(self._shown)
             self._start_anew()
             self._peaks[who] = 0
+            self._measuring.append(who)
 
     def next_period(self, who: object) -> int:
         """The peak since they last asked."""
@@ -131,11 +133,14 @@ class _Counter:
             peak, self._peaks[who] = self._peaks[who], 0
             return peak
 
-    def end(self, who: object) -> None:
-        """They do not measure any more."""
+    def end(self, who: object, *, watches: bool = False) -> None:
+        """They do not measure any more; ``watches``: and see all that there is."""
         with self._lock:
             self._start_anew()
-            del self._peaks[who]
+            if who in self._measuring:
+                self._measuring.remove(who)
+            if not watches:
+                del self._peaks[who]
             if self._peaks.keys() == {_USER}:
                 self._let_go()
                 self._reach(self._peaks.pop(_USER))
@@ -167,10 +172,11 @@ class _Counter:
                 self._is_shown = False
 
     def _start_anew(self) -> None:
-        """What the counter shows is everybody's."""
+        """What the counter shows is that of all whom it concerns."""
         peak = self._accelerator.peak_bytes()
         for who, before in self._peaks.items():
-            self._peaks[who] = max(before, peak)
+            if who not in self._measuring[:-1]:
+                self._peaks[who] = max(before, peak)
         self._accelerator.reset_peak()
 
     def _reach(self, peak: int) -> None:

@@ -43,6 +43,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hetero.errors import DeviceError
 from hetero.stm import conversions
+from hetero.stm.activations.saved import part_saved_as_handles
 from hetero.stm.checkpoints import check_loads_in_place
 from hetero.stm.deferred import finish_everything
 from hetero.stm.interception import clipping, interrupts, scaling
@@ -218,7 +219,9 @@ def _announced_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
 def _run(outputs: Any, args: Any, kwargs: Any) -> Any:
     # autograd.grad with respect to managed parameters comes here with interception off, and its threads inherit that;
     # but what runs within backward (a checkpoint's recompute, a Function of the user's) needs it.
-    with torch._C._EnableTorchFunction(), guard.formulas_kept(outputs):
+    # What a backward saves that is recorded itself leaves as what a forward saves does.
+    saving = part_saved_as_handles() if _is_recorded(*args, **kwargs) else contextlib.nullcontext()
+    with torch._C._EnableTorchFunction(), guard.formulas_kept(outputs), saving:
         try:
             return _run_backward(outputs, *args, **kwargs)
         except RuntimeError as error:
@@ -228,6 +231,12 @@ def _run(outputs: Any, args: Any, kwargs: Any) -> Any:
                     "it (hetero.virtual_device()) before anything is trained, in a fresh process"
                 ) from error
             raise
+
+
+def _is_recorded(
+    gradients: Any = None, keep_graph: Any = None, create_graph: Any = False, *args: Any, **kwargs: Any
+) -> bool:
+    return bool(create_graph)
 
 
 _NO_THREAD = "device_ready_queues_"  # of an assertion within torch's engine, which says no more

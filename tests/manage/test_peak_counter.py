@@ -48,10 +48,13 @@ def test_whoever_looks_while_others_measure_sees_their_own_peak():
     second.begin()
     take(target, 2 * MIB)
     assert looks(target) == {base + 4 * MIB}
-    assert (first.next_period(), second.next_period()) == (base + 2 * MIB, base + 2 * MIB)
+    # Whoever began last can ask others for what they have; what it takes is no reason for them to have less.
+    assert second.next_period() == base + 2 * MIB
+    assert first.next_period() < base + MIB
     take(target, 3 * MIB)
     second.end()
-    assert first.next_period() == base + 3 * MIB
+    take(target, 2 * MIB)
+    assert first.next_period() == base + 2 * MIB
     first.end()
     assert looks(target) == {base + 4 * MIB}
     assert (first.highest, second.highest) == (base + 4 * MIB, base + 4 * MIB)

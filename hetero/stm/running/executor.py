@@ -7,7 +7,7 @@ fetch of its own, counted. What is planned is decided in `hetero.stm.plans.planb
 """
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from hetero.devices import Accelerator
 from hetero.msc import MemStatsCollector, Phase, Segment, SegmentKey
@@ -22,7 +22,7 @@ from hetero.stm.plans.planbook import PlanBook
 from hetero.stm.running.backlog import Backlog
 from hetero.stm.running.callers import MOST_OF_ITS_OWN, CallersPart
 from hetero.stm.running.course import Course
-from hetero.stm.running.guard import arm, guarded, lifted
+from hetero.stm.running.guard import arm, guarded, lifted, stay
 from hetero.stm.running.relief import Relief
 from hetero.stm.tensors.managed import ManagedTensor
 
@@ -55,6 +55,7 @@ class Executor:
         self._accelerator = accelerator
         self._is_guarded = False
         self._is_open = False
+        self._is_capped = False
         self._drift = 0
         # Some of what runs can never be tried again: regions that are compiled.
         self.runs_unguarded = False
@@ -66,6 +67,7 @@ class Executor:
         self._room.is_planned = lambda: self._course.plan is not None
         self._room.next_use = self._course.next_use
         self._room.enough = self._enough
+        self._end_guard_of_caller: Callable[[], None] = _nothing
         self._caller = CallersPart(self._room, collector.peaks, plans.outgrown, plans.budget)
 
     @property
@@ -136,6 +138,7 @@ class Executor:
 
     def finish_segment(self) -> None:
         """The segment, if any, is over."""
+        self.take_from_caller()
         if self._segment is not None:
             if self._course.plan is not None:
                 self._caller.end(self._course.plan)
@@ -220,6 +223,13 @@ class Executor:
                 self._caller.begin_after_drift(plan, position=self._course.callers)
             limit = plan.limits[self._course.callers] - self._drift
             self._keep_to(limit - MOST_OF_ITS_OWN * self._drift)
+        else:
+            self.leave_unplanned_room()
+
+    def leave_unplanned_room(self) -> None:
+        """As `leave_room`, if there is no plan to tell; after a backward as well, if the caller goes on with what it
+        has returned."""
+        if not self._is_guarded or self._plan_of_caller is not None:
             return
         measured = None if self._course.is_unsure else self._plans.measured_limit(self._segment)
         with self._collector.evicting(for_operator=False):
@@ -247,13 +257,28 @@ class Executor:
 
     def release_cap(self) -> None:
         """Nothing runs until the next segment: others may have the memory. A model may also be dropped here."""
+        self.take_from_caller()
         self._cap(False)
 
-    def release_cap_for_caller(self) -> None:
-        """The caller goes on, and what it does is not tried again: it is not refused for gaps, nor because it may
-        depend on values as the model does."""
+    def leave_to_caller(self) -> None:
+        """The caller goes on. What is still capped is tried again as the model's operators are; it is not refused for
+        gaps, nor because it may depend on values as the model does."""
         if self._accelerator.leaves_gaps or (self._course.plan is not None and self._course.plan.by_values):
             self._cap(False)
+        elif self._is_capped:
+            self._end_guard_of_caller()
+            self._end_guard_of_caller = stay(
+                self._relief.relieve,
+                note_answered=self._relief.note_answered,
+                explain=self._relief.refused,
+                failures=self._accelerator.failures,
+                numbers=self._accelerator.random_numbers,
+            )
+
+    def take_from_caller(self) -> None:
+        """What comes now is not the caller's."""
+        end, self._end_guard_of_caller = self._end_guard_of_caller, _nothing
+        end()
 
     # -- helpers --------------------------------------------------------------------------------------
 
@@ -262,7 +287,8 @@ class Executor:
             self._segment.by_values = True
 
     def _cap(self, on: bool) -> None:
-        self._accelerator.cap(self._plans.budget if on and not self._is_open else None)
+        self._is_capped = on and not self._is_open
+        self._accelerator.cap(self._plans.budget if self._is_capped else None)
 
     def _change_layout(self, operands: list[ManagedTensor], indices: tuple[int, ...], name: object) -> None:
         actions = self._course.advance(indices)
@@ -418,6 +444,10 @@ class Executor:
         more = self._collector.non_model_bytes() - plan.non_model[self._course.current]
         seen = self._drift + plan.margin if self._drift else 0
         return needs[0] + max(0, more, seen)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _label(name: object, operands: list[ManagedTensor]) -> str:

@@ -43,7 +43,17 @@ from torch.utils.hooks import RemovableHandle
 from hetero.stm.running.byvalues import depends_on_values
 from hetero.stm.tensors.fetch import plain
 
-__all__ = ["REPLACEMENTS", "Relieve", "arm", "formulas_kept", "guarded", "lifted", "unguarded"]
+__all__ = [
+    "REPLACEMENTS",
+    "Relieve",
+    "arm",
+    "formulas_kept",
+    "guarded",
+    "leave",
+    "lifted",
+    "stay",
+    "unguarded",
+]
 
 _CHOSEN_BY_MODE = frozenset(
     {
@@ -114,11 +124,19 @@ class _Guard(TorchDispatchMode):
         self.relieve = relieve
         self._note_answered = note_answered
         self.is_armed = False
+        self.is_over = False  # it may still be in place (`leave`), and does nothing
         # Of backwards that run within it, as long as it is not armed.
         self.roots: list[list[Any]] = []
         self.handles: list[RemovableHandle] = []
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Else what is compiled would run eagerly, which is not the same arithmetic."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.is_over:
+            return func(*args, **(kwargs or {}))
         # Below autograd a managed parameter is only memory at home: it must not be intercepted again.
         with plain(), contextlib.ExitStack() as stack:
             if depends_on_values(func, args):
@@ -166,6 +184,13 @@ class _Guard(TorchDispatchMode):
     def begin(self) -> None:
         """It is about to be put in place: errors from now on count."""
         self._seen_failures = self._failures()
+
+    def end(self) -> None:
+        """From now on it does nothing, and keeps nobody."""
+        self.is_over = True
+        self.relieve, self.explain = lambda unless_free=None: 0, lambda operator, error: error
+        self._note_answered, self._failures = lambda: None, lambda: 0
+        self._numbers = lambda generator: lambda: None
 
     def _is_shortage(self, error: RuntimeError) -> bool:
         """[Note: errors of libraries]"""
@@ -230,6 +255,43 @@ def guarded(
         _guards.remove(guard)
         if guard.is_armed:
             _remove(guard)
+
+
+def stay(
+    relieve: Relieve,
+    *,
+    note_answered: Callable[[], None],
+    explain: Explain,
+    failures: Callable[[], int],
+    numbers: Numbers,
+) -> Callable[[], None]:
+    """From now on operators of this thread are guarded, whoever calls them, until what is returned is called, on
+    whatever thread; `leave` then takes it away. What is given is as in `guarded`."""
+    leave()
+    guard = _Guard(
+        relieve,
+        note_answered,
+        explain,
+        lambda error: contextlib.nullcontext(False),
+        failures,
+        lambda: None,
+        numbers,
+    )
+    guard.begin()
+    _push_below(guard)
+    return guard.end
+
+
+def leave() -> None:
+    """Take guards that have stayed, and are over, from this thread: where the user has called us, because whoever
+    leaves inference mode, or enters it, has torch restore that there were modes."""
+    modes = _get_current_dispatch_mode_stack()
+    if any(map(_is_over, modes)) and not torch.is_inference_mode_enabled():
+        _push_all([mode for mode in _pop_all() if not _is_over(mode)])
+
+
+def _is_over(mode: object) -> bool:
+    return isinstance(mode, _Guard) and mode.is_over
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from hetero.stm.activations.offload import Activations
 from hetero.stm.copies.residency import Residency
 from hetero.stm.gradients.offload import Gradients
 from hetero.stm.running.executor import Executor
+from hetero.stm.running.guard import leave
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.managed import ManagedTensor
 
@@ -68,6 +69,7 @@ class Segments:
             if trains:
                 self._activations.begin_forward(len(self._pending_forwards))
             self._executor.begin_segment(key, is_open=is_open)
+            leave()
             self._executor.homes_overtook(self._written())
             if trains:
                 self._pending_forwards.append(key)
@@ -111,7 +113,7 @@ class Segments:
             if not complete or (segment is not None and not segment.key.trains):
                 self._executor.release_cap()
             else:
-                self._executor.release_cap_for_caller()
+                self._executor.leave_to_caller()
             if refused is not None:
                 raise refused
 
@@ -122,6 +124,7 @@ class Segments:
                 self._residency.finish_updates(self._tensors)
             self._residency.write_back_all()  # through views that are held
             self._executor.begin_segment(SegmentKey(Phase.STEP, True, None))
+            leave()
             self._pending_forwards.clear()
             self._clocks = {}
             self._gradients.reclaim(0)
@@ -151,6 +154,8 @@ class Segments:
         """Surrounds every backward of the process, whether or not it reaches this model."""
         # Only at home does autograd read parameters, and add to gradients, without telling us.
         with self._lock:
+            self._executor.take_from_caller()
+            leave()
             for tensor in self._tensors:
                 tensor.note_backward()
                 if tensor.used_at_home:
@@ -187,6 +192,10 @@ class Segments:
                         self._gradients.kept.forget_lost(self._tensors)
                 if not (self._has_optimizer and complete):  # nothing tells when the iteration is over
                     self._executor.release_cap()
+                elif not self._backwards:
+                    if in_backward and captures:
+                        self._executor.leave_unplanned_room()
+                    self._executor.leave_to_caller()
 
     @property
     def is_running(self) -> bool:

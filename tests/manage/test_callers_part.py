@@ -1,0 +1,161 @@
+"""What the caller does between forward, backward and step, while nothing has been measured: it finds room, or is
+refused as an operator of the model's is."""
+
+import contextlib
+import gc
+
+import pytest
+import torch
+import torch._dynamo
+from accelerators import GAPS, clear_races, races
+from equality import fresh_memory
+from functorch.compile import make_boxed_func
+from loops import batch
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from twins import adamw, assert_twins, device
+
+import hetero
+
+WIDTH, ROWS = 96, 32
+
+pytestmark = pytest.mark.skipif(GAPS > 0, reason="the caller's part is not capped there")
+
+
+def chain():
+    return nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(WIDTH, WIDTH), nn.Tanh())])
+
+
+def penalized(model, optimizer, target, steps=6, of=lambda x, model: [x]):
+    """With a loss on gradients, which are wide for a while."""
+    seen = []
+    for _ in range(steps):
+        x = batch(target, ROWS, WIDTH).requires_grad_()
+        loss = model(x).square().mean()
+        gradients = torch.autograd.grad(loss, of(x, model), create_graph=True)
+        penalty = sum(gradient.to(target).square().sum() for gradient in gradients)
+        optimizer.zero_grad()
+        (loss + penalty).backward()
+        optimizer.step()
+        seen += [loss.detach(), penalty.detach()]
+        del gradients, penalty, loss
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("of", "share"),
+    [
+        (lambda x, model: [x], 0.45),
+        (lambda x, model: [x], 0.5),
+        (lambda x, model: list(model.parameters()), 0.46),
+        (lambda x, model: list(model.parameters()), 0.5),
+    ],
+)
+def test_weights_that_a_recorded_backward_has_read_may_leave(of, share):
+    assert_twins(chain, lambda *job: penalized(*job, of=of), share=share)
+
+
+def wide(y, times):
+    return torch.cat([y * k for k in range(1, times + 1)], 1)
+
+
+@contextlib.contextmanager
+def job(budget):
+    """A model, its input, and so many bytes for both; nobody else's."""
+    target = device()
+    gc.collect()
+    clear_races()
+    fresh_memory()
+    torch.manual_seed(0)
+    model = chain()
+    optimizer = adamw(model)
+    base = torch.accelerator.memory_allocated()
+    with hetero.manage(model, optimizer, device=target, device_budget=base + budget) as manager:
+        torch.accelerator.reset_peak_memory_stats()
+        yield model, optimizer, batch(target, ROWS, WIDTH), manager
+        assert torch.accelerator.max_memory_allocated() <= base + budget
+    assert _get_current_dispatch_mode_stack() == []
+    torch.empty(0)  # torch knows that there are none
+    assert not races()
+
+
+@pytest.mark.parametrize("kind", [hetero.BudgetError, torch.OutOfMemoryError])
+@pytest.mark.parametrize("after", ["forward", "a recorded backward", "backward"])
+def test_what_finds_no_room_is_refused_by_name(kind, after):
+    with job(300 << 10) as (model, _, x, _):
+        y = model(x.requires_grad_())
+        if after == "a recorded backward":
+            torch.autograd.grad(y.sum(), x, create_graph=True)
+        elif after == "backward":
+            y.sum().backward()
+        with pytest.raises(kind, match=r"aten\.\w+\.Tensor needs .* more .* raise device_budget to"):
+            wide(y.detach(), 25)
+
+
+def test_after_a_backward_copies_leave_for_it():
+    with job(280 << 10) as (model, optimizer, x, manager):
+        y = model(x)
+        y.sum().backward()
+        there = torch.accelerator.memory_allocated()
+        expected = wide(y.detach().cpu(), 10)
+        found = wide(y.detach(), 10)
+        assert there + 2 * found.nbytes > manager.config.device_budget, "or it had room anyway"
+        assert torch.equal(found.cpu(), expected)
+        del found, y
+        optimizer.step()
+
+
+def test_an_evaluation_in_inference_mode_comes_between_forward_and_backward():
+    with job(2 << 20) as (model, optimizer, x, _):
+        y = model(x)
+        assert len(_get_current_dispatch_mode_stack()) == 1
+        with torch.inference_mode():
+            model(x[:4])
+        torch.empty(0)
+        y.sum().backward()
+        optimizer.step()
+        assert _get_current_dispatch_mode_stack() == []
+
+
+def test_whoever_drops_the_model_then_is_left_alone():
+    target = device()
+    gc.collect()
+    base = torch.accelerator.memory_allocated()
+    model = chain()
+    hetero.manage(model, adamw(model), device=target, device_budget=base + (300 << 10))
+    model(batch(target, ROWS, WIDTH))
+    assert len(_get_current_dispatch_mode_stack()) == 1
+    del model
+    gc.collect()
+    assert torch.empty(1 << 20, dtype=torch.uint8, device=target).nbytes > 300 << 10
+    assert torch.accelerator.memory_allocated() == base
+    # The next managed model takes away what is left of it.
+    with job(2 << 20) as (model, optimizer, x, _):
+        model(x).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("under_autograd", [False, True])
+def test_a_compiled_loss_is_compiled_there(under_autograd):
+    ran = []
+
+    def run_noted(module, inputs):
+        def run(*args):
+            ran.append(len(_get_current_dispatch_mode_stack()))
+            return module(*args)
+
+        return make_boxed_func(run) if under_autograd else run
+
+    torch._dynamo.reset()
+
+    @torch.compile(backend=aot_autograd(fw_compiler=run_noted) if under_autograd else run_noted)
+    def loss_of(y):
+        return wide(y, 3).square().mean()
+
+    with job(2 << 20) as (model, _, x, _):
+        loss = loss_of(model(x))
+        assert len(ran) == 1
+        assert ran[0] > 0, "within the guard"
+        loss.backward()
