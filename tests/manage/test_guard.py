@@ -492,3 +492,45 @@ def test_an_operator_that_runs_once_takes_only_the_room_that_it_may_need():
     with hetero.manage(model, device=device(), device_budget="16MiB", activations=False):
         model(torch.randn(4, WIDTH).to(device())).sum().backward()  # unplanned, and so guarded
         assert all(model.resident)
+
+
+class Hoarder(nn.Module):
+    """Begins to keep what it makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(6)])
+        self.kept = []
+        self.keeps = False
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh()
+            if self.keeps:
+                self.kept.append(x.detach().clone())
+        return x
+
+
+@pytest.mark.skipif(GAPS > 0, reason="the cap is on segments there")
+def test_a_backward_that_is_guarded_because_forward_was_is_capped_as_well():
+    """Where more is there than was measured, and what the guard could answer would pass the budget otherwise."""
+    target = device()
+    torch.manual_seed(0)
+    model = Hoarder()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    budget = torch.accelerator.memory_allocated() + (88 << 10)
+    shares = []
+    share = torch.get_device_module(target).get_per_process_memory_fraction
+    with hetero.manage(model, optimizer, device=target, device_budget=budget, device_homes=False) as manager:
+        for step in range(8):
+            model.keeps = step == 7
+            x = torch.randn(8, WIDTH).to(target).requires_grad_()
+            x.register_hook(lambda gradient: shares.append(share()))
+            loss = model(x).square().mean()
+            guarded = manager._stm.executor.is_guarded
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert guarded
+    assert shares[-2] == 1
+    assert shares[-1] < 1

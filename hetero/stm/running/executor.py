@@ -108,6 +108,9 @@ class Executor:
         self._course.begin(place)
         if place.number == 0 and (key.trains or key.phase is not Phase.FORWARD):
             self._activations.begin_iteration()
+        is_within_guard = (
+            self._is_guarded and key.phase is Phase.BACKWARD
+        )  # as `guarded` has put it around this one
         self._set_guarded(place.guarded)
         if key.phase is not Phase.STEP:  # which uses no copies
             self._residency.follow_stream()
@@ -129,10 +132,11 @@ class Executor:
         if there and self._course.plan is not None and key.phase is not Phase.STEP:
             self._plans.samples.note_gradients(key)
         self._drift = self._measure_drift(self._course.position)
-        if self._drift and key.phase is Phase.FORWARD and not key.trains:
-            self._set_guarded(
-                True
-            )  # what grows from one to the next, keys and values of a text, may do so within it
+        grows = (
+            key.phase is Phase.FORWARD and not key.trains
+        )  # as keys and values of a text do, and may within it
+        if self._drift and (grows or is_within_guard):
+            self._set_guarded(True)
         # What runs before the segment's first managed operator has a period too.
         self.before_operator([], key.phase.value)
 
