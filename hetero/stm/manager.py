@@ -36,6 +36,7 @@ from hetero.stm.plans.homechoice import HomeChoice
 from hetero.stm.plans.plan import PlanMaker
 from hetero.stm.plans.planbook import PlanBook
 from hetero.stm.running.executor import Executor
+from hetero.stm.running.guard import leave
 from hetero.stm.running.relief import Relief
 from hetero.stm.running.segments import Segments
 from hetero.stm.tensors.exposure import measure_incoming
@@ -471,6 +472,8 @@ class StatefulTensorMgr:
         self._lock.acquire()
         try:
             if not self._closed and not self.is_in_child:
+                self.executor.take_from_caller()
+                leave()  # for the child, whose operators are nobody's to guard
                 self._end_updates()
                 self.residency.write_back_all(unseen=True)
                 for tensor in self.tensors:

@@ -3,6 +3,7 @@ refused as an operator of the model's is."""
 
 import contextlib
 import gc
+import os
 
 import pytest
 import torch
@@ -116,6 +117,17 @@ def test_an_evaluation_in_inference_mode_comes_between_forward_and_backward():
         y.sum().backward()
         optimizer.step()
         assert _get_current_dispatch_mode_stack() == []
+
+
+def test_a_forked_child_has_no_guard():
+    with job(2 << 20) as (model, _, x, _):
+        y = model(x)
+        assert len(_get_current_dispatch_mode_stack()) == 1
+        child = os.fork()
+        if child == 0:
+            os._exit(len(_get_current_dispatch_mode_stack()))
+        assert os.waitpid(child, 0)[1] == 0
+        y.sum().backward()
 
 
 def test_whoever_drops_the_model_then_is_left_alone():
