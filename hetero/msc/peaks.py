@@ -79,7 +79,7 @@ class PeakKeeper:
         self._counter.end(self, watches=self._is_watching)
 
     def close(self) -> None:
-        """Nothing is measured any more, and `highest` stays what it is: what others do on the device later is nothing of
+        """Nothing is measured any more, and `highest` stays what it is: what others do on the device later is not
         ours."""
         self._highest, self._is_over = self.highest, True
         if self._is_watching:

@@ -281,10 +281,11 @@ class DeviceHomes:
         """Memory runs short: free at least ``nbytes``, if there are as many; returns how many."""
         before = self._accelerator.used_bytes()
         with plain():
+            groups = self._groups()
             for tensor in list(self._here.values()):
                 if before - self._accelerator.used_bytes() >= nbytes:
                     break
-                self._send(tensor, self._groups())
+                self._send(tensor, groups)
                 self._stm.residency.evict(tensor)
                 self._stm.home_choice.lose()
             self.note_moves()
