@@ -282,11 +282,13 @@ def test_what_is_cast_and_what_is_not():
 
 
 @pytest.mark.parametrize("home", [torch.float64, torch.float16])
-def test_homes_of_other_types(home):
+@pytest.mark.parametrize("clip", [None, 1e-2])
+def test_homes_of_other_types(home, clip):
     # All of one type, as FSDP2 demands of what is trained.
     build = lambda: mlp().to(home)  # noqa: E731
     make = lambda m: torch.optim.SGD(m.parameters(), lr=1e-2, foreach=False)  # noqa: E731
-    assert_as_fsdp2(build, lambda m, o, t: steps(m, o, t, micro_batches=2), make_optimizer=make)
+    loop = lambda m, o, t: steps(m, o, t, micro_batches=2, clip=clip)  # noqa: E731
+    assert_as_fsdp2(build, loop, make_optimizer=make)
 
 
 class Losses(nn.Module):

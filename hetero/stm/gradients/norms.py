@@ -36,9 +36,9 @@ class GradientNorms:
             self._taken[norm_type] = _Norms(values)
 
     def take(self, index: int, gradient: torch.Tensor, cast: torch.dtype | None = None) -> None:
-        """``gradient``, on the device, becomes ``p.grad``: as it is, or cast to another type. One without numbers is
-        left to `get`: some norms of it torch refuses, to whoever asks for them."""
-        if not gradient.numel():
+        """``gradient``, on the device, becomes ``p.grad``: as it is, or cast to another type. One without numbers, or
+        that the cast makes smaller, is left to `get`: some norms of these torch refuses, to whoever asks for them."""
+        if not gradient.numel() or not (cast is None or _widens(gradient, cast)):
             return
         for order, taken in self._taken.items():
             if (cast or gradient.dtype) == taken.values.dtype:
@@ -49,7 +49,7 @@ class GradientNorms:
 
     def rehearse(self, gradient: torch.Tensor, cast: torch.dtype) -> None:
         """Allocate, for a while, what `take` would: an iteration is measured before anybody has asked for norms."""
-        if not self._taken and gradient.numel():
+        if not self._taken and gradient.numel() and _widens(gradient, cast):
             with torch.no_grad():
                 _norms([gradient], 2.0, cast)
 
@@ -83,6 +83,11 @@ class GradientNorms:
     def stop(self) -> None:
         """Take none until somebody wants them again; nothing is left on the device."""
         self._taken.clear()
+
+
+def _widens(gradient: torch.Tensor, cast: torch.dtype) -> bool:
+    """Else torch takes no norm in that type of it, as it is."""
+    return torch.promote_types(gradient.dtype, cast) is cast
 
 
 def _norms(gradients: list[torch.Tensor], order: float, cast: torch.dtype | None) -> list[torch.Tensor]:
