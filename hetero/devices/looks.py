@@ -22,13 +22,14 @@ _NAMES = (
     "reset_max_memory_allocated",
     "reset_peak_memory_stats",
 )
-_OWN = "_hetero_own"
+# What is around a function, and that function.
+_own: dict[Any, Any] = {}
 
 
 def own(module: ModuleType, name: str) -> Any:
     """The module's function, whatever is around it; None if it has none."""
     function = getattr(module, name, None)
-    return getattr(function, _OWN, function)
+    return _own.get(function, function)
 
 
 def around(
@@ -47,6 +48,7 @@ def around(
         for place, name, function, look in put:
             if getattr(place, name) is look:  # else somebody else has replaced it since
                 setattr(place, name, function)
+            _own.pop(look, None)
 
     return end
 
@@ -57,5 +59,5 @@ def _within(function: Any, within: Callable[[], contextlib.AbstractContextManage
         with within():
             return function(*args, **kwargs)
 
-    setattr(look, _OWN, getattr(function, _OWN, function))
+    _own[look] = _own.get(function, function)
     return look
