@@ -298,7 +298,10 @@ def test_a_view_that_the_model_keeps_sees_every_step():
             return self.linear(x) + self.seen.sum()
 
     def loop(model, optimizer, target):
-        return low_losses(model, optimizer, target, 8)
+        seen = low_losses(model, optimizer, target, 5)
+        with torch.no_grad():
+            model.linear.weight.mul_(0.5)  # at home: the copy follows, and so does what it is made of
+        return [*seen, *low_losses(model, optimizer, target, 4)]
 
     assert_as_at_home(Keeps, loop, _PLENTY)
 
