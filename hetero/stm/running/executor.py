@@ -108,9 +108,8 @@ class Executor:
         self._course.begin(place)
         if place.number == 0 and (key.trains or key.phase is not Phase.FORWARD):
             self._activations.begin_iteration()
-        is_within_guard = (
-            self._is_guarded and key.phase is Phase.BACKWARD
-        )  # as `guarded` has put it around this one
+        # Forward's guard is around this one.
+        is_within_guard = self._is_guarded and key.phase is Phase.BACKWARD
         self._set_guarded(place.guarded)
         if key.phase is not Phase.STEP:  # which uses no copies
             self._residency.follow_stream()
@@ -132,9 +131,8 @@ class Executor:
         if there and self._course.plan is not None and key.phase is not Phase.STEP:
             self._plans.samples.note_gradients(key)
         self._drift = self._measure_drift(self._course.position)
-        grows = (
-            key.phase is Phase.FORWARD and not key.trains
-        )  # as keys and values of a text do, and may within it
+        # As keys and values of a text do, and may within it.
+        grows = key.phase is Phase.FORWARD and not key.trains
         if self._drift and (grows or is_within_guard):
             self._set_guarded(True)
         # What runs before the segment's first managed operator has a period too.
