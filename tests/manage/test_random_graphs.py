@@ -4,9 +4,9 @@ import gc
 
 import torch
 from accelerators import GAPS, clear_races, races
-from hypothesis import HealthCheck, event, given, settings
+from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
-from random_graphs import graphs, loops, run, twin
+from random_graphs import Graph, Node, Step, graphs, loops, run, twin
 from twins import assert_same, device
 
 import hetero
@@ -21,6 +21,19 @@ from hetero.stm import Kind, State, Tier
     policy=st.sampled_from(["opt", "cost-opt", "lru", "fifo"]),
     prefetch=st.booleans(),
     pin=st.booleans(),
+)
+# A branch without parameters, whose result the caller keeps, is new in the second iteration.
+@example(
+    graph=Graph(
+        (Node("linear", 0, 0), Node("branch", 0, 1), Node("linear", 0, 0), Node("scale", 0, 0)),
+        3,
+        frozenset({0}),
+    ),
+    loop=[Step(4, 1, False, None)] * 2,
+    share=0.3125,
+    policy="opt",
+    prefetch=False,
+    pin=False,
 )
 def test_any_model_in_any_loop_under_any_budget_trains_the_same(graph, loop, share, policy, prefetch, pin):
     target = device()

@@ -297,7 +297,7 @@ class Executor:
         if self._course.has_strayed and not self._is_guarded:
             self._guard_from_here()  # it may take more than was measured
         self._backlog.forget_overtaken(actions)
-        if actions.evict or actions.fetch:
+        if actions.evict or actions.fetch or self._collector.is_sampling:
             drift = self._measure_drift(self._course.current)
             if drift > self._drift:
                 # The model keeps more than it did, and may do so again within any period.
