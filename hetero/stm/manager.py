@@ -36,9 +36,9 @@ from hetero.stm.plans.homechoice import HomeChoice
 from hetero.stm.plans.plan import PlanMaker
 from hetero.stm.plans.planbook import PlanBook
 from hetero.stm.running.executor import Executor
-from hetero.stm.running.guard import leave
 from hetero.stm.running.relief import Relief
 from hetero.stm.running.segments import Segments
+from hetero.stm.running.staying import leave
 from hetero.stm.tensors.exposure import measure_incoming
 from hetero.stm.tensors.fetch import make_identity, plain
 from hetero.stm.tensors.managed import ManagedTensor

@@ -12,6 +12,7 @@ from twins import assert_twins
 import hetero
 from hetero.devices import virtual
 from hetero.stm.running.guard import arm, formulas_kept, guarded
+from hetero.stm.running.retry import Retry
 
 NUMBERS = 1 << 14
 
@@ -40,7 +41,7 @@ def test_nodes_that_are_still_to_come_are_tried_again_once_it_is_armed(armed):
     y = middle.sin().cos()
     middle.register_hook(becomes_short)
     try:
-        with guarded(relieve, at_once=False), formulas_kept([loss := y.sum()]):
+        with guarded(Retry(relieve), at_once=False), formulas_kept([loss := y.sum()]):
             if armed:
                 loss.backward()
             else:

@@ -15,6 +15,7 @@ from hetero.devices import Accelerator, virtual
 from hetero.msc.peaks import PeakKeeper
 from hetero.stm.copies.shortage import no_room
 from hetero.stm.running.guard import guarded, lifted
+from hetero.stm.running.retry import Retry
 
 pytestmark = pytest.mark.skipif(ON_CUDA, reason="imitates what is there on a real device")
 MIB = 1 << 20
@@ -106,7 +107,9 @@ def test_an_operator_that_only_gaps_keep_from_its_memory_runs_once_without_the_c
     cap(True)
     try:
         for lifts in (False, True):
-            with guarded(lambda: 0, at_once=True, uncapped=lambda error, lifts=lifts: lifted(cap, lifts)):
+            with guarded(
+                Retry(lambda: 0, uncapped=lambda error, lifts=lifts: lifted(cap, lifts)), at_once=True
+            ):
                 if lifts:
                     block(target, 60)
                 else:

@@ -8,6 +8,7 @@ fetch of its own, counted. What is planned is decided in `hetero.stm.plans.planb
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from hetero.devices import Accelerator
 from hetero.msc import MemStatsCollector, Phase, Segment, SegmentKey
@@ -22,8 +23,10 @@ from hetero.stm.plans.planbook import PlanBook
 from hetero.stm.running.backlog import Backlog
 from hetero.stm.running.callers import MOST_OF_ITS_OWN, CallersPart
 from hetero.stm.running.course import Course
-from hetero.stm.running.guard import arm, guarded, lifted, stay
+from hetero.stm.running.guard import arm, guarded, lifted
 from hetero.stm.running.relief import Relief
+from hetero.stm.running.retry import Retry
+from hetero.stm.running.staying import stay
 from hetero.stm.tensors.managed import ManagedTensor
 
 __all__ = ["Executor"]
@@ -88,16 +91,11 @@ class Executor:
         if at_once:
             self._is_open = False
             self._cap(True)
-        return guarded(
-            self._relief.relieve,
-            at_once=at_once or self._accelerator.may_fail_within(self._plans.budget),
-            note_answered=self._relief.note_answered,
-            explain=self._relief.refused,
+        retry = self._retry(
             uncapped=lambda error: lifted(self._cap, self._is_guarded and self._room.allows(error)),
-            failures=self._accelerator.failures,
             note_values=self._note_values,
-            numbers=self._accelerator.random_numbers,
         )
+        return guarded(retry, at_once=at_once or self._accelerator.may_fail_within(self._plans.budget))
 
     def begin_segment(self, key: SegmentKey, *, is_open: bool = False) -> None:
         """A forward, backward or step begins. ``is_open``: operators of the caller's own run in it, which nobody tries
@@ -269,13 +267,7 @@ class Executor:
             self._cap(False)
         elif self._is_capped:
             self._end_guard_of_caller()
-            self._end_guard_of_caller = stay(
-                self._relief.relieve,
-                note_answered=self._relief.note_answered,
-                explain=self._relief.refused,
-                failures=self._accelerator.failures,
-                numbers=self._accelerator.random_numbers,
-            )
+            self._end_guard_of_caller = stay(self._retry())
 
     def take_from_caller(self) -> None:
         """What comes now is not the caller's."""
@@ -283,6 +275,16 @@ class Executor:
         end()
 
     # -- helpers --------------------------------------------------------------------------------------
+
+    def _retry(self, **given: Any) -> Retry:
+        return Retry(
+            self._relief.relieve,
+            note_answered=self._relief.note_answered,
+            explain=self._relief.refused,
+            failures=self._accelerator.failures,
+            numbers=self._accelerator.random_numbers,
+            **given,
+        )
 
     def _note_values(self) -> None:
         if self._segment is not None:

@@ -17,7 +17,7 @@ from hetero.stm.activations.offload import Activations
 from hetero.stm.copies.residency import Residency
 from hetero.stm.gradients.offload import Gradients
 from hetero.stm.running.executor import Executor
-from hetero.stm.running.guard import leave
+from hetero.stm.running.staying import leave
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.managed import ManagedTensor
 

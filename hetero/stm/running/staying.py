@@ -1,0 +1,31 @@
+"""Operators of the caller's own, tried again.
+
+Owns what stays among the modes of a thread while the caller goes on, between forward, backward and step, and how it is
+taken away: what is over does nothing, and is gone when the caller calls us next.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from hetero.stm.running import modes
+from hetero.stm.running.retry import Retry
+
+__all__ = ["leave", "stay"]
+
+
+def stay(retry: Retry) -> Callable[[], None]:
+    """From now on operators of this thread are tried again by ``retry``, whoever calls them, until what is returned is
+    called, on whatever thread; `leave` then takes it away."""
+    leave()
+    retry.begin()
+    modes.put_below(retry)
+    return retry.end
+
+
+def leave() -> None:
+    """Take what has stayed, and is over, from this thread. Where the user has called us, because whoever leaves
+    inference mode, or enters it, has torch restore that there were modes."""
+    over = [retry for retry in modes.active(Retry) if retry.is_over]
+    if over and not torch.is_inference_mode_enabled():
+        modes.remove(*over)
