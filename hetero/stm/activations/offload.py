@@ -15,7 +15,7 @@ import contextlib
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 
 import torch
 
@@ -77,7 +77,9 @@ class Activations:
         self._starting: tuple[torch.Tensor, torch.Tensor] | None = None
         self._forward = 0
         self._ordinal = 0
-        self._coming: Iterator[int] = iter(())
+        self.coming = self._stop = (
+            0  # the plan's numbers of the next one that is saved, and of the first it does not know
+        )
         self._closed = False
         self.kept = 0  # tensors that were saved as they are
         # Set by the manager: what a sampling moment is, and who makes room.
@@ -131,9 +133,9 @@ class Activations:
         ordinal = self._ordinal
         self._ordinal = ordinal + 1
         device_nbytes = self._accelerator.allocated_size(nbytes)
-        index = next(
-            self._coming, -1
-        )  # of whatever size: an expert's tensors have another in every iteration
+        # Of whatever size: an expert's tensors have another in every iteration.
+        index = self.coming if self.coming < self._stop else -1
+        self.coming += 1
         account = Account(self._ledger, (self._forward, ordinal), device_nbytes, index)
         account.storage_key = storage_key
         record = Activation(self, account)
@@ -164,9 +166,10 @@ class Activations:
                 account.retire()
         self._forward, self._ordinal = number, 0
 
-    def follow(self, indices: Iterable[int]) -> None:
-        """What is saved from now on is known to the plan as ``indices``, in that order, and not at all after these."""
-        self._coming = iter(indices)
+    def follow(self, first: int, stop: int) -> None:
+        """What is saved from now on is known to the plan as ``first`` and those that follow, and not at all from
+        ``stop`` on."""
+        self.coming, self._stop = first, stop
 
     def held(self) -> tuple[Key, ...]:
         """The records that cannot leave now, because somebody besides the graph holds them."""

@@ -7,6 +7,7 @@ over, and at one that was not planned it stays where it is. Neither moves anythi
 from collections.abc import Sequence
 
 from hetero.eviction import Actions
+from hetero.msc import Phase
 from hetero.stm.activations.offload import Activations
 from hetero.stm.plans.cycles import Cycles, Place
 from hetero.stm.plans.plan import CyclePlan
@@ -19,7 +20,9 @@ NOTHING = Actions()
 
 class Course:
     """Of one manager's segment. ``plan`` is None where nothing is planned; ``position``: the next moment, of those
-    before ``stop``; ``number``, ``is_unsure``: as in `hetero.stm.plans.cycles.Place`."""
+    before ``stop``; ``number``, ``is_unsure``: as in `hetero.stm.plans.cycles.Place`. ``saves_otherwise``: more
+    tensors, or fewer, were saved before the moment that was reached last than the plan has there. ``tells_nothing``:
+    none is saved in this forward, though it trains (what it uses is frozen)."""
 
     def __init__(self, cycles: Cycles, activations: Activations) -> None:
         self._cycles = cycles
@@ -30,12 +33,14 @@ class Course:
         self.number = 0
         self.is_unsure = False
         self.has_strayed = False
+        self.saves_otherwise = self.tells_nothing = False
 
     def begin(self, place: Place) -> None:
         """A segment begins there."""
         self.plan, self.position, self.stop = place.plan, place.begin, place.end
         self.number, self.is_unsure = place.number, place.unsure
-        self.has_strayed = False
+        self.has_strayed = self.saves_otherwise = False
+        self.tells_nothing = _trains_silently(place)
         self._follow_saved(self.position)
 
     def end(self) -> None:
@@ -65,6 +70,7 @@ class Course:
             and position < self.stop
             and plan.undisturbed[position] == operands
             and not self.has_strayed
+            and (not operands or self._activations.coming == plan.first_saved[position])
         )
 
     def advance(self, operands: tuple[int, ...]) -> Actions:
@@ -73,7 +79,9 @@ class Course:
         if plan is None:
             return NOTHING
         if position < self.stop and plan.operands[position] == operands:
-            if self.has_strayed:
+            # Moments without operands are not sure to be the same: those of tensors that are large this time.
+            self.saves_otherwise = bool(operands) and self._activations.coming != plan.first_saved[position]
+            if self.has_strayed or self.saves_otherwise:
                 self._follow_saved(position)
             self.position = position + 1
             return plan.schedule.actions[position]
@@ -96,10 +104,17 @@ class Course:
         """What is saved from now on is what the plan has from ``position`` on; it has none of it, if that is None."""
         plan = self.plan
         if plan is None or position is None:
-            self._activations.follow(())
+            self._activations.follow(0, 0)
         else:
-            coming = range(plan.first_saved[position], plan.first_saved[self.stop])
-            self._activations.follow(coming)
+            self._activations.follow(plan.first_saved[position], plan.first_saved[self.stop])
+
+
+def _trains_silently(place: Place) -> bool:
+    plan = place.plan
+    if plan is None or plan.first_saved[place.begin] != plan.first_saved[place.end]:
+        return False
+    key = plan.keys[place.number]
+    return key.trains and key.phase is Phase.FORWARD
 
 
 def in_the_end(passed: Sequence[Actions]) -> Actions:
