@@ -7,11 +7,12 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from loops import batch, mlp, train
+from loops import backward, batch, mlp, train
 from torch import nn
 from twins import adamw, assert_same, assert_twins, device, plain, unmanaged
 
 import hetero
+from hetero.stm.gradients.offload import Gradients
 
 
 def steps(change):
@@ -274,6 +275,34 @@ def test_an_evaluation_on_a_stream_of_its_own():
         return seen
 
     assert_twins(mlp, loop)
+
+
+def test_gradients_come_on_the_stream_of_their_forward_whatever_an_evaluation_ran_on(monkeypatch):
+    streams = []
+    hand_over = Gradients.hand_over
+
+    def noted(*given, **named):
+        streams.append(torch.accelerator.current_stream())
+        return hand_over(*given, **named)
+
+    monkeypatch.setattr(Gradients, "hand_over", noted)
+
+    def loop(model, optimizer, target):
+        side = torch.Stream(device=target)
+        for _ in range(3):
+            side.wait_stream(torch.accelerator.current_stream())
+            with side, torch.no_grad():
+                model(batch(target))
+            torch.accelerator.current_stream().wait_stream(side)
+            streams.clear()
+            backward(model, target)
+            optimizer.step()
+            assert set(streams) <= {torch.accelerator.current_stream()}
+            optimizer.zero_grad()
+        return list(model.parameters())
+
+    assert_twins(mlp, loop)
+    assert streams
 
 
 def test_writes_to_the_vector_that_parameters_were_made_of_are_writes_to_parameters():

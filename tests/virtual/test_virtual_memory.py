@@ -184,6 +184,22 @@ def test_a_recorded_stream_keeps_the_memory_until_it_has_passed(slow_device: tor
     assert allocated() == before - 4 * MiB
 
 
+def test_what_a_recorded_stream_waited_for_keeps_the_memory_too(slow_device: torch.device) -> None:
+    x = torch.randn(MiB, device=slow_device)
+    host = torch.empty(MiB, pin_memory=True)
+    down, other = torch.Stream(slow_device), torch.Stream(slow_device)
+    down.wait_stream(torch.accelerator.current_stream())
+    with down:
+        host.copy_(x, non_blocking=True)
+    other.wait_stream(down)
+    before = allocated()
+    x.record_stream(other)
+    del x
+    assert allocated() == before
+    other.synchronize()
+    assert allocated() == before - 4 * MiB
+
+
 def test_an_offered_slot_is_handed_out_once_and_costs_no_memory(device: torch.device) -> None:
     base = torch.empty(MiB, dtype=torch.uint8, device=device)
     first, before = base.data_ptr(), allocated()

@@ -56,6 +56,7 @@ class Residency:
         self._placeholders: dict[torch.dtype, torch.Tensor] = {}
         self._clock = 0
         self._stream: torch.Stream | None = None  # that copies were allocated for
+        self._stream_of_nodes: torch.Stream | None = None
         # Operands that are being made resident: an allocation on the way may run out of memory, and must not be
         # relieved by evicting them.
         self.wanted: frozenset[int] = frozenset()
@@ -176,6 +177,15 @@ class Residency:
                 self.evict_idle()
             stream.wait_event(before.record_event())
         self._stream = stream
+
+    def follow_stream_with_nodes(self, tensors: Iterable[ManagedTensor]) -> None:
+        """Autograd runs a node on the stream on which it was made: on another than what hands it a gradient, that
+        gradient's memory would be kept for as long as the other stream has work."""
+        stream, before = self._accelerator.compute_stream(), self._stream_of_nodes
+        if before is None or stream != before:
+            self._stream_of_nodes = stream
+            for tensor in tensors:
+                tensor.identity = None
 
     @contextlib.contextmanager
     def on_its_stream(self) -> Iterator[None]:

@@ -65,6 +65,8 @@ class Segments:
         `Executor.begin_segment`."""
         with self._lock:
             self._residency.follow_homes()  # may raise, and then nothing has begun
+            if not self._pending_forwards:  # else both are to end in the same nodes
+                self._residency.follow_stream_with_nodes(self._tensors)
             key = SegmentKey(Phase.FORWARD, trains, (signature, *(self._graph() if trains else (0,))))
             if trains:
                 self._activations.begin_forward(len(self._pending_forwards))

@@ -141,8 +141,10 @@ void free_device(void* data) {
     std::lock_guard<std::mutex> lock(state_mutex());
     Pool& p = pool();
     p.live.erase(data);
-    const Clock& clock = clock_now(owner);
-    if (auto e = b->history.unordered(clock, true, 0, b->nbytes, b->recorded_streams)) {
+    Clock clock = clock_now(owner);
+    for (int id = 1; id < kMaxStreams; ++id)  // these have to pass as well before it is used again
+      if (b->recorded_streams >> id & 1) clock.merge(clock_now(stream(id)));
+    if (auto e = b->history.unordered(clock, true, 0, b->nbytes)) {
       report_race(describe(*b) + ", allocated on stream " + std::to_string(b->stream) + ", was freed while " +
                       hetero::describe(*e) + " it, and no wait orders the free after that: make stream " +
                       std::to_string(b->stream) + " wait for an event recorded after the copy before dropping the "

@@ -59,9 +59,8 @@ std::optional<Epoch> History::record(Epoch now, const Clock& clock, const Clock&
   return std::nullopt;
 }
 
-std::optional<Epoch> History::unordered(const Clock& clock, bool write, size_t begin, size_t end,
-                                        uint64_t exempt) const {
-  auto pending = [&](const Epoch& e) { return !clock.covers(e) && !(exempt >> e.stream & 1); };
+std::optional<Epoch> History::unordered(const Clock& clock, bool write, size_t begin, size_t end) const {
+  auto pending = [&](const Epoch& e) { return !clock.covers(e); };
   for (size_t i = first_after(begin); i < segments_.size() && segments_[i].begin < end; ++i) {
     const Segment& s = segments_[i];
     if (pending(s.write)) return s.write;

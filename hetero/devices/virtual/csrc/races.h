@@ -49,8 +49,7 @@ class History {
   std::optional<Epoch> record(Epoch now, const Clock& clock, const Clock& host, size_t begin, size_t end);
 
   // The first access to [begin, end) that conflicts with a read or write and that `clock` does not cover.
-  // Accesses of the streams whose bit is set in `exempt` do not count (record_stream).
-  std::optional<Epoch> unordered(const Clock& clock, bool write, size_t begin, size_t end, uint64_t exempt = 0) const;
+  std::optional<Epoch> unordered(const Clock& clock, bool write, size_t begin, size_t end) const;
 
  private:
   struct Segment {
