@@ -14,7 +14,17 @@ from dataclasses import dataclass, field
 
 import torch
 
-__all__ = ["Cause", "Gradient", "HandedOver", "Period", "PeriodStats", "Phase", "SegmentKey", "Wait"]
+__all__ = [
+    "Cause",
+    "Gradient",
+    "HandedOver",
+    "Period",
+    "PeriodStats",
+    "Phase",
+    "SegmentKey",
+    "Wait",
+    "seconds_between",
+]
 
 
 class Phase(enum.StrEnum):
@@ -44,7 +54,15 @@ class Wait:
 
     @property
     def seconds(self) -> float:
-        return max(0.0, self.before.elapsed_time(self.after) / 1e3)
+        return seconds_between(self.before, self.after)
+
+
+def seconds_between(before: torch.Event, after: torch.Event) -> float:
+    """Waits for the device to reach both: parts of a model may run on streams of their own, and what is waited for on
+    one says nothing of another."""
+    before.synchronize()
+    after.synchronize()
+    return max(0.0, before.elapsed_time(after) / 1e3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,19 +172,18 @@ class Period:
     def settle(self) -> None:
         """Turn the events into seconds; waits for the device to reach the period's end."""
         if self.begin is not None and self.end is not None:
-            self.end.synchronize()
             self.read_times(self.end)
         self.begin = self.end = None
         self.waits, self.gradients = [], []
 
     def read_times(self, end: torch.Event, *, after: "Period | None" = None) -> None:
-        """Own time from ``begin`` to ``end``, which the device has reached. ``after``: the period that begins there;
-        what its operands were waited for is no time of this one's."""
+        """Own time from ``begin`` to ``end``; waits for both. ``after``: the period that begins there; what its
+        operands were waited for is no time of this one's."""
         assert self.begin is not None
         waits = [wait for wait in self.waits if wait.within]
         within = [wait.seconds for wait in waits]
         before = 0.0 if after is None else sum(wait.seconds for wait in after.waits if not wait.within)
-        self.seconds = max(0.0, self.begin.elapsed_time(end) / 1e3 - sum(within) - before)
+        self.seconds = max(0.0, seconds_between(self.begin, end) - sum(within) - before)
         skipped = len(self.waits) - len(waits)
         self.sends = tuple(
             (g.index, g.nbytes, self._own(g.event, sum(within[: g.waits - skipped]))) for g in self.gradients
@@ -174,7 +191,7 @@ class Period:
 
     def _own(self, event: torch.Event, waited: float) -> float:
         assert self.begin is not None
-        return min(self.seconds, max(0.0, self.begin.elapsed_time(event) / 1e3 - waited))
+        return min(self.seconds, max(0.0, seconds_between(self.begin, event) - waited))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

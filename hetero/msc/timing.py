@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from hetero.msc.collector import Copy, Segment
-from hetero.msc.periods import Cause, Period
+from hetero.msc.periods import Cause, Period, seconds_between
 
 __all__ = ["CopyTime", "IterationTimes", "PeriodTimes", "read_times"]
 
@@ -55,7 +55,6 @@ def read_times(segments: Sequence[Segment]) -> IterationTimes | None:
     whole = all(segment.timed and segment.complete for segment in segments)
     if not whole or opened is None or closed is None or any(period.begin is None for period in periods):
         return None
-    closed.synchronize()
     for period, following in zip(periods, [*periods[1:], None], strict=True):
         end = closed if following is None else following.begin
         assert end is not None
@@ -66,7 +65,7 @@ def read_times(segments: Sequence[Segment]) -> IterationTimes | None:
     rows[-1] = PeriodTimes(seconds=rows[-1].seconds + lead, sends=rows[-1].sends)
     times = IterationTimes(
         segments=_by_segment(rows, segments),
-        seconds=opened.elapsed_time(closed) / 1e3,
+        seconds=seconds_between(opened, closed),
         waited=_waited(periods),
         copies=tuple(_copy_time(copy) for segment in segments for copy in segment.copies if copy.end.query()),
         queued=next((segment.queued for segment in reversed(segments) if segment.queued), ()),
@@ -83,7 +82,7 @@ def read_times(segments: Sequence[Segment]) -> IterationTimes | None:
 def _lead(first: Period, opened: torch.Event) -> float:
     waited = sum(wait.seconds for wait in first.waits if not wait.within)
     assert first.begin is not None
-    return max(0.0, opened.elapsed_time(first.begin) / 1e3 - waited)
+    return max(0.0, seconds_between(opened, first.begin) - waited)
 
 
 def _by_segment(
@@ -105,5 +104,5 @@ def _waited(periods: Sequence[Period]) -> dict[Cause, float]:
 
 
 def _copy_time(copy: Copy) -> CopyTime:
-    seconds = max(0.0, copy.begin.elapsed_time(copy.end) / 1e3)
+    seconds = seconds_between(copy.begin, copy.end)
     return CopyTime(is_upload=copy.is_upload, nbytes=copy.nbytes, seconds=seconds)

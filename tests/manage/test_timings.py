@@ -247,3 +247,31 @@ def test_what_lived_on_the_device_counts_as_queued_once_it_is_home():
     probed = Links(h2d_bandwidth=1e9, d2h_bandwidth=1e9)
     before = timings._middle([times((0, 1, 2))], probed, None, 0.0)
     assert timings._middle([times((2, 3))], probed, before, 0.0).queued == (2, 3, 0, 1)
+
+
+def test_what_runs_on_a_stream_of_its_own_is_waited_for():
+    """Compute has gone on, and waits for nothing of it."""
+    target = device(bandwidth="20MiB/s")
+    x, host = (
+        torch.ones(1 << 20, dtype=torch.uint8).to(target),
+        torch.empty(1 << 20, dtype=torch.uint8).pin_memory(),
+    )
+    side = torch.Stream(device=target)
+    side.wait_stream(torch.accelerator.current_stream())
+    gradient, closed = (torch.Event(device=target, enable_timing=True) for _ in range(2))
+    begun, opened = (torch.Event(device=target, enable_timing=True) for _ in range(2))
+    opened.record()
+    begun.record()
+    with side:
+        host.copy_(x, non_blocking=True)  # 50 ms
+        gradient.record()
+    closed.record()
+    assert not gradient.query()
+    made = Period(operands=(), gradients=[Gradient(0, 4, gradient, 0)])
+    made.begin = begun
+    times = read_times(
+        [Segment(KEY, sampled=False, timed=True, complete=True, periods=[made], opened=opened, closed=closed)]
+    )
+    assert times is not None
+    [(_, _, seconds)] = times.segments[0][0].sends
+    assert 0.0 < seconds <= times.segments[0][0].seconds  # as far as compute is concerned
