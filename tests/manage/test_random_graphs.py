@@ -84,7 +84,8 @@ def _check(manager, model, optimizer, loop, target, budget, expected, expected_s
         unit = sum(p.nbytes + 512 for p in model.groups[0].parameters())
         assert room < activations + 4 * unit, (room, activations, unit)
     event("refused" if refused else "trained")
-    # Nothing of ours runs between two moments: what comes there for the first time is seen at the second.
+    # Nothing of ours runs between two moments: what comes there for the first time is seen at the second, or, where
+    # nothing is saved for backward, later.
     news = sum(node.kind == "branch" for node in model.graph.nodes) * max(map(_result_bytes, loop))
     assert torch.accelerator.max_memory_allocated() <= budget + GAPS + news
     ledger = manager._stm.ledger

@@ -7,7 +7,6 @@ over, and at one that was not planned it stays where it is. Neither moves anythi
 from collections.abc import Sequence
 
 from hetero.eviction import Actions
-from hetero.msc import Phase
 from hetero.stm.activations.offload import Activations
 from hetero.stm.plans.cycles import Cycles, Place
 from hetero.stm.plans.plan import CyclePlan
@@ -21,8 +20,7 @@ NOTHING = Actions()
 class Course:
     """Of one manager's segment. ``plan`` is None where nothing is planned; ``position``: the next moment, of those
     before ``stop``; ``number``, ``is_unsure``: as in `hetero.stm.plans.cycles.Place`. ``saves_otherwise``: more
-    tensors, or fewer, were saved before the moment that was reached last than the plan has there. ``tells_nothing``:
-    none is saved in this forward, though it trains (what it uses is frozen)."""
+    tensors, or fewer, were saved before the moment that was reached last than the plan has there."""
 
     def __init__(self, cycles: Cycles, activations: Activations) -> None:
         self._cycles = cycles
@@ -33,14 +31,13 @@ class Course:
         self.number = 0
         self.is_unsure = False
         self.has_strayed = False
-        self.saves_otherwise = self.tells_nothing = False
+        self.saves_otherwise = False
 
     def begin(self, place: Place) -> None:
         """A segment begins there."""
         self.plan, self.position, self.stop = place.plan, place.begin, place.end
         self.number, self.is_unsure = place.number, place.unsure
         self.has_strayed = self.saves_otherwise = False
-        self.tells_nothing = _trains_silently(place)
         self._follow_saved(self.position)
 
     def end(self) -> None:
@@ -107,14 +104,6 @@ class Course:
             self._activations.follow(0, 0)
         else:
             self._activations.follow(plan.first_saved[position], plan.first_saved[self.stop])
-
-
-def _trains_silently(place: Place) -> bool:
-    plan = place.plan
-    if plan is None or plan.first_saved[place.begin] != plan.first_saved[place.end]:
-        return False
-    key = plan.keys[place.number]
-    return key.trains and key.phase is Phase.FORWARD
 
 
 def in_the_end(passed: Sequence[Actions]) -> Actions:

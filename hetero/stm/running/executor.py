@@ -299,7 +299,7 @@ class Executor:
         if (self._course.has_strayed or self._course.saves_otherwise) and not self._is_guarded:
             self._guard_from_here()  # it may take more than was measured, in operators that nobody sees as well
         self._backlog.forget_overtaken(actions)
-        if actions.evict or actions.fetch or self._may_have_drifted:
+        if actions.evict or actions.fetch or self._collector.is_sampling:
             drift = self._measure_drift(self._course.current)
             if drift > self._drift:
                 # The model keeps more than it did, and may do so again within any period.
@@ -350,16 +350,10 @@ class Executor:
         if not self._backlog.is_empty or self._collector.is_sampling:
             return False
         assert course.plan is not None
-        if (self._drift and course.plan.device_homes) or course.tells_nothing:
+        if self._drift and course.plan.device_homes:
             return False
         limit = course.plan.limits[course.position] - self._drift - self._gradient_room()
         return self._residency.holds(operands, limit=limit)
-
-    @property
-    def _may_have_drifted(self) -> bool:
-        """At a moment at which nothing moves, and which came as planned: what the caller does between two moments is
-        told by what is saved, if anything is."""
-        return self._collector.is_sampling or self._course.tells_nothing
 
     @property
     def _plan_of_caller(self) -> CyclePlan | None:
