@@ -121,20 +121,26 @@ def test_what_usual_loops_do_beside_sends_none_home(look):
 
 
 @pytest.mark.parametrize("turn", [0, 1, 3, 7])
-@pytest.mark.parametrize("when", ["changed", "cloned"])
+@pytest.mark.parametrize("when", ["changed", "cloned", "kept"])
 def test_sent_home_in_the_middle_for_want_of_memory(monkeypatch, when, turn):
-    """What makes a tensor is tried again after room was made, perhaps by this very gradient."""
-    owner, turns = (kept.KeptGradients, "_become") if when == "changed" else (kept, "owns_memory"), []
-    inner = getattr(*owner)
+    """What makes a tensor is tried again after room was made, perhaps by this very gradient. Once it is kept, another
+    may make room before autograd, which has a thread for what is at home, has taken it over."""
+    owner = {
+        "changed": (kept.KeptGradients, "_become"),
+        "cloned": (kept, "owns_memory"),
+        "kept": (kept.KeptGradients, "keep"),
+    }[when]
+    inner, turns = getattr(*owner), []
 
     def interrupted(*args, **keywords):
         if when == "changed" and args[2].gradient is args[3]:  # in place, which takes no memory
             return inner(*args)
-        manager = args[1].owner if when == "changed" else managers[-1]
+        manager = managers[-1] if when == "cloned" else args[1].owner
+        taken = inner(*args, **keywords) if when == "kept" else None
         turns.append(manager.plans.last is not None and bool(manager.plans.device_homes))
         if sum(turns) == turn + 1 and turns[-1]:
             manager.residency.room.send_home(1 << 60)
-        return inner(*args, **keywords) if when == "changed" else False
+        return {"changed": lambda: inner(*args), "cloned": lambda: False, "kept": lambda: taken}[when]()
 
     def loop(model, optimizer, target):
         seen = []

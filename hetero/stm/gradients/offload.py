@@ -105,6 +105,8 @@ class Gradients:
             taken = self.kept.keep(tensor, gradient, is_shared=is_shared)
             if tensor in self.kept:
                 return taken
+        if tensor in self.kept:  # it went home before autograd had taken this over, or somebody looks now
+            self.wait(tensor)
         if self._can_add_later(tensor, gradient) and self._add_later(tensor, gradient, is_shared=is_shared):
             return None
         if gradient.dtype is not home.dtype and not expands(gradient, home.dtype):
