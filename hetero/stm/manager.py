@@ -95,7 +95,6 @@ class StatefulTensorMgr:
         # May begin a parameter's update as soon as its gradient leaves; `hetero.stm.step.speculation` sets this.
         self.try_early: Callable[[ManagedTensor, torch.Tensor], None] | None = None
         self.trials = TrialCounts()
-        self.host_budget = config.host_budget
         engine = CopyEngine(accelerator)
         engine.meter = self.collector
         self.engine = engine
@@ -105,7 +104,7 @@ class StatefulTensorMgr:
         self.residency = Residency(
             accelerator, engine, self.ledger, self.collector, policy, config.device_budget, self.updates
         )
-        slots = HostSlots(arena, self.ledger, config.host_budget, home_bytes)
+        self.host_slots = slots = HostSlots(arena, self.ledger, config.host_budget, home_bytes)
         additions = Additions(
             engine,
             self.ledger,

@@ -28,7 +28,7 @@ def host_bytes(manager):
     return max(ledger.host_bytes, slabs + ledger.nbytes(Tier.HOST, Kind.OPTIMIZER_STATE))
 
 
-def trained(device_budget, host_budget, count=5):
+def trained(device_budget, host_budget, count=5, **keywords):
     """As `steps`, managed; the most host memory seen, and the manager."""
     target = device()
     gc.collect()
@@ -36,8 +36,9 @@ def trained(device_budget, host_budget, count=5):
     model = deep()
     optimizer = adamw(model)
     before = torch.accelerator.memory_allocated()
+    device_budget += before
     manager = hetero.manage(
-        model, optimizer, device=target, device_budget=before + device_budget, host_budget=host_budget
+        model, optimizer, device=target, device_budget=device_budget, host_budget=host_budget, **keywords
     )
     torch.manual_seed(1)
     seen, most = [], []
@@ -71,6 +72,21 @@ def test_the_host_budget_is_never_passed_and_the_numbers_are_the_same(room):
     assert manager.stats.activation_out_bytes > 0
     slots = manager._stm.activations._slots
     assert 0 < slots.nbytes <= room
+
+
+@pytest.mark.usefixtures("speculating")
+@pytest.mark.parametrize("room", [1 << 20, 3 << 20, 6 << 20, 32 << 20])
+def test_so_it_is_where_updates_begin_in_backward_and_copy_what_they_overwrite(room):
+    def loop(model, optimizer, target):
+        return steps(model, optimizer, target, 5)
+
+    expected, _, peak = unmanaged(deep, loop)
+    budget = homes_of(deep()) + room
+    seen, most, manager = trained(int(0.7 * peak), budget, device_homes=False)
+    assert_same(seen, expected, "observed")
+    assert most <= budget
+    assert manager.stats.activation_out_bytes > 0
+    assert manager.stats.tried_updates > 0
 
 
 def test_what_gradients_and_states_will_need_is_not_given_to_activations_of_the_first_forward():

@@ -52,6 +52,14 @@ class HostSlots:
         self._home_bytes += size
         return self._arena.empty_strided((size,), (1,), torch.uint8)
 
+    def promise(self, nbytes: int) -> bool:
+        """To model data beyond those that were promised, in memory of their own; False likewise. A negative number
+        takes it back."""
+        if nbytes > 0 and self.nbytes + nbytes > self.most_bytes:
+            return False
+        self._home_bytes += nbytes
+        return True
+
     def give_back(self, block: torch.Tensor) -> None:
         """Nobody uses ``block`` any more: every copy from or to it has been waited for by compute."""
         self._free[self._arena.slab_bytes(block.numel())].append(block)

@@ -1,11 +1,12 @@
 """Memory on the host for what trials overwrite.
 
 Owns it, and its place in the ledger. Invariant: with it, model data on the host do not pass ``host_budget``, even when
-every gradient is there.
+every gradient is there, and as many activations as ever were.
 """
 
 import torch
 
+from hetero.stm.activations.slots import HostSlots
 from hetero.stm.step.trials import tensors_of
 from hetero.stm.tensors.managed import ManagedTensor
 from hetero.stm.tensors.state import Kind, Ledger, StatefulTensor, Tier
@@ -15,15 +16,13 @@ __all__ = ["Snapshots"]
 
 
 class Snapshots:
-    """Buffers of each parameter and its states, kept from one iteration to the next."""
+    """Buffers of each parameter and its states, kept from one iteration to the next. ``slots``: with what they share
+    the host's budget."""
 
-    def __init__(self, ledger: Ledger, host_budget: int) -> None:
-        self._ledger = ledger
-        self._budget = host_budget
+    def __init__(self, ledger: Ledger, slots: HostSlots) -> None:
+        self._slots = slots
         self._entry = StatefulTensor(ledger, Kind.OPTIMIZER_STATE, "snapshots")
         self._buffers: dict[int, list[torch.Tensor]] = {}
-        # The most gradients that were there at once.
-        self._gradient_bytes = 0
 
     @property
     def nbytes(self) -> int:
@@ -39,27 +38,24 @@ class Snapshots:
         if kept is not None:
             self._place(-sum(buffer.nbytes for buffer in self._buffers.pop(tensor.index)))
         nbytes = sum(state.nbytes for state in wanted)
-        gradients = self._ledger.nbytes(Tier.HOST, Kind.GRADIENT)
-        coming = max(0, self._gradient_bytes - gradients)
-        if self._ledger.host_bytes + coming + nbytes > self._budget:
+        if not self._place(nbytes):
             return None
         with torch.inference_mode(False):
             made = [torch.empty_like(state) for state in wanted]
         self._buffers[tensor.index] = made
-        self._place(nbytes)
         return made
-
-    def note_gradients(self) -> None:
-        """All gradients of an iteration are there."""
-        self._gradient_bytes = max(self._gradient_bytes, self._ledger.nbytes(Tier.HOST, Kind.GRADIENT))
 
     def release(self) -> None:
         """Give everything back."""
         self._buffers.clear()
-        self._entry.place(Tier.HOST, 0)
+        self._place(-self.nbytes)
 
-    def _place(self, change: int) -> None:
+    def _place(self, change: int) -> bool:
+        """So many bytes more, or fewer; False if there is no room."""
+        if not self._slots.promise(change):
+            return False
         self._entry.place(Tier.HOST, self.nbytes + change)
+        return True
 
 
 def _fits(buffer: torch.Tensor, state: torch.Tensor) -> bool:

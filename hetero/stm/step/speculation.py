@@ -77,7 +77,7 @@ class Speculation:
         self._surroundings: Surroundings | None = None
         self._wishes: list[Wish] = []  # what the last step was clipped with
         self.forecast = Forecast()
-        self.snapshots = Snapshots(stm.ledger, stm.host_budget)
+        self.snapshots = Snapshots(stm.ledger, stm.host_slots)
         self._allowed = allowed
         if allowed:
             # Weakly, for the reason that `DeviceHomes` has; what is pending can be taken back without us.
@@ -205,7 +205,6 @@ class Speculation:
     def begin_step(self, optimizer: torch.optim.Optimizer, *, defers: bool) -> None:
         """What the last step left to be done is done. All gradients are there. ``defers``: this one may be done later,
         and trials stand that do what it would do."""
-        self.snapshots.note_gradients()
         wishes, self._wishes = self._wishes, []
         changes = any([not wish.changes_nothing(self._stm.engine) for wish in wishes])
         self.forecast.note_clipping(changes=changes)
