@@ -109,8 +109,8 @@ class BackwardListener(Protocol):
     def mixed_device(self) -> torch.device | None:
         """The device, where graphs may have nodes at home as well."""
 
-    def wait_for_gradients(self) -> None:
-        """Every gradient that was handed over can be read afterwards."""
+    def capture_within(self) -> contextlib.AbstractContextManager[None]:
+        """Surrounds a backward within a backward that returns gradients instead of accumulating them."""
 
 
 _lock = threading.RLock()  # of what follows: managers come, rest and wake on whatever thread
@@ -199,15 +199,15 @@ def _announced_clear() -> None:
 
 def _announced_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
     captures = not kwargs.get("accumulate_grad", True)
-    if torch._C._current_graph_task_id() != -1:  # a backward within a backward: a reentrant checkpoint
-        result = _run(outputs, args, kwargs)
-        if captures:  # what it returns is about to be read
-            for listener in tuple(_listeners):
-                listener.wait_for_gradients()
-        return result
+    listeners = tuple(_listeners)  # Python's collector may let go of one in between
+    if torch._C._current_graph_task_id() != -1:  # a backward within a backward: a reentrant checkpoint, an adjoint
+        with contextlib.ExitStack() as stack:
+            if captures:
+                for listener in listeners:
+                    stack.enter_context(listener.capture_within())
+            return _run(outputs, args, kwargs)
     look_again()
     with contextlib.ExitStack() as stack:
-        listeners = tuple(_listeners)  # Python's collector may let go of one in between
         for listener in listeners:
             stack.enter_context(listener.backward(captures=captures))
         for listener in listeners:

@@ -299,6 +299,62 @@ def test_two_managed_models_whose_gradients_flow_through_each_other():
         assert all(torch.equal(x, y) for x, y in zip(a[1:], b[1:], strict=True))
 
 
+class _Adjoint(torch.autograd.Function):
+    """Three steps of ``x + f(x) / 10``, whose gradients are found again in backward, as an ODE's are."""
+
+    @staticmethod
+    def forward(ctx, f, x, *parameters):
+        ctx.f = f
+        for _ in range(3):
+            x = x + f(x) / 10
+        ctx.save_for_backward(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,), parameters = ctx.saved_tensors, list(ctx.f.parameters())
+        total = [torch.zeros_like(p, device=gradient.device) for p in parameters]
+        for _ in range(3):
+            with torch.enable_grad():
+                before = x.detach().requires_grad_()
+                change = ctx.f(before) / 10
+                inner, *more = torch.autograd.grad(change, [before, *parameters], gradient)
+            x, gradient = x - change.detach(), gradient + inner
+            total = [one + other.to(one.device) for one, other in zip(total, more, strict=True)]
+        return None, gradient, *total
+
+
+class Adjoint(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.f, self.out = mlp(depth=2), mlp(depth=2)
+
+    def forward(self, x):
+        return self.out(_Adjoint.apply(self.f, x, *self.f.parameters()))
+
+
+@pytest.mark.parametrize("places", ["homes_on_device", "speculating", None])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_gradients_taken_within_a_backward_are_not_those_it_accumulates(places, micro_batches, request):
+    if places is not None:
+        request.getfixturevalue(places)
+
+    def loop(model, optimizer, target):
+        seen = []
+        for _ in range(8):
+            for _ in range(micro_batches):
+                loss = model(batch(target)).square().mean()
+                loss.backward()
+                seen.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    on_device = places == "homes_on_device"
+    manager = assert_twins(Adjoint, loop, share=0.8, device_homes=on_device)
+    assert bool(manager._stm.plans.device_homes) == on_device
+
+
 class Tied(nn.Module):
     """One weight used three times and evicted in between: the order of additions shows in the last bit."""
 

@@ -168,7 +168,7 @@ class Segments:
                 self._executor.before_backward()
             self._backwards.append(captures)
             self._threads.append(threading.get_ident())
-            self._gradients.kept.keeps = not any(self._backwards)
+            self._choose_keeping()
         complete = False
         try:
             with self._guarded_backward():
@@ -178,7 +178,7 @@ class Segments:
             with self._lock:
                 self._backwards.remove(captures)
                 self._threads.remove(threading.get_ident())
-                self._gradients.kept.keeps = bool(self._backwards) and not any(self._backwards)
+                self._choose_keeping()
                 self._gradients.additions.flush()
                 segment = self._executor.segment
                 in_backward = segment is not None and segment.key.phase is Phase.BACKWARD
@@ -210,11 +210,20 @@ class Segments:
         mixed = self._gradients.have_graphs or any(tensor.used_at_home for tensor in self._tensors)
         return self._tensors[0].owner.device if mixed else None
 
-    def wait_for_gradients(self) -> None:
-        """Every gradient that was handed over can be read afterwards."""
+    @contextlib.contextmanager
+    def capture_within(self) -> Iterator[None]:
+        """Surrounds an ``autograd.grad`` within a backward: what it returns is no ``p.grad``, and about to be read."""
         with self._lock:
-            self._gradients.norms.forget_all()
-            self._gradients.wait_all(self._tensors)
+            self._backwards.append(True)
+            self._choose_keeping()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._backwards.remove(True)
+                self._choose_keeping()
+                self._gradients.norms.forget_all()
+                self._gradients.wait_all(self._tensors)
 
     def enter_backward(self) -> None:
         """First sign that the backward that runs now reaches this model."""
@@ -222,6 +231,10 @@ class Segments:
         if segment is None or segment.key.phase is not _BACKWARD:
             self._executor.begin_segment(self._backward_key())
             self._pending_forwards.clear()
+
+    def _choose_keeping(self) -> None:
+        """Only if each backward that runs accumulates, what autograd is given becomes a ``p.grad``."""
+        self._gradients.kept.keeps = bool(self._backwards) and not any(self._backwards)
 
     def _graph(self) -> tuple[object, ...]:
         """What decides which graph a forward makes: how many others wait for their backward, and who is frozen."""
