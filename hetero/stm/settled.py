@@ -387,7 +387,6 @@ class Settled:
             self._end_step()
             self._shadows, self._versions, self._frozen, self._probe = [], [], [], None
             self._since = []
-            self._placeholders.clear()
             self.is_on = False
             _settled.discard(self)
             stm.begin_anew()
@@ -446,6 +445,7 @@ class Settled:
     def close(self) -> None:
         """Management ends."""
         self.leave(force=True)
+        self._placeholders.clear()
         self.onlookers.close()
 
     def abandon(self) -> None:

@@ -77,6 +77,22 @@ def assert_leaves_and_comes_back(loop, *, build=mlp, make_optimizer=adamw):
 # -- other inputs --------------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(ON_CUDA, reason=BLOCKS)
+def test_what_a_graph_of_before_holds_is_there_without_it_as_well():
+    """Else what was measured beside it would be too little once it is gone."""
+    model, optimizer, manager, target = managed_mlp()
+    with manager:
+        settle(model, optimizer, manager, target)
+        loss = step(model, optimizer, target)
+        step(model, optimizer, target, rows=16)
+        assert is_intercepted(model)
+        gc.collect()
+        value, before = loss.detach(), torch.accelerator.memory_allocated()
+        del loss
+        assert torch.accelerator.memory_allocated() == before
+        del value
+
+
 def test_a_batch_of_another_size():
     def loop(model, optimizer, target, note):
         seen = losses(model, optimizer, target, 6)
