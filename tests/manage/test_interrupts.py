@@ -145,6 +145,7 @@ def test_an_interrupt_in_a_library_that_we_have_called_is_put_off(place):
         finally:
             sys.setprofile(None)
         assert place not in [(e.frame.f_globals["__name__"], e.name) for e in caught.traceback]
+        del caught  # what its frames hold of the device is missing in a budget that is this tight
         assert not optimizer._optimizer_step_pre_hooks
         optimizer.zero_grad()
         twin = layers()
