@@ -77,6 +77,14 @@ def iteration(model, optimizer, target):
     optimizer.zero_grad()
 
 
+def stepped_once():
+    """Who is interrupted while torch makes an optimizer's states has half of them, managed or not."""
+    model = layers()
+    optimizer = adamw(model)
+    iteration(model, optimizer, torch.device("cpu"))
+    return model, optimizer
+
+
 def train_until_pressed(model, optimizer, target):
     while True:
         iteration(model, optimizer, target)
@@ -88,8 +96,7 @@ def test_training_goes_on_after_interrupts_at_random_moments(seed):
     target = device()
     gc.collect()
     clear_races()
-    model = layers()
-    optimizer = adamw(model)
+    model, optimizer = stepped_once()
     before = torch.accelerator.memory_allocated()
     interrupter = Interrupter(seed)
     met = 0
@@ -129,8 +136,7 @@ ON_OUR_BEHALF = [
 @pytest.mark.parametrize("place", ON_OUR_BEHALF, ids=".".join)
 def test_an_interrupt_in_a_library_that_we_have_called_is_put_off(place):
     target = device()
-    model = layers()
-    optimizer = adamw(model)
+    model, optimizer = stepped_once()
 
     def press(frame, event, arg):
         if event == "call" and (frame.f_globals["__name__"], frame.f_code.co_name) == place:
