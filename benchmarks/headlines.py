@@ -47,8 +47,12 @@ def _accumulation_lines(record: Record) -> list[Line]:
 def _host_step_lines(record: Record) -> list[Line]:
     rows = [row for row in record["results"] if row["share"] == 1.0]
     lines = []
-    for clips, norm in ((False, "that never clips"), (True, "that clips every time")):
-        mine = [row for row in rows if row["clips"] is clips]
+    for clips, copies, norm in (
+        (False, False, "that never clips"),
+        (False, True, "that never clips, what is overwritten copied as slowly as it is updated"),
+        (True, False, "that clips every time"),
+    ):
+        mine = [row for row in rows if row["clips"] is clips and (row.get("copies", 0.0) == 1.0) is copies]
         if not mine:
             continue
         row = max(mine, key=lambda row: row["ratios"]["both"])

@@ -12,13 +12,14 @@ The chain of layers of `benchmarks.chain`, trained with SGD and clipping by the 
 
 A row ``S@B``: the busier direction's transfers take S times the compute time, and so does the host's step, with
 everything at home; the device holds B of the weights. ``S@B!``: with a norm that clips every time, so that no update
-can be begun early. Two yardsticks: ``max`` of compute, transfers and step; and the least that any schedule could reach
+can be begun early. ``S@B+C``: what a trial overwrites is copied first, which takes C times as long as its update. Two
+yardsticks: ``max`` of compute, transfers and step; and the least that any schedule could reach
 (`benchmarks.step_bounds`).
 
 Emulated: operators and updates on the host are mostly pauses, in which the processor is free, as it is when a GPU
 computes and as a host's cores are when there are enough of them. The device's arithmetic is quick: an update there
-takes no pause. What a trial overwrites is copied first, which these pauses do not stretch: on a host whose memory is
-busy it costs up to as much as the update of SGD does, and less for optimizers with more arithmetic.
+takes no pause. Nor does the copy that a trial makes of what it overwrites, but for ``+C``: where memory is what limits
+the host, it takes about as long as the update of AdamW does (C = 1), and where there is bandwidth to spare, nothing.
 """
 
 import argparse
@@ -36,7 +37,7 @@ from benchmarks.chain import CALIBRATION_BANDWIDTH, LATENCY, Chain, parser, sett
 from benchmarks.record import commit, median, read, write
 from benchmarks.step_bounds import Layers, least_seconds, least_with_homes
 from hetero.devices import virtual
-from hetero.stm.step import jobs
+from hetero.stm.step import jobs, trials
 from hetero.stm.updates import captured
 from hetero.stm.updates.captured import ParameterUpdate
 
@@ -49,25 +50,31 @@ _WAYS: dict[str, dict[str, Any]] = {
     "tried": {"device_homes": False, "speculate": True, "defers": True},
     "both": {"device_homes": True, "speculate": True, "defers": True},
 }
-_ROWS = ("1.0@0.4", "1.0@0.6", "1.0@0.8", "0.333@0.4", "0.167@0.4", "1.0@0.4!")
+_ROWS = ("1.0@0.4", "1.0@0.6", "1.0@0.8", "0.333@0.4", "0.167@0.4", "1.0@0.4!", "1.0@0.6+1.0")
 _NEVER_CLIPS, _ALWAYS_CLIPS = 1e3, 1e-3
 
 
 @contextlib.contextmanager
-def slow_updates(seconds: float) -> Iterator[None]:
-    """An update on the host takes ``seconds`` more."""
-    original = captured.run_together
+def slow_updates(seconds: float, *, copies: float) -> Iterator[None]:
+    """An update on the host takes ``seconds`` more, and ``copies`` of them the copy that a trial begins with."""
+    original, take = captured.run_together, trials.Snapshot.take
 
     def slow(batch: Sequence[ParameterUpdate]) -> None:
         time.sleep(seconds * sum(update._home.device.type == "cpu" for update in batch))
         original(batch)
 
+    def slow_take(snapshot: trials.Snapshot) -> None:
+        time.sleep(copies * seconds)
+        take(snapshot)
+
     places: list[Any] = [captured, jobs]
     for module in places:
         module.run_together = slow
+    trials.Snapshot.take = slow_take  # type: ignore[method-assign]
     try:
         yield
     finally:
+        trials.Snapshot.take = take  # type: ignore[method-assign]
         for module in places:
             module.run_together = original
 
@@ -82,7 +89,7 @@ class Job:
         self.x = torch.randn(1, width).to(device)
 
     def managed(
-        self, steps: int, *, budget: int, update_seconds: float, most_norm: float, way: str
+        self, steps: int, *, budget: int, update_seconds: float, copies: float, most_norm: float, way: str
     ) -> tuple[list[float], dict[str, Any]]:
         """Seconds of each planned step, and what moved in one."""
         keywords = dict(_WAYS[way])
@@ -91,7 +98,7 @@ class Job:
         if not defers:  # torch's own step has them all
             optimizer.register_step_pre_hook(lambda *_: time.sleep(update_seconds * self.layers))
         manager = hetero.manage(self.model, optimizer, device=self.device, device_budget=budget, **keywords)
-        with slow_updates(update_seconds), manager:
+        with slow_updates(update_seconds, copies=copies), manager:
             host_step = manager._host_step
             assert host_step is not None
             host_step.defers = defers
@@ -163,7 +170,8 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def _measure(name: str, device: torch.device, arguments: argparse.Namespace) -> dict[str, Any]:
-    clips, (share, held) = name.endswith("!"), map(float, name.rstrip("!").split("@"))
+    clips, (load, _, copies) = name.endswith("!"), name.rstrip("!").partition("+")
+    share, held = map(float, load.split("@"))
     most_norm = _ALWAYS_CLIPS if clips else _NEVER_CLIPS
     job = Job(device, layers=arguments.layers, width=arguments.width, seconds=arguments.layer_seconds)
     budget = torch.accelerator.memory_allocated() + int(held * job.model.nbytes)
@@ -172,7 +180,14 @@ def _measure(name: str, device: torch.device, arguments: argparse.Namespace) -> 
     update = share * compute / arguments.layers
 
     def run(way: str, steps: int) -> tuple[list[float], dict[str, Any]]:
-        return job.managed(steps, budget=budget, update_seconds=update, most_norm=most_norm, way=way)
+        return job.managed(
+            steps,
+            budget=budget,
+            update_seconds=update,
+            copies=float(copies or 0),
+            most_norm=most_norm,
+            way=way,
+        )
 
     _, fast = run("deferred", 1)
     bandwidth = max(fast["fetched_bytes"], fast["written_bytes"]) / (share * compute)
@@ -203,6 +218,7 @@ def _measure(name: str, device: torch.device, arguments: argparse.Namespace) -> 
         "share": share,
         "held": held,
         "clips": clips,
+        "copies": float(copies or 0),
         "layer_seconds": arguments.layer_seconds,
         "bandwidth": bandwidth,
         "device_budget": budget,
