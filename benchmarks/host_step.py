@@ -70,11 +70,12 @@ def slow_updates(seconds: float, *, copies: float) -> Iterator[None]:
     places: list[Any] = [captured, jobs]
     for module in places:
         module.run_together = slow
-    trials.Snapshot.take = slow_take  # type: ignore[method-assign]
+    snapshots: Any = trials.Snapshot
+    snapshots.take = slow_take
     try:
         yield
     finally:
-        trials.Snapshot.take = take  # type: ignore[method-assign]
+        snapshots.take = take
         for module in places:
             module.run_together = original
 
