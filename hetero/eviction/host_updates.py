@@ -2,7 +2,8 @@
 
 Owns its clock and its queue. Two ways: what is queued together is updated in that order, each tensor when its gradient
 is there; or, ``early``, each from the moment its gradient is there. Of several, in backward, one that has a place on
-the device goes first, and then the one that is needed first.
+the device goes first, and then the one that is needed first. Until the step, each begins with copying what it
+overwrites.
 
 [Note: what begins early] A copy is worthless from the gradient on, and whoever used the tensor again before the step
 would find neither the old value nor the right new one: the executor takes such an update back. So one that is used
@@ -122,7 +123,10 @@ class HostUpdates:
         is_first = first and (not self._has_stepped or not other or first[0] < other[0])
         rank, x = heapq.heappop(first if is_first else other)
         self._begins_later.discard(x)
-        self._free = self.done[x] = now + self._updates.seconds[rank]
+        seconds = self._updates.seconds[rank]
+        if self._updates.copies and not self._has_stepped:
+            seconds += self._updates.copies[rank]
+        self._free = self.done[x] = now + seconds
         if first or other:
             self.due = self._free
         else:

@@ -72,7 +72,8 @@ class Updates:
     tensor that has not been updated cannot be fetched.
 
     ``early``: each begins as soon as its gradient is there, of several the first in this order, and the tensor's copy
-    is worthless from the gradient on. ``places``: tensors whose place on the device is theirs for good, in no
+    is worthless from the gradient on. ``copies[i]``: seconds more for one that begins before moment ``queued``, because
+    it keeps what it overwrites; empty for none. ``places``: tensors whose place on the device is theirs for good, in no
     moment's capacity; it is filled anew after each update."""
 
     tensors: tuple[int, ...]
@@ -80,6 +81,7 @@ class Updates:
     queued: int
     finished: int
     early: bool = False
+    copies: tuple[float, ...] = ()
     places: tuple[int, ...] = ()
 
 

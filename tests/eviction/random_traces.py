@@ -93,6 +93,7 @@ def traces_with_updates(draw, *, tensors=6, again=False):
             queued=len(moments) - 1,
             finished=len(moments) - 2,
             early=draw(st.integers(0, 3)) > 0,
+            copies=tuple(draw(st.lists(st.sampled_from([0.0, 0.1]), min_size=count, max_size=count))),
             places=tuple(sorted(places)),
         ),
     )

@@ -28,7 +28,7 @@ from hetero.eviction import (
     without_places,
 )
 from hetero.eviction.fluid import fluid
-from hetero.eviction.host_updates import early_sends
+from hetero.eviction.host_updates import HostUpdates, early_sends
 from hetero.eviction.intervals import read_intervals
 from hetero.eviction.reach import read_reachable
 from hetero.eviction.sweep import repair
@@ -221,6 +221,68 @@ def test_the_bound_is_reached_where_the_link_carries_what_backward_has_updated()
     assert simulate(trace, schedule, links).step_seconds == lower_bound_seconds(trace, links) == 32.0
     late = replace(trace, updates=replace(updates, early=False))
     assert lower_bound_seconds(late, links) == pytest.approx(42.0)  # all of the copy lies behind the step
+
+
+def naive_ends(updates, landings, stepped):
+    """When each is done: whoever is there and comes first, again and again, until all are."""
+    left, free, done = dict(landings), 0.0, {}
+    while left:
+        now = max(free, min(left.values()))
+        there = [x for x, time in left.items() if time <= now]
+
+        def turn(x, now=now):
+            return (now < stepped and x not in updates.places, updates.tensors.index(x))
+
+        x = min(there, key=turn)
+        rank = updates.tensors.index(x)
+        free = (
+            now + updates.seconds[rank] + (updates.copies[rank] if updates.copies and now < stepped else 0.0)
+        )
+        done[x] = free
+        del left[x]
+    return done
+
+
+@given(data=st.data(), count=st.integers(1, 6), stepped=st.integers(8, 20), copies=st.booleans())
+def test_the_host_against_a_naive_one(data, count, stepped, copies):
+    """Gradients land while backward runs; copying what is overwritten takes time until the step, and none after it."""
+
+    def numbers(least, most):
+        return tuple(data.draw(st.lists(st.integers(least, most), min_size=count, max_size=count)))
+
+    updates = Updates(
+        tensors=tuple(data.draw(st.permutations(range(count)))),
+        seconds=tuple(map(float, numbers(1, 6))),
+        queued=1,
+        finished=0,
+        early=True,
+        copies=tuple(map(float, numbers(0, 6))) if copies else (),
+        places=tuple(sorted(data.draw(st.sets(st.integers(0, count - 1))))),
+    )
+    landings = {x: time + 0.5 for x, time in enumerate(numbers(0, 7))}  # none just as the step comes
+    host = HostUpdates(updates, early=landings)
+    for x, time in sorted(landings.items(), key=lambda item: item[1]):
+        assert host.land(x, time)
+    ended = {x: end for end, x in host.begin_until(stepped - 0.25)}
+    host.queue(float(stepped))
+    ended |= {x: end for end, x in host.begin_until(1e9)}
+    assert ended == naive_ends(updates, landings, stepped)
+
+
+def test_copies_of_what_is_overwritten_lengthen_a_step_whose_host_is_the_slowest():
+    use = Moment(operands=(0,), seconds=1.0, capacity=10)
+    backward = replace(use, sends=(Send(tensor=0, nbytes=10, seconds=1.0),))
+    step = Moment(operands=(), seconds=0.0, capacity=10, invalidates=(0,))
+    trace = Trace(sizes=(10,), moments=(use, backward, replace(step, seconds=30.0), step), sending_bytes=10)
+    links = Links(h2d_bandwidth=10.0, d2h_bandwidth=10.0)
+
+    def seconds(**given):
+        updates = Updates(tensors=(0,), seconds=(40.0,), queued=3, finished=2, **given)
+        one = replace(trace, updates=updates)
+        return simulate(one, plan(one, links=links), links).step_seconds
+
+    assert seconds(early=True, copies=(5.0,)) == seconds(early=True) + 5.0
+    assert seconds(copies=(5.0,)) == seconds()
 
 
 @settings(max_examples=100, deadline=None)

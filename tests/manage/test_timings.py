@@ -147,6 +147,8 @@ def test_plans_are_made_anew_after_the_first_timed_iteration_and_after_three_mor
     timings = Timings(PROBED)
     work = iter([(10, 2.0), (10, 2.0), (10, 2.0), (10, 2.0), (40, 17.0)])
     timings.host_work = lambda: next(work)
+    copies = iter([(0, 0.0), (8, 2.0), (8, 2.0), (8, 2.0), (16, 4.0)])
+    timings.copy_work = lambda: next(copies)
     keys = (KEY,)
     assert timings.wants(keys)
     assert [timings.learn(keys, []) for _ in range(5)] == [True, False, False, False, True]
@@ -157,6 +159,7 @@ def test_plans_are_made_anew_after_the_first_timed_iteration_and_after_three_mor
         2.0,
     )  # the middle one of the last three
     assert timing.host_seconds == 0.5  # of a byte, in the last of them
+    assert timing.copy_seconds == 0.25
     assert timing.queued == (4,)
     assert not timings.wants(keys)
     timings.note_moved(keys, on_trial=False)
@@ -245,8 +248,8 @@ def test_what_lived_on_the_device_counts_as_queued_once_it_is_home():
         return IterationTimes(segments=(), seconds=1.0, waited={}, copies=(), queued=queued)
 
     probed = Links(h2d_bandwidth=1e9, d2h_bandwidth=1e9)
-    before = timings._middle([times((0, 1, 2))], probed, None, 0.0)
-    assert timings._middle([times((2, 3))], probed, before, 0.0).queued == (2, 3, 0, 1)
+    before = timings._middle([times((0, 1, 2))], probed, None, 0.0, 0.0)
+    assert timings._middle([times((2, 3))], probed, before, 0.0, 0.0).queued == (2, 3, 0, 1)
 
 
 def test_what_runs_on_a_stream_of_its_own_is_waited_for():

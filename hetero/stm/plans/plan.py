@@ -288,6 +288,7 @@ class PlanMaker:
             queued=bounds[steps[-1] + 1] - 1,
             finished=bounds[steps[-1]],
             early=early,
+            copies=tuple(size * timing.copy_seconds for size in nbytes) if early else (),
             places=places,
         )
 

@@ -17,6 +17,7 @@ from hetero.msc import Cause, CopyTime, IterationTimes, PeriodTimes, Segment, Se
 __all__ = ["Timing", "Timings", "fit_links"]
 
 Keys = tuple[SegmentKey, ...]
+Work = tuple[int, float]  # bytes of parameters that somebody is done with, and the seconds that took
 
 _AT_LAST = 3  # iterations timed under the plan that is to stay; the middle one counts
 _WORTH = 0.01  # share of the iteration that what moves on trial has to save
@@ -26,13 +27,14 @@ _SETTLING = 2  # iterations that are not, after a plan that lets something else 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
     """``periods``: of each segment. ``queued``: parameters that the host updates later, which takes ``host_seconds``
-    a byte. ``measured_seconds``: of the whole iteration; ``waited``: of these, by cause. ``typical_seconds``: of an
-    iteration, the median of all rounds."""
+    a byte, and ``copy_seconds`` more if it begins in backward. ``measured_seconds``: of the whole iteration;
+    ``waited``: of these, by cause. ``typical_seconds``: of an iteration, the median of all rounds."""
 
     periods: tuple[tuple[PeriodTimes, ...], ...]
     links: Links
     queued: tuple[int, ...]
     host_seconds: float
+    copy_seconds: float
     measured_seconds: float
     waited: Mapping[Cause, float]
     typical_seconds: float
@@ -53,10 +55,14 @@ class Timings:
     def __init__(self, links: Links) -> None:
         self._links = links
         self._states: dict[Keys, _State] = {}
-        self._host_before = (0, 0.0)
+        self._host_before: Work = (0, 0.0)
+        self._copies_before: Work = (0, 0.0)
         # Bytes of parameters that the queue's thread has updated so far, and the seconds it took;
         # `hetero.stm.step.devicehomes` sets this.
-        self.host_work: Callable[[], tuple[int, float]] = lambda: (0, 0.0)
+        self.host_work: Callable[[], Work] = lambda: (0, 0.0)
+        # Likewise of those of which it has first copied what the update overwrites, and what that took;
+        # `hetero.stm.step.speculation` sets this.
+        self.copy_work: Callable[[], Work] = lambda: (0, 0.0)
         # The least time that a byte of any update took, seconds; 0 before there was one.
         self.host_fastest: Callable[[], float] = lambda: 0.0
 
@@ -82,7 +88,7 @@ class Timings:
             return False
         if state.skip:
             state.skip -= 1
-            self._host_before = self.host_work()
+            self._host_seconds()
             return False
         times = read_times(segments)
         host = self._host_seconds()
@@ -92,7 +98,7 @@ class Timings:
         if state.timing is not None and len(state.rounds) < _AT_LAST:
             return False
         state.is_final = state.timing is not None
-        state.timing = _middle(state.rounds, self._links, state.timing, host)
+        state.timing = _middle(state.rounds, self._links, state.timing, *host)
         state.rounds = []
         return True
 
@@ -124,14 +130,22 @@ class Timings:
         """These iterations are no longer what they were."""
         self._states.pop(keys, None)
 
-    def _host_seconds(self) -> float:
-        """Of a byte, since the last time this was asked; 0 if nothing was updated."""
-        (nbytes, seconds), now = self._host_before, self.host_work()
-        self._host_before = now
-        return (now[1] - seconds) / (now[0] - nbytes) if now[0] > nbytes else 0.0
+    def _host_seconds(self) -> tuple[float, float]:
+        """Of a byte, to update it and to copy what that overwrites, since the last time this was asked; 0 for what was
+        not done."""
+        host, copies = self.host_work(), self.copy_work()
+        found = _rate(self._host_before, host), _rate(self._copies_before, copies)
+        self._host_before, self._copies_before = host, copies
+        return found
 
 
-def _middle(rounds: Sequence[IterationTimes], probed: Links, before: Timing | None, host: float) -> Timing:
+def _rate(before: Work, now: Work) -> float:
+    return (now[1] - before[1]) / (now[0] - before[0]) if now[0] > before[0] else 0.0
+
+
+def _middle(
+    rounds: Sequence[IterationTimes], probed: Links, before: Timing | None, host: float, copies: float
+) -> Timing:
     """That of several rounds which took the median of own time, as a whole: medians of single periods would add up to
     less than any round took, because something is late in each. Copies are those of all rounds."""
     own = [sum(row.seconds for rows in one.segments for row in rows) for one in rounds]
@@ -142,6 +156,7 @@ def _middle(rounds: Sequence[IterationTimes], probed: Links, before: Timing | No
         # What lives on the device was not queued, and would be at home.
         queued=tuple(dict.fromkeys((*one.queued, *(() if before is None else before.queued)))),
         host_seconds=host or (0.0 if before is None else before.host_seconds),
+        copy_seconds=copies or (0.0 if before is None else before.copy_seconds),
         measured_seconds=one.seconds,
         waited=one.waited,
         typical_seconds=statistics.median(each.seconds for each in rounds),

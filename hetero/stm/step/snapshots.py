@@ -23,6 +23,7 @@ class Snapshots:
         self._slots = slots
         self._entry = StatefulTensor(ledger, Kind.OPTIMIZER_STATE, "snapshots")
         self._buffers: dict[int, list[torch.Tensor]] = {}
+        self._copied_bytes, self._copying_seconds = 0, 0.0
 
     @property
     def nbytes(self) -> int:
@@ -44,6 +45,15 @@ class Snapshots:
             made = [torch.empty_like(state) for state in wanted]
         self._buffers[tensor.index] = made
         return made
+
+    def note_copies(self, nbytes: int, seconds: float) -> None:
+        """The queue's thread has copied what the update of a parameter of ``nbytes`` overwrites."""
+        self._copied_bytes += nbytes
+        self._copying_seconds += seconds
+
+    def work(self) -> tuple[int, float]:
+        """Bytes of such parameters so far, and the seconds that took."""
+        return self._copied_bytes, self._copying_seconds
 
     def release(self) -> None:
         """Give everything back."""

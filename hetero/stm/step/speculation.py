@@ -86,6 +86,7 @@ class Speculation:
                 None if (here := me()) is None else here.try_early(tensor, gradient)
             )
             stm.residency.roll_back = lambda tensor: _roll_back(stm, forecast, tensor)
+            stm.plans.timings.copy_work = self.snapshots.work
             stm.home_choice.updates_early = lambda: False if (here := me()) is None else here.is_habit
             homes = weakref.ref(device_homes)
             self._note = lambda nbytes, seconds: (
@@ -160,6 +161,7 @@ class Speculation:
             snapshot=Snapshot(tensor.home, entry, buffers),
             surroundings=surroundings,
             note=self._note,
+            note_copies=self.snapshots.note_copies,
         )
         stm.trials.tried += 1
         attempt = Attempt(trial, setting.ranks.get(tensor.index, len(setting.ranks)))

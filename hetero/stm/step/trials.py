@@ -87,6 +87,7 @@ class Trial:
     snapshot: Snapshot
     surroundings: Surroundings
     note: Callable[[int, float], None]
+    note_copies: Callable[[int, float], None]
     changes: Sequence[Change] = ()
     has_written: bool = False
     has_failed: bool = False
@@ -110,11 +111,13 @@ class Trial:
             self.engine.before_host_write(self.tensor.home)
             if not is_known(self.shell):  # it may write to its gradient
                 self._gradient_before = self.gradient.clone()
-            self.snapshot.take()
             begin = time.perf_counter()
+            self.snapshot.take()
+            taken = time.perf_counter()
+            self.note_copies(self.tensor.home.nbytes, taken - begin)
             self.has_written = True
             self.update.run()
-            self.note(self.tensor.home.nbytes, time.perf_counter() - begin)
+            self.note(self.tensor.home.nbytes, time.perf_counter() - taken)
         except BaseException:
             self.has_failed = True
 
