@@ -200,9 +200,8 @@ def _announced_clear() -> None:
 def _announced_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
     captures = not kwargs.get("accumulate_grad", True)
     listeners = tuple(_listeners)  # Python's collector may let go of one in between
-    if (
-        torch._C._current_graph_task_id() != -1
-    ):  # a backward within a backward: a reentrant checkpoint, an adjoint
+    # A backward within a backward: a reentrant checkpoint, an adjoint.
+    if torch._C._current_graph_task_id() != -1:
         with contextlib.ExitStack() as stack:
             if captures:
                 for listener in listeners:

@@ -77,9 +77,8 @@ class Activations:
         self._starting: tuple[torch.Tensor, torch.Tensor] | None = None
         self._forward = 0
         self._ordinal = 0
-        self.coming = self._stop = (
-            0  # the plan's numbers of the next one that is saved, and of the first it does not know
-        )
+        # The plan's numbers of the next one that is saved, and of the first it does not know.
+        self.coming = self._stop = 0
         self._closed = False
         self.kept = 0  # tensors that were saved as they are
         # Set by the manager: what a sampling moment is, and who makes room.

@@ -88,10 +88,10 @@ class Timings:
             return False
         if state.skip:
             state.skip -= 1
-            self._host_seconds()
+            self._host_rates()
             return False
         times = read_times(segments)
-        host = self._host_seconds()
+        host = self._host_rates()
         if times is None or state.is_final:
             return False
         state.rounds.append(times)
@@ -130,7 +130,7 @@ class Timings:
         """These iterations are no longer what they were."""
         self._states.pop(keys, None)
 
-    def _host_seconds(self) -> tuple[float, float]:
+    def _host_rates(self) -> tuple[float, float]:
         """Of a byte, to update it and to copy what that overwrites, since the last time this was asked; 0 for what was
         not done."""
         host, copies = self.host_work(), self.copy_work()
