@@ -84,6 +84,7 @@ def host_step(record: Record) -> str:
                 "device holds",
                 "a layer",
                 "clips",
+                "copy before an early update",
                 "step at once",
                 "deferred",
                 "and device homes",
@@ -96,6 +97,7 @@ def host_step(record: Record) -> str:
                     f"{row['held']:.0%}",
                     f"{row['compute_seconds'] / record['parameters']['layers'] * 1e3:.0f} ms",
                     "every step" if row["clips"] else "never",
+                    f"{row.get('copies', 0.0):.1f} x update",
                     f"{row['ratios']['at once']:.2f}",
                     *(
                         f"{row['ratios'][way]:.2f} ({row['least'][way]:.2f})"

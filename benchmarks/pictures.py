@@ -53,7 +53,7 @@ def main() -> None:
 def host_step(record: Record, figure: Figure) -> None:
     """Bars for each row of the benchmark, and below which none can be."""
     axes = _one(figure, "Time of a step, lower is better: at 1, all but the slowest part is hidden")
-    rows = sorted(record["results"], key=lambda row: (row["clips"], -row["held"]))
+    rows = sorted(record["results"], key=lambda row: (row["clips"], -row["held"], row.get("copies", 0.0)))
     width = 0.8 / len(_WAYS)
     for place, (way, label) in enumerate(_WAYS.items()):
         x = [n + (place - len(_WAYS) / 2 + 0.5) * width for n in range(len(rows))]
@@ -70,7 +70,8 @@ def host_step(record: Record, figure: Figure) -> None:
 
 def _row_label(row: Record) -> str:
     share = "" if row["share"] == 1 else f"\ntransfer, host step {row['share']:.2f}"
-    return f"device holds {row['held']:.0%}" + ("\nclips every step" if row["clips"] else "") + share
+    copies = "\ncopies first, as slowly" if row.get("copies") else ""
+    return f"{row['held']:.0%} held" + ("\nclips every step" if row["clips"] else "") + copies + share
 
 
 def sweep(record: Record, figure: Figure) -> None:
