@@ -31,15 +31,16 @@ def train(model, optimizer, target, steps=3, loss_of=square_loss):
     return seen
 
 
-def losses(model, optimizer, target, steps):
+def losses(model, optimizer, target, steps, micro_batches=1):
     """As `train`, looking at nothing but the loss."""
     seen = []
     for _ in range(steps):
-        loss = square_loss(model, target)
-        loss.backward()
+        for _ in range(micro_batches):
+            loss = square_loss(model, target)
+            loss.backward()
+            seen.append(loss)
         optimizer.step()
         optimizer.zero_grad()
-        seen.append(loss)
     return seen
 
 

@@ -116,7 +116,9 @@ def test_places_go_when_updates_begin_late_again(monkeypatch):
             if plans.last.places and any(plans.last.trace.updates.copies):
                 break
         assert plans.last.places
-        assert all(seconds > 0.0 for seconds in plans.last.trace.updates.copies)  # as measured
+        copies = plans.last.trace.updates.copies
+        assert copies
+        assert min(copies) > 0.0  # as measured
         monkeypatch.setattr(manager._stm.home_choice, "updates_early", lambda: False)
         train(model, optimizer, target, "never", 4)
         assert not plans.last.places

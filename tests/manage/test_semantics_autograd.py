@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from loops import batch, mlp, train
+from loops import batch, losses, mlp, train
 from torch import nn
 from torch.torch_version import TorchVersion
 from twins import assert_twins, device
@@ -339,17 +339,7 @@ def test_gradients_taken_within_a_backward_are_not_those_it_accumulates(places, 
     if places is not None:
         request.getfixturevalue(places)
 
-    def loop(model, optimizer, target):
-        seen = []
-        for _ in range(8):
-            for _ in range(micro_batches):
-                loss = model(batch(target)).square().mean()
-                loss.backward()
-                seen.append(loss.detach())
-            optimizer.step()
-            optimizer.zero_grad()
-        return seen
-
+    loop = partial(losses, steps=8, micro_batches=micro_batches)
     on_device = places == "homes_on_device"
     manager = assert_twins(Adjoint, loop, share=0.8, device_homes=on_device)
     assert bool(manager._stm.plans.device_homes) == on_device
