@@ -13,7 +13,7 @@ from torch import nn
 from hetero.config import Config
 from hetero.devices import Accelerator
 from hetero.errors import BudgetError, ManageError
-from hetero.stm.settled import record_of
+from hetero.stm.settled.who import record_of
 from hetero.stm.tensors.overlap import first_overlap
 from hetero.stm.tensors.precision import computes_in
 from hetero.units import format_bytes

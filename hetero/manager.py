@@ -37,7 +37,7 @@ from hetero.stm.interception.parts import forget_model, note_model
 from hetero.stm.interception.whereabouts import DeviceProperties
 from hetero.stm.modelcalls import ModelCalls
 from hetero.stm.running.staying import leave
-from hetero.stm.settled import Settled
+from hetero.stm.settled.state import Settled
 from hetero.stm.step.hoststep import HostStep
 from hetero.stm.updates.kernels import GroupKernels
 from hetero.units import format_bytes, parse_budget

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hetero.errors import ManageError
-from hetero.stm.settled import record_of
+from hetero.stm.settled.who import record_of
 
 __all__ = ["check_loads_in_place", "refuse_export"]
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from hetero.errors import ManageError
 from hetero.stm.interception.parts import managed_modules
-from hetero.stm.settled import bring_home, record_of
+from hetero.stm.settled.who import bring_home, record_of
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.managed import ManagedTensor
 

@@ -40,7 +40,7 @@ from hetero.stm.interception.parts import look_again
 from hetero.stm.interception.signatures import Signatures, may_record
 from hetero.stm.interception.transforms import check_transformed, is_transforming
 from hetero.stm.manager import StatefulTensorMgr
-from hetero.stm.settled import Settled
+from hetero.stm.settled.state import Settled
 from hetero.stm.tensors.precision import cast_inputs
 from hetero.stm.wrappers import check_caller
 

@@ -64,7 +64,7 @@ from hetero.stm.interception.onethread import run_on_device_thread
 from hetero.stm.interception.outside import full_copies, keeps_its_type
 from hetero.stm.interception.parts import look_again
 from hetero.stm.running import guard
-from hetero.stm.settled import before_change, note_optimizer
+from hetero.stm.settled.who import before_change, note_optimizer
 from hetero.stm.tensors import hostcopies
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.managed import ManagedTensor

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from hetero.errors import ManageError
-from hetero.stm.settled import record_of
+from hetero.stm.settled.who import record_of
 
 __all__ = ["check_caller", "check_wrapped"]
 

@@ -12,7 +12,7 @@ from twins import assert_same, plain
 
 import hetero
 from hetero.stm.running.executor import Executor
-from hetero.stm.settled import _settled
+from hetero.stm.settled.who import settled_now
 
 
 def twins(loop, build, budget):
@@ -264,7 +264,7 @@ def test_a_model_that_has_settled_makes_way_for_an_operator_on_parameters_of_bot
 
     def loop(models, optimizers, target):
         seen = in_turn(models[:1], optimizers[:1], target)
-        for settled in list(_settled):
+        for settled in list(settled_now):
             before = Executor.before_operator
 
             def before_operator(self, operands, name, settled=settled, before=before):

@@ -16,10 +16,10 @@ from twins import adamw, assert_same, assert_twins, device, plain
 import hetero
 from hetero.devices import Accelerator
 from hetero.msc.peaks import PeakKeeper
-from hetero.stm.fitting import Fitting
 from hetero.stm.plans.outgrown import Outgrown
 from hetero.stm.running.executor import Executor
 from hetero.stm.running.relief import Relief
+from hetero.stm.settled.fitting import Fitting
 
 WIDTH, ROWS, LAYERS = 128, 32, 6
 BUDGET = 480 << 10

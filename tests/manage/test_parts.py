@@ -336,12 +336,12 @@ def test_what_is_called_by_itself_costs_one_check_and_the_rest_nothing():
         assert manager.plan.everything_fits
         assert not our_calls(lambda: model.up(x))
         by_itself = our_calls(lambda: model.down(x))
-        assert by_itself["settled.Settled.enter"] == 1
+        assert by_itself["state.Settled.enter"] == 1
         within = our_calls(lambda: model(x))
-        assert within["settled.Settled.enter"] == 1
-        # Six for the model; one for the part, which sees that the model runs.
-        assert sum(within.values()) == 7
-        assert sum(by_itself.values()) <= 14
+        assert within["state.Settled.enter"] == 1
+        # Eight for the model; one for the part, which sees that the model runs.
+        assert sum(within.values()) == 9
+        assert sum(by_itself.values()) <= 16
 
 
 @pytest.mark.usefixtures("homes_on_device")

@@ -103,13 +103,13 @@ def test_no_operator_is_hooked_and_what_is_left_is_one_check_of_the_forward():
     assert {name.split(".")[0] for name in checks[0]} <= {
         "modelcalls",
         "signatures",
-        "settled",
+        "state",
+        "check",
         "accelerator",
     }
-    assert checks[0]["settled.Settled.enter"] == 1
-    assert (
-        sum(checks[0].values()) == 6
-    )  # the call, its signature (two), the check, the counters, the user's forward
+    assert checks[0]["state.Settled.enter"] == checks[0]["check.Check.admits"] == 1
+    # The call, its signature (two), the check (three) and the counters it reads, the user's forward.
+    assert sum(checks[0].values()) == 8
 
 
 def test_statistics_count_the_forwards_that_ran_settled():

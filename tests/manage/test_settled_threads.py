@@ -13,7 +13,8 @@ from twins import assert_same, assert_twins, device
 import hetero
 from hetero.stm import patches
 from hetero.stm.manager import StatefulTensorMgr
-from hetero.stm.settled import Settled
+from hetero.stm.settled.parameters import OwnParameters
+from hetero.stm.settled.state import Settled
 
 PATIENCE = 60.0  # who hangs fails, and does not stop the suite
 
@@ -87,7 +88,7 @@ def inputs():
 def test_two_that_find_that_everything_fits_settle_once(monkeypatch, inputs):
     model, x, _, expected, _ = inputs
     target = device()
-    finish, enter = Settled._finish_settling, Settled.enter
+    finish, enter = OwnParameters.give_back_all, Settled.enter
     settled, asked, ends = [], threading.Event(), []
 
     def asking(self, *args):
@@ -104,7 +105,7 @@ def test_two_that_find_that_everything_fits_settle_once(monkeypatch, inputs):
         finish(self)
 
     monkeypatch.setattr(Settled, "enter", asking)
-    monkeypatch.setattr(Settled, "_finish_settling", finishing)
+    monkeypatch.setattr(OwnParameters, "give_back_all", finishing)
     with hetero.manage(model, device=target, device_budget="64MiB") as manager:
         found = [infer(model, x, target) for _ in range(4)]
         assert_same([*found, ends[0]()], [expected] * 5, "outputs")

@@ -18,12 +18,13 @@ __all__ = ["GradientOwner", "Owner", "Relief", "SettledState"]
 
 
 class SettledState(Protocol):
-    """Whether everything fits, and nothing is intercepted (`hetero.stm.settled.Settled`).
+    """Whether everything fits, and nothing is intercepted (`hetero.stm.settled.state.Settled`).
 
-    ``onlookers``: who would notice that; ``optimizer``: the managed one.
+    ``onlookers``: who would notice that; ``optimizer``: the managed one; ``running``: threads of the model's forwards.
     """
 
     is_on: bool
+    running: list[int]
     onlookers: "Onlookers"
     optimizer: torch.optim.Optimizer | None
 
@@ -35,6 +36,9 @@ class SettledState(Protocol):
 
     def forbid(self) -> None:
         """Never settle."""
+
+    def leave(self, *, force: bool = False, amid: bool = False) -> bool:
+        """Intercept again; False if that cannot be now."""
 
     def make_way(self) -> bool:
         """Intercept again, now and for good, for a manager that lacks room; False if that cannot be now."""

@@ -1,0 +1,8 @@
+"""The settled state: everything fits, so parameters are ordinary ones on the device and nothing is intercepted.
+
+Invariant: while settled, model and optimizer are what ``model.to(device)`` would have made of them, so every number is
+the unmanaged run's. What stays is one check at each forward of the model.
+
+Read `state` (the way there and back), `check` (what a forward finds), `attempts` (when one may settle), `fitting`
+(whether everything fits), `parameters` (what becomes of them), `who` (which parameters are settled).
+"""

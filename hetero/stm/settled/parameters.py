@@ -1,0 +1,126 @@
+"""What becomes of the parameters: each exchanges its implementation for one on the device, and back.
+
+Owns the implementations that wait at home meanwhile (`hetero.stm.interception.exchange`).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from hetero.devices import Accelerator
+from hetero.stm.copies.residency import Residency
+from hetero.stm.gradients.kept import KeptGradients
+from hetero.stm.interception.exchange import exchange, is_like, let_go, redirect
+from hetero.stm.interception.functions import give_back, take_over
+from hetero.stm.settled.who import forget, note
+from hetero.stm.tensors.managed import ManagedTensor
+
+__all__ = ["OwnParameters"]
+
+
+class OwnParameters:
+    """Of one manager. `exchange_all`, then `give_back_all`; `take_back_all` at the end."""
+
+    def __init__(
+        self,
+        tensors: Sequence[ManagedTensor],
+        residency: Residency,
+        kept: KeptGradients,
+        accelerator: Accelerator,
+    ) -> None:
+        self._tensors = tensors
+        self._residency = residency
+        self._kept = kept
+        self._accelerator = accelerator
+        self._shadows: list[nn.Parameter] = []
+        self._placeholders: dict[torch.dtype, torch.Tensor] = {}
+        # Of each parameter: its version for autograd before, and its own when it settled.
+        self._versions: list[tuple[int, int]] = []
+
+    def exchange_all(self) -> bool:
+        """Each has the device copy's implementation; False, and all is as before, if somebody stands against it."""
+        self._shadows, self._versions = [], []
+        try:  # now, because whoever leaves may do so for want of memory
+            for tensor in self._tensors:
+                self._placeholder(tensor.parameter.dtype)
+        except torch.OutOfMemoryError:
+            self._accelerator.note_answered()
+            return False
+        for tensor in self._tensors:
+            parameter = tensor.parameter
+            version = tensor.version
+            tensor.cast = None
+            data = tensor.data
+            assert data is not None
+            shadow = nn.Parameter(data.detach(), parameter.requires_grad)
+            del data
+            try:
+                exchange(parameter, shadow)
+            except RuntimeError:  # a weak reference to the implementation
+                for done, other in zip(self._tensors, self._shadows, strict=False):
+                    exchange(done.parameter, other)
+                    other.grad = None
+                self._shadows = []
+                return False
+            self._shadows.append(shadow)
+            self._versions.append((version, parameter._version))
+        return True
+
+    def give_back_all(self) -> None:
+        """They are the user's: nothing of ours is asked about them."""
+        for tensor, shadow in zip(self._tensors, self._shadows, strict=True):
+            self._residency.lend(tensor)
+            give_back(tensor.parameter)
+            note(tensor)
+            redirect(shadow, tensor)
+
+    def take_back_all(self, *, amid: bool) -> None:
+        """They are at home, as far as that is known; what has been written is on the device. ``amid``: an operator may
+        have been given one of them."""
+        for tensor, shadow in zip(self._tensors, self._shadows, strict=True):
+            self._take_back(tensor, shadow, amid=amid)
+        self._shadows, self._versions = [], []
+
+    def version(self, tensor: ManagedTensor) -> int:
+        """`ManagedTensor.version`, as graphs from before know it."""
+        before, then = self._versions[tensor.index]
+        return before + tensor.parameter._version - then
+
+    def close(self) -> None:
+        """Management ends."""
+        self._placeholders.clear()
+
+    def abandon(self) -> None:
+        """They are dropped."""
+        for tensor in self._tensors:
+            forget(tensor)
+        self._shadows = []  # whose hooks hold parameters where Python's collector cannot see it
+
+    # -- helpers --------------------------------------------------------------------------------------
+
+    def _take_back(self, tensor: ManagedTensor, shadow: nn.Parameter, *, amid: bool) -> None:
+        parameter = tensor.parameter
+        forget(tensor)
+        if not is_like(parameter, tensor.home, self._accelerator.device):
+            return  # ``p.data`` was replaced by something else; only close() comes here
+        gradient, parameter.grad = parameter.grad, None
+        version, requires_grad = parameter._version, parameter.requires_grad
+        exchange(parameter, shadow)
+        parameter.requires_grad_(requires_grad)
+        take_over(parameter, tensor)
+        written = tensor.stays or version != self._versions[tensor.index][1]
+        self._residency.take_back(tensor, shadow.detach())
+        if written:  # home does not have its bytes
+            tensor.clean_version -= 1
+        tensor.may_be_ahead = not written  # through ``p.data``, which is nothing of ours meanwhile
+        if gradient is not None:
+            self._kept.adopt(tensor, gradient)
+        redirect(shadow, tensor)
+        if not amid:  # else an operator may have been given it
+            let_go(shadow, self._placeholder(shadow.dtype))
+
+    def _placeholder(self, dtype: torch.dtype) -> torch.Tensor:
+        if dtype not in self._placeholders:
+            self._placeholders[dtype] = torch.empty((), dtype=dtype, device=self._accelerator.device)
+        return self._placeholders[dtype]

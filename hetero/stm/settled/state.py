@@ -1,0 +1,260 @@
+"""The way into the settled state, and back.
+
+Owns when, and in which order. Invariant: whoever settles, or leaves, either has done so or left everything as it was.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hetero.devices import Accelerator
+from hetero.errors import ManageError
+from hetero.stm.interception.compiled import CompiledCalls
+from hetero.stm.interception.exchange import may_go_back
+from hetero.stm.interception.intercept import in_scope
+from hetero.stm.manager import StatefulTensorMgr
+from hetero.stm.plans.fits import Kind
+from hetero.stm.settled.attempts import Attempts
+from hetero.stm.settled.check import Check
+from hetero.stm.settled.fitting import Fitting
+from hetero.stm.settled.parameters import OwnParameters
+from hetero.stm.settled.who import settled_now
+from hetero.stm.step.hoststep import HostStep
+from hetero.stm.step.ownstep import OwnStep
+from hetero.stm.tensors.fetch import plain
+from hetero.stm.tensors.managed import ManagedTensor
+
+__all__ = ["Settled"]
+
+
+class Settled:
+    """Of one manager. ``rest``, ``wake``: called where interception ends, and begins again.
+
+    Attributes:
+        is_on: it is settled.
+        forwards: how many ran settled, each after one check.
+        running: the threads of settled forwards that run now, once for each. Whoever has the manager's lock and finds
+            none may settle or leave.
+    """
+
+    def __init__(
+        self,
+        stm: StatefulTensorMgr,
+        accelerator: Accelerator,
+        budget: int,
+        *,
+        step: HostStep | None,
+        compiled: CompiledCalls,
+        allowed: bool,
+        rest: Callable[[], None],
+        wake: Callable[[], None],
+    ) -> None:
+        self._stm = stm
+        self._accelerator = accelerator
+        self._budget = budget
+        self._step = step
+        # Nothing here may lead to the model: whoever drops it without closing is noticed by that.
+        self._compiled = weakref.ref(compiled)
+        self._rest = rest
+        self._wake = wake
+        self.optimizer = None if step is None else step.optimizer
+        self._own_step = None if step is None else OwnStep(step.optimizer, step.step)
+        if step is not None and self._own_step is not None:
+            step.step_settled = self._own_step.step
+        self._fitting = Fitting(stm, accelerator, budget, step)
+        self.onlookers = self._fitting.onlookers
+        self._attempts = Attempts(allowed=allowed)
+        self._check = Check(stm, accelerator, self.optimizer, self._attempts)
+        self._parameters = OwnParameters(stm.tensors, stm.residency, stm.gradients.kept, accelerator)
+        self.is_on = False
+        self.forwards = 0
+        self.running: list[int] = []
+        self._without_state: set[int] = set()  # parameters that have been stepped, and need none
+        stm.settled = self
+        stm.home_choice.everything_fits = lambda: self._fitting.growth() is not None
+
+    # -- the model's forward --------------------------------------------------------------------------
+
+    def enter(self, trains: bool, signature: object) -> bool:
+        """A forward of the model begins: whether as the user's own, by `run`. Settles, or leaves, before."""
+        kind = (trains, signature)
+        with self._stm.lock:  # other threads may settle or leave as well
+            if self.is_on:
+                fits = self._check.admits(kind) or self._check.foresees(kind) or not self.leave()
+            else:
+                fits = self._try(kind)
+            if fits:
+                self.forwards += 1
+                self.running.append(threading.get_ident())
+            return fits
+
+    def run(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The user's own forward, after `enter` has said so."""
+        try:
+            return inner(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            self.forbid()
+            raise
+        finally:
+            self.running.remove(threading.get_ident())
+
+    # -- there ----------------------------------------------------------------------------------------
+
+    def _try(self, kind: Kind) -> bool:
+        if self._stm.plans.last is None or not self._attempts.is_due() or not self._settle(kind):
+            return False
+        self._attempts.note_success()
+        return True
+
+    def _settle(self, kind: Kind) -> bool:
+        stm = self._stm
+        if in_scope() or torch._C._current_graph_task_id() != -1:
+            return False
+        if self.running or stm.segments.is_running or stm.stepping is not None:  # by another thread
+            return False
+        with stm.lock, torch.inference_mode(False), torch.no_grad(), plain():
+            if not stm.close_iteration():
+                return False
+            looked, self.onlookers.have_looked = self.onlookers.have_looked, False
+            if looked:
+                return False
+            growth = self._fitting.growth()
+            if growth is None or kind not in growth.by_kind or not self._fitting.has_room(growth):
+                return False
+            if not self._fitting.is_ours_alone():
+                self._attempts.forbid()
+            if not self._attempts.are_allowed:
+                return False
+            limit = self._budget - stm.plans.margin
+            # By what was measured everything fitted before as well; and the counter would not tell of it again.
+            passed = self._attempts.times_passed and self._accelerator.peak_bytes() > limit
+            if passed or not self._fitting.is_private() or not self._begin_step():
+                self._attempts.note_failure()  # where it has passed: nothing but the user may ever reset it
+                return False
+            gradients: dict[int, torch.Tensor] = {}
+            if not (self._take_gradients(gradients) and self._parameters.exchange_all()):
+                self._end_step()
+                for index, gradient in gradients.items():
+                    stm.gradients.kept.adopt(stm.tensors[index], gradient)
+                self._attempts.note_failure()
+                return False
+            for tensor in stm.tensors:
+                tensor.parameter.grad = gradients.get(tensor.index)
+            self._parameters.give_back_all()
+            stm.gradients.norms.stop()
+            stm.executor.release_cap()
+            self._rest()  # its calls are around those of compiled modules
+            if (compiled := self._compiled()) is not None:
+                compiled.pause()
+            self._check.begin(kind, growth, limit)
+            self.is_on = True
+            settled_now.add(self)
+            return True
+
+    def _take_gradients(self, taken: dict[int, torch.Tensor]) -> bool:
+        """Into ``taken``, by index, on the device; False if there is no memory for all."""
+        try:
+            for tensor in self._stm.tensors:
+                if tensor.parameter.grad is not None:
+                    taken[tensor.index] = self._stm.gradients.give(tensor)
+        except torch.OutOfMemoryError:
+            self._accelerator.note_answered()
+            return False
+        return True
+
+    def _begin_step(self) -> bool:
+        if self._step is None or self._own_step is None:
+            return True
+        if not self._step.device_homes.complete():
+            return False
+        self._without_state = self._step.device_homes.stepped - self._with_state(self._step.optimizer)
+        self._step.detach()
+        try:
+            self._own_step.begin(self._stm.tensors, self._accelerator.device)
+        except ManageError:  # somebody holds a state
+            self._end_step()
+            return False
+        return True
+
+    def _end_step(self) -> None:
+        if self._step is not None and self._own_step is not None:
+            self._own_step.end()
+            self._step.resume(self._with_state(self._step.optimizer) | self._without_state)
+
+    def _with_state(self, optimizer: torch.optim.Optimizer) -> set[int]:
+        return {t.index for t in self._stm.tensors if dict.get(optimizer.state, t.parameter)}
+
+    # -- and back -------------------------------------------------------------------------------------
+
+    def make_way(self) -> bool:
+        """Another manager of the device lacks room: never again. False if that cannot be now."""
+        self.forbid()
+        return self.leave(amid=True)
+
+    def leave(self, *, force: bool = False, amid: bool = False) -> bool:
+        """Intercept again; False if somebody's alias of a parameter, gradient or state would be left behind.
+        ``force``: then too. ``amid``: another model's forward may run, which has no parameter of ours."""
+        stm = self._stm
+        with stm.lock, torch.inference_mode(False), torch.no_grad(), plain():
+            if not self.is_on:
+                return True
+            if not force and (self.running or (in_scope() and not amid) or not self._may_leave()):
+                return False
+            if (compiled := self._compiled()) is not None:
+                compiled.resume()
+            self._wake()
+            self._parameters.take_back_all(amid=amid)
+            self._end_step()
+            self._check.end()
+            self.is_on = False
+            settled_now.discard(self)
+            stm.begin_anew()
+        return True
+
+    def _may_leave(self) -> bool:
+        """Nobody has an alias of what would be left behind."""
+        if self._own_step is not None and self._own_step.is_viewed(self._stm.tensors):
+            return False
+        return may_go_back(self._stm.tensors, self._accelerator.device)
+
+    # -- others ---------------------------------------------------------------------------------------
+
+    def version(self, tensor: ManagedTensor) -> int:
+        """`ManagedTensor.version`, as graphs from before know it."""
+        return self._parameters.version(tensor)
+
+    def trim(self) -> int:
+        """Give back what the allocator caches; returns how many bytes."""
+        before = self._accelerator.reserved_bytes()
+        self._accelerator.release_cached()
+        return max(0, before - self._accelerator.reserved_bytes())
+
+    def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer`` has parameters of ours. `hetero.stm.tensors.onlookers`"""
+        if optimizer is not self.optimizer:
+            self.forbid()
+        elif self._step is not None:
+            self._step.watch()
+
+    def forbid(self) -> None:
+        """Leave at the next forward, and never settle again."""
+        self._check.must_leave = True
+        self._attempts.forbid()
+
+    def close(self) -> None:
+        """Management ends."""
+        self.leave(force=True)
+        self._parameters.close()
+        self.onlookers.close()
+
+    def abandon(self) -> None:
+        """The manager is gone, with its model."""
+        if self.is_on:
+            settled_now.discard(self)
+            if self._own_step is not None:
+                self._own_step.end()
+            self._parameters.abandon()
+            self.is_on = False
