@@ -233,7 +233,7 @@ class Manager:
     def stats(self) -> MemoryStats:
         """Memory and traffic so far; a snapshot. Waits for what the last step left to be done."""
         if not self._closed:
-            self._stm.finish_updates()
+            self._stm.homes.finish_updates()
         return collect_stats(
             self._stm,
             self._accelerator,

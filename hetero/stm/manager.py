@@ -1,15 +1,15 @@
 """StatefulTensorMgr: the hub of the management of one model's tensors.
 
 Owns the lock, and which part is asked what. The parts each own one thing: `Registry` which tensors there are, `Ledger`
-the count of bytes, `Residency` the device copies (`Room`: who leaves), `Gradients` the way home (`GradientAccess`: as
-the user meets it), `Activations` what forward saves, `PlanBook` the plans, `Cycles` which iteration it is, `Executor`
-what is done at each moment of it, `Segments` their boundaries, `Relief` what leaves when memory is short. Thread-safe:
-autograd runs backward on threads of its own, so one lock guards every entry.
+the count of bytes, `Residency` the device copies (`Room`: who leaves), `HomeAccess` what is done with homes meanwhile,
+`Gradients` the way home (`GradientAccess`: as the user meets it), `Activations` what forward saves, `PlanBook` the
+plans, `Cycles` which iteration it is, `Executor` what is done at each moment of it, `Segments` their boundaries,
+`Steps` whose step runs, `Relief` what leaves when memory is short. Thread-safe: autograd runs backward on threads of
+its own, so one lock guards every entry.
 """
 
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -27,9 +27,9 @@ from hetero.stm.deferred import Update, UpdateQueue
 from hetero.stm.forks import in_child, watch
 from hetero.stm.gradients.access import GradientAccess
 from hetero.stm.gradients.additions import Additions
-from hetero.stm.gradients.changes import Change
 from hetero.stm.gradients.memory import owns_memory
 from hetero.stm.gradients.offload import Gradients
+from hetero.stm.homeaccess import HomeAccess
 from hetero.stm.neighbours import ask, join
 from hetero.stm.plans.cycles import Cycles
 from hetero.stm.plans.homechoice import HomeChoice
@@ -39,8 +39,9 @@ from hetero.stm.running.executor import Executor
 from hetero.stm.running.relief import Relief
 from hetero.stm.running.segments import Segments
 from hetero.stm.running.staying import leave
+from hetero.stm.running.steps import Steps
 from hetero.stm.tensors.exposure import measure_incoming
-from hetero.stm.tensors.fetch import make_identity, plain
+from hetero.stm.tensors.fetch import make_identity
 from hetero.stm.tensors.managed import ManagedTensor
 from hetero.stm.tensors.owner import SettledState
 from hetero.stm.tensors.registry import Registry
@@ -48,18 +49,9 @@ from hetero.stm.tensors.state import Ledger, begin_compute, end_compute
 from hetero.stm.updates.forecast import TrialCounts
 from hetero.units import format_bytes
 
-__all__ = ["Arrivals", "StatefulTensorMgr"]
+__all__ = ["StatefulTensorMgr"]
 
 _current_graph_task_id = torch._C._current_graph_task_id
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arrivals:
-    """What has to happen before a parameter's update may run: its gradient down and changed, copies of its home up."""
-
-    gradient: torch.Event | None
-    changes: tuple[Change, ...]
-    uploads: tuple[torch.Event, ...]
 
 
 class StatefulTensorMgr:
@@ -86,10 +78,6 @@ class StatefulTensorMgr:
         self._closed = False
         self.is_in_child = False
         self._budget = config.device_budget
-        # The optimizer of ours whose step runs.
-        self.stepping: torch.optim.Optimizer | None = None
-        # The last one came by a method that somebody had before `hetero.manage`: it is torch's alone, at home.
-        self.steps_are_kept = False
         # Learns of modules that are called by themselves; `hetero.stm.modelcalls` sets this.
         self.part_called: Callable[[nn.Module], None] = lambda part: None
         # May begin a parameter's update as soon as its gradient leaves; `hetero.stm.step.speculation` sets this.
@@ -113,12 +101,22 @@ class StatefulTensorMgr:
             run_later=lambda run: self.updates.submit([Update(run)]),
         )
         self.gradients = Gradients(engine, arena, self.ledger, self.collector, additions)
+        self.homes = HomeAccess(
+            self.tensors,
+            self.residency,
+            self.gradients,
+            self.updates,
+            engine,
+            self.collector,
+            lock=self._lock,
+            check_process=self.check_process,
+        )
         self.grads = GradientAccess(
             self.gradients,
             self.residency,
             lock=self._lock,
             parameters=lambda: len(self.tensors),
-            roll_back=self.roll_back,
+            roll_back=self.homes.roll_back,
         )
         self.activations = Activations(
             accelerator,
@@ -184,38 +182,11 @@ class StatefulTensorMgr:
             lock=self._lock,
             has_optimizer=has_optimizer,
         )
+        self.steps = Steps(self.segments, lambda: self.settled)
         watch(self)
         join(self)
 
-    # -- the optimizer's step (`hetero.stm.step.hoststep`) --------------------------------------------------
-
-    def before_home_writes(self, tensors: Sequence[ManagedTensor]) -> None:
-        """These homes are about to be written: their gradients have arrived, copies have been read."""
-        with self._lock:
-            uploads = self.residency.uploads.take(tensors)
-            for tensor in tensors:
-                self.gradients.wait(tensor)
-                for event in uploads.get(tensor.index, ()):
-                    self.engine.host_after_upload(event, tensor.home)
-
-    def begin_writes_later(self, tensors: Sequence[ManagedTensor]) -> dict[int, Arrivals]:
-        """The same without waiting: what to wait for, by index. Followed by `await_update` for each."""
-        with self._lock:
-            uploads = self.residency.uploads.take(tensors)
-            arrivals = {}
-            for tensor in tensors:
-                gradient, changes = self.gradients.take_arrival(tensor)
-                arrivals[tensor.index] = Arrivals(
-                    gradient=gradient, changes=changes, uploads=tuple(uploads.get(tensor.index, ()))
-                )
-            return arrivals
-
-    def await_updates(self, updates: Sequence[tuple[ManagedTensor, Update]]) -> None:
-        """From now on, whoever uses one of these parameters waits for its update. Queues them."""
-        with self._lock:
-            for tensor, update in updates:
-                self.residency.await_update(tensor, update)
-            self.updates.submit([update for _, update in updates])
+    # -- what the optimizer's step asks (`hetero.stm.step.hoststep`) -----------------------------------------
 
     def device_homes(self) -> frozenset[int]:
         """Parameters that the plans want to live on the device, by index."""
@@ -312,82 +283,13 @@ class StatefulTensorMgr:
                 self.try_early(tensor, host)
             return host
 
-    def write_back(self, tensor: ManagedTensor) -> None:
-        """The device copy was written outside a forward."""
-        with self._lock:
-            self.collector.count_eviction(0, self.residency.write_back(tensor))
+    def _activation_moment(self, name: str) -> None:
+        """A large tensor was saved, or is about to be read by backward: a sampling moment."""
+        if torch._C._current_graph_task_id() != -1:
+            self.segments.enter_backward()
+        self.executor.before_operator([], name)
 
-    def before_home_write(self, tensor: ManagedTensor) -> None:
-        """Its home is about to be written: it is settled, and no copy may still be reading it."""
-        with self._lock:
-            self.residency.before_host_write(tensor)
-
-    def after_home_write(self, tensor: ManagedTensor) -> None:
-        """It has been: a copy that somebody else holds follows."""
-        if tensor.is_stale:
-            with self._lock, plain():
-                if tensor.is_stale and tensor.is_held():
-                    self.residency.follow_home(tensor)
-
-    def settle_home(self, tensor: ManagedTensor) -> None:
-        """Return once home is what the last ``optimizer.step()`` made of it. Raises what failed in the queue."""
-        if tensor.pending is not None or tensor.is_dirty or self.updates.has_failed:
-            with self._lock, plain():
-                self.residency.settle(tensor)
-
-    def settle_homes(self) -> None:
-        """As `settle_home`, for every parameter."""
-        with self._lock, plain():
-            for tensor in self.tensors:
-                self.residency.settle(tensor)
-
-    def finish_updates(self) -> None:
-        """Nothing is queued afterwards, except what is being tried. Raises what failed in the queue."""
-        with self._lock:
-            self.residency.finish_updates(self.tensors)
-
-    def roll_back(self, tensors: Sequence[ManagedTensor] | None = None) -> None:
-        """As if no update, or none of those of ``tensors``, had been tried."""
-        with self._lock:
-            for tensor in self.tensors if tensors is None else tensors:
-                if tensor.is_tried:
-                    self.residency.roll_back(tensor)
-
-    def is_stepping(self, optimizer: torch.optim.Optimizer) -> bool:
-        """``optimizer`` is ours, and its step runs."""
-        return self.stepping is optimizer
-
-    def begin_kept_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """`hetero.stm.tensors.owner.Owner`. Nobody tells if it fails: then the next segment ends it, incomplete."""
-        if self.settled is None or self.settled.optimizer is not optimizer:
-            return
-        self.steps_are_kept = self.stepping is not optimizer
-        if self.steps_are_kept:
-            self.settled.forbid()  # gradients and states are expected at home
-            if not self._is_in_step():
-                self.segments.begin_step()
-
-    def end_kept_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """`hetero.stm.tensors.owner.Owner`"""
-        is_ours = self.settled is not None and self.settled.optimizer is optimizer
-        if is_ours and self.steps_are_kept and self._is_in_step():
-            self.segments.end_step(complete=True)
-
-    def _is_in_step(self) -> bool:
-        segment = self.executor.segment
-        return segment is not None and segment.key.phase is Phase.STEP and not segment.complete
-
-    def rebind_home(self, tensor: ManagedTensor, data: torch.Tensor) -> None:
-        """``p.data`` was set: that is home now."""
-        with self._lock:
-            self.check_process()
-            if not tensor.stays:  # what was written to it was written to what is replaced
-                self.residency.discard(tensor)
-            self.residency.before_host_write(tensor)
-            self.residency.discard(tensor)
-            tensor.parameter.data = data
-            tensor.bind_home()
-            tensor.watch(data)
+    # -- other managers (`hetero.stm.neighbours`) ---------------------------------------------------------
 
     def give(self, nbytes: int, *, urgent: bool) -> int:
         """`hetero.stm.neighbours`"""
@@ -412,11 +314,7 @@ class StatefulTensorMgr:
         finally:
             self._lock.release()
 
-    def _activation_moment(self, name: str) -> None:
-        """A large tensor was saved, or is about to be read by backward: a sampling moment."""
-        if torch._C._current_graph_task_id() != -1:
-            self.segments.enter_backward()
-        self.executor.before_operator([], name)
+    # -- iterations -----------------------------------------------------------------------------------
 
     def trim(self, device_budget: int | None) -> int:
         """Leave the device's other bytes to others (`Manager.trim`); returns what the process has given back."""
@@ -473,7 +371,7 @@ class StatefulTensorMgr:
             if not self._closed and not self.is_in_child:
                 self.executor.take_from_caller()
                 leave()  # for the child, whose operators are nobody's to guard
-                self._end_updates()
+                self.homes.end_updates()
                 self.residency.write_back_all(unseen=True)
                 for tensor in self.tensors:
                     if tensor.is_ahead:  # it lives on the device, where the child cannot look
@@ -493,7 +391,7 @@ class StatefulTensorMgr:
     def close(self) -> None:
         """Homes are true, nothing is on its way, no copy is left."""
         with self._lock:
-            self._end_updates()
+            self.homes.end_updates()
             self.executor.finish_segment()
             self.collector.peaks.close()
             self.residency.room.send_home(self._budget)
@@ -509,11 +407,3 @@ class StatefulTensorMgr:
             self.executor.release_cap()
             self._closed = True
             self.updates.close()
-
-    def _end_updates(self) -> None:
-        """Nothing is queued afterwards. Raises nothing: an update's error waits."""
-        self.roll_back()
-        self.updates.finish_all()
-        for tensor in self.tensors:
-            if tensor.pending is not None and tensor.pending.done:
-                self.residency.collect(tensor)

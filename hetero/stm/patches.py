@@ -253,7 +253,7 @@ def _settle_before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:  # else the iteration is within
         for owner in _owners(optimizer):
-            owner.begin_kept_step(optimizer)
+            owner.steps.begin_kept(optimizer)
 
 
 def _owners(optimizer: torch.optim.Optimizer) -> list[Owner]:
@@ -266,8 +266,8 @@ def _owners(optimizer: torch.optim.Optimizer) -> list[Owner]:
 def _settle(optimizer: torch.optim.Optimizer, groups: Any) -> None:
     for group in groups:
         for parameter in group["params"]:
-            if is_managed(parameter) and not managed_of(parameter).owner.is_stepping(optimizer):
-                managed_of(parameter).owner.settle_home(managed_of(parameter))
+            if is_managed(parameter) and not managed_of(parameter).owner.steps.is_running(optimizer):
+                managed_of(parameter).owner.homes.wait(managed_of(parameter))
 
 
 @contextlib.contextmanager
@@ -296,7 +296,7 @@ def _save_argument(argument: torch.Tensor, is_output: bool) -> Any:
         if in_scope():
             with plain(), substituted([tensor], "checkpoint"), torch._C._EnableTorchFunction():
                 return _make_saved_tensor(argument, is_output=is_output)
-        tensor.owner.settle_home(tensor)
+        tensor.owner.homes.wait(tensor)
     return _make_saved_tensor(argument, is_output=is_output)
 
 
@@ -350,15 +350,15 @@ def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
                 if not is_managed(parameter) or parameter.grad is None:
                     continue
                 tensor = managed_of(parameter)
-                if tensor.owner.is_stepping(optimizer):
+                if tensor.owner.steps.is_running(optimizer):
                     written = not tensor.stays
                 else:  # was settled before; what is not now, the managed optimizer has stepped within this step
                     written = tensor.pending is None and not tensor.is_dirty
                 if written:
                     tensor.note_write()
-                    tensor.owner.after_home_write(tensor)
+                    tensor.owner.homes.after_write(tensor)
     for owner in _owners(optimizer):
-        owner.end_kept_step(optimizer)
+        owner.steps.end_kept(optimizer)
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -370,7 +370,7 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         for tensor in operands:
             if torch.is_grad_enabled():
                 tensor.note_home_graph(None)
-            tensor.owner.settle_home(tensor)
+            tensor.owner.homes.wait(tensor)
         return original(*args, **kwargs)
     if not in_scope() and keeps_its_type(operands):
         with plain(), full_copies(operands) as copies, torch._C._EnableTorchFunction():

@@ -128,7 +128,7 @@ ON_OUR_BEHALF = [
     ("torch.optim.optimizer", "register_step_pre_hook"),  # the hook would stay, and later steps do nothing
     ("torch.utils.hooks", "remove"),
     ("torch.utils._python_dispatch", "_push_mode"),
-    ("hetero.stm.manager", "__init__"),  # a dataclass's: generated code has no file
+    ("hetero.stm.homeaccess", "__init__"),  # a dataclass's: generated code has no file
 ]
 
 

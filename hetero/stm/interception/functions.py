@@ -113,7 +113,7 @@ def _note_seen(tensor: ManagedTensor) -> None:
 
 def _version(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = managed_of(args[0])
-    tensor.owner.settle_home(tensor)
+    tensor.owner.homes.wait(tensor)
     return func(*args, **kwargs)
 
 
@@ -141,7 +141,7 @@ def _set_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 def _get_data(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = managed_of(args[0])
     if not in_scope():
-        tensor.owner.before_home_write(tensor)  # whoever takes it may write
+        tensor.owner.homes.before_write(tensor)  # whoever takes it may write
         if tensor.owner.settled is not None:
             tensor.owner.settled.onlookers.note_look()
         return tensor.data_alias()
@@ -162,7 +162,7 @@ def _set_data(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
                 f"{tensor.name}.data: a tensor of shape {tuple(data.shape)} and {data.dtype} cannot replace "
                 f"{tuple(tensor.home.shape)} and {tensor.home.dtype} while managed: call manager.close() first"
             )
-        tensor.owner.rebind_home(tensor, data.to(tensor.home.device))
+        tensor.owner.homes.rebind(tensor, data.to(tensor.home.device))
     return None
 
 
@@ -198,7 +198,7 @@ class HomeHook:
         with plain():
             if type(parameter) is ManagedParameter:
                 owner = managed_of(parameter).owner
-                owner.settle_homes()  # interception is off: it might look at any of them
+                owner.homes.wait_all()  # interception is off: it might look at any of them
                 owner.grads.wait(managed_of(parameter))
                 _note_seen(managed_of(parameter))
             return self.inner(parameter)  # autograd refuses anything but None

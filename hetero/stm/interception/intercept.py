@@ -95,7 +95,7 @@ class ManagedParameter(nn.Parameter):
 
     # A copy is an ordinary parameter: nobody manages it.
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        self._hetero.owner.settle_home(self._hetero)
+        self._hetero.owner.homes.wait(self._hetero)
         if self._hetero.owner.settled is not None:
             self._hetero.owner.settled.forbid()
         with plain():
@@ -104,7 +104,7 @@ class ManagedParameter(nn.Parameter):
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        self._hetero.owner.settle_home(self._hetero)
+        self._hetero.owner.homes.wait(self._hetero)
         with plain():
             twin = nn.Parameter(self.detach(), self.requires_grad)
             twin.__dict__.update({k: v for k, v in self.__dict__.items() if k != "_hetero"})
@@ -268,7 +268,7 @@ def write_back(operands: list[ManagedTensor], ahead: dict[int, int]) -> None:
     ``ahead``: by `ahead_of_home`, before the operator; for those whoever looks at home waits."""
     for tensor in operands:
         if tensor.is_written and tensor.data is not None and tensor.data._version != ahead.get(id(tensor)):
-            tensor.owner.write_back(tensor)
+            tensor.owner.homes.write_back(tensor)
 
 
 class substituted:
@@ -346,16 +346,16 @@ def _at_home(
     func: Callable[..., Any], operands: list[ManagedTensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     for tensor in operands:
-        tensor.owner.settle_home(tensor)
+        tensor.owner.homes.wait(tensor)
     writes = _writes_in_place(func) or "out" in kwargs
     if writes:
         for tensor in operands:
             tensor.owner.check_process()
-            tensor.owner.before_home_write(tensor)
+            tensor.owner.homes.before_write(tensor)
     result = func(*args, **kwargs)
     if writes:
         for tensor in operands:
-            tensor.owner.after_home_write(tensor)
+            tensor.owner.homes.after_write(tensor)
     # ``buffer[:] = p`` returns nothing.
     written = (*args[:1], kwargs.get("out")) if writes else ()
     results = [value for value in tensors_in((result, *written)) if not is_managed(value)]
@@ -465,8 +465,8 @@ def _restore(result: Any, operands: list[ManagedTensor], copies: dict[int, torch
 def _refuse_write_to_leaf(tensor: ManagedTensor) -> None:
     """Its copy was written."""
     if tensor.is_miswritten:
-        tensor.owner.write_back(tensor)  # which raises
+        tensor.owner.homes.write_back(tensor)  # which raises
     identity = tensor.identity
     if identity is not None and not isinstance(identity.grad_fn, Fetch._backward_cls):
-        tensor.owner.rebind_home(tensor, tensor.home)
+        tensor.owner.homes.rebind(tensor, tensor.home)
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")

@@ -55,7 +55,7 @@ def full_copies(operands: Sequence[ManagedTensor]) -> Iterator[dict[int, torch.T
     written to them goes home. Call without ``__torch_function__`` dispatch."""
     copies = {}
     for tensor in operands:
-        tensor.owner.settle_home(tensor)
+        tensor.owner.homes.wait(tensor)
         if torch.is_grad_enabled():
             tensor.note_home_graph(None)
         while tensor.owner.relief.relieve(unless_free=tensor.full_nbytes):
@@ -71,6 +71,6 @@ def full_copies(operands: Sequence[ManagedTensor]) -> Iterator[dict[int, torch.T
                 raise RuntimeError(
                     "a leaf Variable that requires grad is being used in an in-place operation."
                 )
-            tensor.owner.before_home_write(tensor)
+            tensor.owner.homes.before_write(tensor)
             with torch.no_grad():
                 tensor.home.copy_(copy)

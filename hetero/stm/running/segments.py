@@ -205,6 +205,12 @@ class Segments:
         return bool(self._threads)
 
     @property
+    def is_in_step(self) -> bool:
+        """A step runs, or has failed, and its segment is the last one."""
+        segment = self._executor.segment
+        return segment is not None and segment.key.phase is Phase.STEP and not segment.complete
+
+    @property
     def mixed_device(self) -> torch.device | None:
         """The device, where graphs may have nodes at home as well (`hetero.stm.interception.onethread`)."""
         mixed = self._gradients.have_graphs or any(tensor.used_at_home for tensor in self._tensors)

@@ -113,7 +113,7 @@ class Settled:
         stm = self._stm
         if in_scope() or torch._C._current_graph_task_id() != -1:
             return False
-        if self.running or stm.segments.is_running or stm.stepping is not None:  # by another thread
+        if self.running or stm.segments.is_running or stm.steps.running is not None:  # by another thread
             return False
         with stm.lock, torch.inference_mode(False), torch.no_grad(), plain():
             if not stm.close_iteration():

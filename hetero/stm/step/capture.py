@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
+from hetero.stm.homeaccess import Arrivals
 from hetero.stm.interception.intercept import is_managed, managed_of
-from hetero.stm.manager import Arrivals, StatefulTensorMgr
+from hetero.stm.manager import StatefulTensorMgr
 from hetero.stm.step.devicehomes import DeviceUpdate
 from hetero.stm.step.jobs import Captured
 from hetero.stm.step.watched import WatchedState
@@ -101,7 +102,7 @@ class Capture:
     def take(self, later: dict[int, ManagedTensor], here: dict[int, ManagedTensor]) -> None:
         """Take ``later`` out of the groups; of these, ``here`` are stepped on the device."""
         optimizer = self._optimizer
-        arrivals = self._stm.begin_writes_later([t for index, t in later.items() if index not in here])
+        arrivals = self._stm.homes.begin_writes_later([t for index, t in later.items() if index not in here])
         # Each is used by one thread at a time: the queue's, and this one.
         shell, shell_here = make_shell(optimizer), make_shell(optimizer)
         rest = []

@@ -177,7 +177,7 @@ class DeviceHomes:
                 if not self._stm.residency.room.make(room):
                     self.send_home(room)
             if not tensor.stays or tensor.living is None:  # it had to leave just now
-                self._stm.before_home_writes([tensor])
+                self._stm.homes.before_writes([tensor])
                 update = item.make(tensor.home, cast(torch.Tensor, tensor.parameter.grad))
                 update.run()
                 tensor.note_write()

@@ -216,7 +216,7 @@ class HostStep:
                 self.step_settled(inner, (), {})
             return loss
         self._stm.segments.begin_step()
-        self._stm.stepping = self._optimizer
+        self._stm.steps.running = self._optimizer
         self.capture.commit()
         optimizer = self._optimizer
         before = optimizer.register_step_pre_hook(self._before)
@@ -233,7 +233,7 @@ class HostStep:
             self._is_inside = False
             before.remove()
             after.remove()
-            self._stm.stepping = None
+            self._stm.steps.running = None
             self._leave()
             self._abandon()
             if not complete:
@@ -257,14 +257,14 @@ class HostStep:
             loss = closure()
             # Optimizers with a choice call it once, before they look at their groups.
             if any(is_open(optimizer, group) for group in optimizer.param_groups):
-                self._stm.settle_homes()
-                self._stm.before_home_writes(self.capture.managed())
+                self._stm.homes.wait_all()
+                self._stm.homes.before_writes(self.capture.managed())
                 self._plain = plain()
                 self._plain.__enter__()
                 self.capture.use_kernels()
             return loss
 
-        self._stm.settle_homes()
+        self._stm.homes.wait_all()
         self.capture.commit()
         self._bring_states_home()
         self.device_homes.take({})
@@ -287,7 +287,7 @@ class HostStep:
         if self._depth > 1:  # a step that calls another class's, hooks and all
             return
         with self._stm.lock:  # [Note: other threads]
-            self._stm.finish_updates()
+            self._stm.homes.finish_updates()
             self.capture.commit()
             bring_home(optimizer)
             self._bring_states_home()
@@ -299,7 +299,7 @@ class HostStep:
             ours = {t.index: t for t in self.capture.managed() if t.index not in later}
             if later:
                 self.capture.take(later, here)
-            self._stm.before_home_writes(list(ours.values()))
+            self._stm.homes.before_writes(list(ours.values()))
             with plain():
                 self._stepped_now |= {i for i, t in ours.items() if t.parameter.grad is not None}
                 self.capture.use_kernels()
@@ -339,7 +339,7 @@ class HostStep:
     def _abandon(self) -> None:
         """The step was left by an exception: what was captured is not done, as it would not have been."""
         captured, _ = self.capture.end()
-        self._stm.roll_back()
+        self._stm.homes.roll_back()
         for item in captured:
             wait(self._stm.engine, item)
             change(self._stm.engine, item)
@@ -349,7 +349,7 @@ class HostStep:
         """A step has failed, and may have stepped these before. Kernels that move no versions cannot be asked."""
         for tensor in tensors:
             tensor.note_write()
-            tensor.owner.after_home_write(tensor)
+            tensor.owner.homes.after_write(tensor)
 
     # -- what is queued -------------------------------------------------------------------------------
 
@@ -393,8 +393,8 @@ class HostStep:
         with self._stm.lock:
             if self.capture.is_under_way or self._plain is not None or not self._attached:
                 return  # the step itself
-            self._stm.roll_back()
-            self._stm.finish_updates()
+            self._stm.homes.roll_back()
+            self._stm.homes.finish_updates()
             self.capture.commit()
             self.device_homes.bring_states_home(None)
             self.device_homes.note_moves()

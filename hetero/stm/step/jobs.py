@@ -16,7 +16,7 @@ import torch
 
 from hetero.devices import CopyEngine
 from hetero.stm.deferred import Kin, Update
-from hetero.stm.manager import Arrivals
+from hetero.stm.homeaccess import Arrivals
 from hetero.stm.tensors.managed import ManagedTensor
 from hetero.stm.updates.captured import ParameterUpdate, run_together
 

@@ -216,7 +216,7 @@ class Speculation:
         if defers:
             self._keep_right(optimizer)
         else:
-            self._stm.roll_back()
+            self._stm.homes.roll_back()
 
     def _keep_right(self, optimizer: torch.optim.Optimizer) -> None:
         """Take back what the step would do otherwise."""
@@ -266,10 +266,10 @@ class Speculation:
 
     def end_step(self, captured: list[Captured], surroundings: Surroundings) -> None:
         """Queue ``captured``, and complete what was tried of it."""
-        self._stm.await_updates([(item.tensor, self._update(item, surroundings)) for item in captured])
+        self._stm.homes.await_updates([(item.tensor, self._update(item, surroundings)) for item in captured])
         if not self._allowed:
             return
-        self._stm.roll_back()  # what the step did not know
+        self._stm.homes.roll_back()  # what the step did not know
         self._surroundings = surroundings
         self._setting, self._task = None, -1
         wishes = {id(w): w for item in captured for w in item.arrivals.changes if isinstance(w, Wish)}

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hetero.stm.tensors.managed import ManagedTensor
     from hetero.stm.tensors.onlookers import Onlookers
 
-__all__ = ["GradientOwner", "Owner", "Relief", "SettledState"]
+__all__ = ["GradientOwner", "HomeOwner", "Owner", "Relief", "SettledState", "StepOwner"]
 
 
 class SettledState(Protocol):
@@ -45,6 +45,42 @@ class SettledState(Protocol):
 
     def abandon(self) -> None:
         """The manager is gone."""
+
+
+class HomeOwner(Protocol):
+    """What the user and torch may do with homes (`hetero.stm.homeaccess.HomeAccess`)."""
+
+    def wait(self, tensor: "ManagedTensor") -> None:
+        """Return once home is what the last ``optimizer.step()`` made of it."""
+
+    def wait_all(self) -> None:
+        """As `wait`, for every parameter."""
+
+    def before_write(self, tensor: "ManagedTensor") -> None:
+        """It is about to be written: no copy may still be reading it."""
+
+    def after_write(self, tensor: "ManagedTensor") -> None:
+        """It has been: a copy that somebody else holds follows."""
+
+    def write_back(self, tensor: "ManagedTensor") -> None:
+        """Bring home up to date with writes to the copy."""
+
+    def rebind(self, tensor: "ManagedTensor", data: torch.Tensor) -> None:
+        """``data`` is home from now on."""
+
+
+class StepOwner(Protocol):
+    """What steps of optimizers mean (`hetero.stm.running.steps.Steps`)."""
+
+    def is_running(self, optimizer: torch.optim.Optimizer) -> bool:
+        """``optimizer`` is the one that is managed, and its step runs: it knows by itself what to wait for."""
+
+    def begin_kept(self, optimizer: torch.optim.Optimizer) -> None:
+        """A step of ``optimizer`` begins: if it is the one that is managed, by a method from before that, the iteration
+        ends with it all the same."""
+
+    def end_kept(self, optimizer: torch.optim.Optimizer) -> None:
+        """It has ended, and what it has written has been noted."""
 
 
 class GradientOwner(Protocol):
@@ -93,6 +129,14 @@ class Owner(Protocol):
     settled: SettledState | None
 
     @property
+    def homes(self) -> HomeOwner:
+        """Who is asked before anybody reads or writes a home."""
+
+    @property
+    def steps(self) -> StepOwner:
+        """Who is told of steps."""
+
+    @property
     def grads(self) -> GradientOwner:
         """Who is asked before anybody touches ``p.grad``."""
 
@@ -116,33 +160,6 @@ class Owner(Protocol):
 
     def copy_for(self, tensor: "ManagedTensor") -> torch.Tensor:
         """What the operator receives instead of the parameter."""
-
-    def settle_home(self, tensor: "ManagedTensor") -> None:
-        """Return once home is what the last ``optimizer.step()`` made of it."""
-
-    def settle_homes(self) -> None:
-        """As `settle_home`, for every parameter."""
-
-    def is_stepping(self, optimizer: torch.optim.Optimizer) -> bool:
-        """``optimizer`` is the one that is managed, and its step runs: it knows by itself what to wait for."""
-
-    def begin_kept_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """A step of ``optimizer`` begins: if it is the one that is managed, by a method from before that, the iteration
-        ends with it all the same."""
-
-    def end_kept_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """It has ended, and what it has written has been noted."""
-
-    def rebind_home(self, tensor: "ManagedTensor", data: torch.Tensor) -> None: ...
-
-    def write_back(self, tensor: "ManagedTensor") -> None:
-        """Bring home up to date with writes to the copy."""
-
-    def before_home_write(self, tensor: "ManagedTensor") -> None:
-        """Its home is about to be written: it is settled, and no copy may still be reading it."""
-
-    def after_home_write(self, tensor: "ManagedTensor") -> None:
-        """It has been: a copy that somebody else holds follows."""
 
     def check_process(self) -> None:
         """Raises in a forked child, which can neither reach the device nor write homes."""
