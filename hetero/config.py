@@ -33,7 +33,7 @@ class Config:
     precision: torch.dtype | None
     activations: bool
     device_homes: bool
-    speculate: bool
+    speculate: bool | None
 
     @property
     def warmup_bytes(self) -> int:
@@ -53,7 +53,7 @@ def resolve(
     precision: torch.dtype | None,
     activations: bool,
     device_homes: bool,
-    speculate: bool,
+    speculate: bool | None,
     device_total: int,
     device_free: Callable[[], int],
     host_total: int,
@@ -77,7 +77,7 @@ def resolve(
         ("device_homes", device_homes),
         ("speculate", speculate),
     ):
-        if not isinstance(flag, bool) and not (name == "pin_memory" and flag is None):
+        if not isinstance(flag, bool) and not (name in ("pin_memory", "speculate") and flag is None):
             raise ConfigError(f"{name}={flag!r}: expected True or False")
     if not any(precision is known for known in (None, torch.bfloat16, torch.float16)):
         raise ConfigError(

@@ -60,7 +60,7 @@ def manage(
     precision: torch.dtype | None = None,
     activations: bool = True,
     device_homes: bool = True,
-    speculate: bool = False,
+    speculate: bool | None = None,
 ) -> "Manager":
     """Train ``model`` on a device that it does not fit on. In place; the training loop does not change.
 
@@ -92,9 +92,9 @@ def manage(
             otherwise than the host's, and how many there are depends on measured speeds: False, or
             ``torch.use_deterministic_algorithms(True)``, steps everything at home, as does ``precision``.
         speculate: where updates at home take longer than the next forward can hide, begin them in backward, and take
-            them back if the step turns out to be another than those before. Exact. Off by default, because each such
-            update first copies what it overwrites: parameter and states once more in host memory, within
-            ``host_budget``, and in its traffic.
+            them back if the step turns out to be another than those before. Exact. Each such update first copies what
+            it overwrites, so parameters and states are in host memory once more: by default as many as take half of
+            what is left of ``host_budget``; True: all of it; False: never.
 
     With ``precision``, a floating-point parameter keeps its type at home, for the optimizer, for clipping, in
     checkpoints and wherever it is used outside the model's forward; within forward and backward it, its gradient and

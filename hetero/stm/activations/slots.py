@@ -1,11 +1,12 @@
 """Host memory for what leaves the device for a while.
 
 Owns pinned blocks that are used again and again. Invariant: a block is used by one record at a time, and all blocks
-together, with what homes, gradients and optimizer states will come to, and with what slabs lose at their ends, stay
-within the host's budget. Starts no copy.
+together, with what homes, gradients and optimizer states will come to, with what is lent, and with what slabs lose at
+their ends, stay within the host's budget. Starts no copy.
 """
 
 from collections import defaultdict
+from collections.abc import Callable
 
 import torch
 
@@ -17,7 +18,11 @@ __all__ = ["HostSlots"]
 
 class HostSlots:
     """Blocks out of ``arena``, within ``host_budget`` bytes. ``home_bytes`` of these are promised to model data at
-    home, which is there only in part before the first step."""
+    home, which is there only in part before the first step.
+
+    Attributes:
+        ask_back: called where a block needs so many bytes of what is lent; whoever can gives some back.
+    """
 
     def __init__(self, arena: HostArena, ledger: Ledger, host_budget: int, home_bytes: int) -> None:
         self._arena = arena
@@ -25,12 +30,14 @@ class HostSlots:
         self._budget = host_budget
         self._home_bytes = home_bytes
         self._free: dict[int, list[torch.Tensor]] = defaultdict(list)
+        self._lent_bytes = 0
+        self.ask_back: Callable[[int], None] = _nobody
         self.nbytes = 0
 
     @property
     def most_bytes(self) -> int:
-        """What blocks may come to, slabs' losses not counted."""
-        others = self._ledger.host_bytes - self._ledger.nbytes(Tier.HOST, Kind.ACTIVATION)
+        """What blocks may come to when nothing is lent, slabs' losses not counted."""
+        others = self._ledger.host_bytes - self._ledger.nbytes(Tier.HOST, Kind.ACTIVATION) - self._lent_bytes
         return max(0, self._budget - max(others, self._home_bytes))
 
     def take(self, nbytes: int) -> torch.Tensor | None:
@@ -39,7 +46,7 @@ class HostSlots:
         free = self._free.get(size)
         if free:
             return _narrowed(free.pop(), nbytes)
-        if not self._has_room(size):
+        if not self._make_room(size):
             return None
         self.nbytes += size
         return _narrowed(self._arena.empty_strided((size,), (1,), torch.uint8), nbytes)
@@ -47,25 +54,34 @@ class HostSlots:
     def reserve(self, nbytes: int) -> torch.Tensor | None:
         """A block for model data beyond those that were promised, for good; None likewise."""
         size = self._arena.slab_bytes(nbytes)
-        if not self._has_room(size):
+        if not self._make_room(size):
             return None
         self._home_bytes += size
         return self._arena.empty_strided((size,), (1,), torch.uint8)
 
-    def promise(self, nbytes: int) -> bool:
-        """To model data beyond those that were promised, in memory of their own; False likewise. A negative number
-        takes it back."""
-        if nbytes > 0 and self.nbytes + nbytes > self.most_bytes:
+    def lend(self, nbytes: int, *, share: float) -> bool:
+        """To what can be done without, in memory of its own, which the ledger counts as model data: False if all that
+        is lent would pass that share of what nobody else needs. A negative number comes back."""
+        if nbytes > 0 and self._lent_bytes + nbytes > share * (self.most_bytes - self.nbytes):
             return False
-        self._home_bytes += nbytes
+        self._lent_bytes += nbytes
         return True
 
     def give_back(self, block: torch.Tensor) -> None:
         """Nobody uses ``block`` any more: every copy from or to it has been waited for by compute."""
         self._free[self._arena.slab_bytes(block.numel())].append(block)
 
-    def _has_room(self, size: int) -> bool:
-        return self.nbytes + size + self._arena.lost_bytes(size) <= self.most_bytes
+    def _make_room(self, size: int) -> bool:
+        needed = self.nbytes + size + self._arena.lost_bytes(size)
+        if needed > self.most_bytes:
+            return False
+        if (short := needed + self._lent_bytes - self.most_bytes) > 0:
+            self.ask_back(short)
+        return needed + self._lent_bytes <= self.most_bytes
+
+
+def _nobody(nbytes: int) -> None:
+    pass
 
 
 def _narrowed(block: torch.Tensor, nbytes: int) -> torch.Tensor:

@@ -52,7 +52,7 @@ class HostStep:
     """The steps of one optimizer.
 
     ``note_states``: called after the optimizer's states may have become others. ``kept_ids``: ids of the tensors in
-    them that somebody of ours holds as well.
+    them that somebody of ours holds as well. ``speculates``: None where host memory is plentiful.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class HostStep:
         note_states: Callable[[], None],
         kept_ids: Callable[[], frozenset[int]],
         uses_device: bool,
-        speculates: bool,
+        speculates: bool | None,
     ) -> None:
         self.optimizer = self._optimizer = optimizer
         self._stm = manager
@@ -89,7 +89,8 @@ class HostStep:
             optimizer,
             manager,
             self.device_homes,
-            allowed=speculates,
+            allowed=speculates is not False,
+            host_share=1.0 if speculates else _SHARE_OF_HOST,
             stepped=lambda: self._stepped,
             kept_ids=kept_ids,
             watches=lambda: self.defers and self._attached and self._watch(optimizer),
@@ -415,5 +416,7 @@ class HostStep:
                 self.device_homes.keep_home(tensor)
 
 
+# Of the host's memory that nobody else needs, for what speculation copies, unless the user asks for more.
+_SHARE_OF_HOST = 0.5
 # The attribute, the local name, and the argument of getrefcount.
 _STATE_REFERENCES = 3

@@ -1,8 +1,11 @@
 """Memory on the host for what trials overwrite.
 
 Owns it, and its place in the ledger. Invariant: with it, model data on the host do not pass ``host_budget``, even when
-every gradient is there, and as many activations as ever were.
+every gradient is there, and as many activations as ever were. Where activations come to be more, it goes back.
 """
+
+import weakref
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -16,11 +19,25 @@ __all__ = ["Snapshots"]
 
 
 class Snapshots:
-    """Buffers of each parameter and its states, kept from one iteration to the next. ``slots``: with what they share
-    the host's budget."""
+    """Buffers of each of ``tensors`` and its states, kept from one iteration to the next. ``slots``: with what they
+    share the host's budget; ``share`` of what is free there is theirs. ``finish``: ends a parameter's update, or takes
+    it back."""
 
-    def __init__(self, ledger: Ledger, slots: HostSlots) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        slots: HostSlots,
+        tensors: Sequence[ManagedTensor],
+        *,
+        share: float,
+        finish: Callable[[ManagedTensor], None],
+    ) -> None:
         self._slots = slots
+        self._tensors = tensors
+        self._finish = finish
+        self._share = share
+        give_back = weakref.WeakMethod(self._give_back)
+        slots.ask_back = lambda nbytes: None if (call := give_back()) is None else call(nbytes)
         self._entry = StatefulTensor(ledger, Kind.OPTIMIZER_STATE, "snapshots")
         self._buffers: dict[int, list[torch.Tensor]] = {}
         self._copied_bytes, self._copying_seconds = 0, 0.0
@@ -37,7 +54,7 @@ class Snapshots:
         if kept is not None and len(kept) == len(wanted) and all(map(_fits, kept, wanted)):
             return kept
         if kept is not None:
-            self._place(-sum(buffer.nbytes for buffer in self._buffers.pop(tensor.index)))
+            self._drop(tensor.index)
         nbytes = sum(state.nbytes for state in wanted)
         if not self._place(nbytes):
             return None
@@ -60,9 +77,22 @@ class Snapshots:
         self._buffers.clear()
         self._place(-self.nbytes)
 
+    def _give_back(self, nbytes: int) -> None:
+        """So many bytes, or all: first those of no trial."""
+        enough = self.nbytes - nbytes
+        for tensor in sorted([self._tensors[i] for i in self._buffers], key=lambda t: t.pending is not None):
+            if self.nbytes <= enough:
+                break
+            if tensor.pending is not None:
+                self._finish(tensor)
+            self._drop(tensor.index)
+
+    def _drop(self, index: int) -> None:
+        self._place(-sum(buffer.nbytes for buffer in self._buffers.pop(index)))
+
     def _place(self, change: int) -> bool:
         """So many bytes more, or fewer; False if there is no room."""
-        if not self._slots.promise(change):
+        if not self._slots.lend(change, share=self._share):
             return False
         self._entry.place(Tier.HOST, self.nbytes + change)
         return True

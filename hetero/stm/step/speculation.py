@@ -53,7 +53,8 @@ class _Setting:
 
 class Speculation:
     """That of one optimizer. ``stepped``: indices of parameters whose states exist; ``watches``: whether we learn of
-    whoever looks at ``optimizer.state``."""
+    whoever looks at ``optimizer.state``; ``host_share``: of the host's memory that nobody else needs, to copy to what
+    trials overwrite."""
 
     def __init__(
         self,
@@ -62,6 +63,7 @@ class Speculation:
         device_homes: DeviceHomes,
         *,
         allowed: bool,
+        host_share: float,
         stepped: Callable[[], set[int]],
         kept_ids: Callable[[], frozenset[int]],
         watches: Callable[[], bool],
@@ -77,7 +79,9 @@ class Speculation:
         self._surroundings: Surroundings | None = None
         self._wishes: list[Wish] = []  # what the last step was clipped with
         self.forecast = Forecast()
-        self.snapshots = Snapshots(stm.ledger, stm.host_slots)
+        self.snapshots = Snapshots(
+            stm.ledger, stm.host_slots, stm.tensors, share=host_share, finish=stm.residency.finish_update
+        )
         self._allowed = allowed
         if allowed:
             # Weakly, for the reason that `DeviceHomes` has; what is pending can be taken back without us.
