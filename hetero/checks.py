@@ -147,7 +147,7 @@ def _states_per_parameter(optimizer: torch.optim.Optimizer | None) -> int:
     """How many tensors of a parameter's size this optimizer keeps, found by letting its kind step a small one."""
     if optimizer is None:
         return 0
-    probe = nn.Parameter(torch.zeros(3, 5))
+    probe = nn.Parameter(torch.zeros(3, 5, device="cpu"))
     probe.grad = torch.zeros_like(probe)
     try:
         twin = copy.copy(optimizer)  # its kind and settings, nothing it holds

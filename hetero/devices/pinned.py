@@ -92,11 +92,11 @@ class HostArena:
         extent = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if 0 not in size else 0
         nbytes = extent * dtype.itemsize
         if nbytes == 0:
-            return torch.empty_strided(size, stride, dtype=dtype)
+            return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
         slab, offset = self._cut(nbytes)
         flat = torch.frombuffer(slab, dtype=dtype, count=extent, offset=offset)
         # set_ instead of as_strided: the result is no view, so nothing ties it to `flat`.
-        return torch.empty(0, dtype=dtype).set_(flat.untyped_storage(), 0, size, stride)
+        return torch.empty(0, dtype=dtype, device="cpu").set_(flat.untyped_storage(), 0, size, stride)
 
     def _cut(self, nbytes: int) -> tuple[PinnedSlab, int]:
         growth = self._growth(nbytes)

@@ -183,7 +183,7 @@ class Faker:
         if tensor.dim() == 0 and tensor.device.type == "cpu" and not isinstance(tensor, torch.nn.Parameter):
             # Optimizers count steps in such scalars and read them: keep the value, as a constant. They also
             # stay on the CPU whatever the device, as they would.
-            return torch.tensor(self._value(tensor), dtype=tensor.dtype)
+            return torch.tensor(self._value(tensor), dtype=tensor.dtype, device="cpu")
         storage = tensor.untyped_storage()
         base = bases.get(storage._cdata)
         if base is None:

@@ -243,7 +243,7 @@ def _register() -> None:
         extension.set_race_error(StreamRaceError)
         _torch_module.register(extension)
         # torch answers is_pinned() with False until something was pinned by its own hand.
-        torch.empty(1, pin_memory=True)
+        torch.empty(1, pin_memory=True, device="cpu")
         # Autograd's device thread may still be letting go of Python objects; a thread that asks for the interpreter
         # while it shuts down is ended by force, and C++ aborts the process for that.
         atexit.register(time.sleep, 0.3)

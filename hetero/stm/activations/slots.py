@@ -88,4 +88,4 @@ def _narrowed(block: torch.Tensor, nbytes: int) -> torch.Tensor:
     """The first ``nbytes`` of its storage; no view, so that nothing else holds the block."""
     if block.numel() == nbytes:
         return block
-    return torch.empty(0, dtype=torch.uint8).set_(block.untyped_storage(), 0, (nbytes,), (1,))
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(block.untyped_storage(), 0, (nbytes,), (1,))

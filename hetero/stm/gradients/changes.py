@@ -167,7 +167,7 @@ class Changes:
         """Pinned memory for one number that nobody uses any more."""
         for slot in self._slots:
             if torch._C._storage_Use_Count(slot._cdata) == 1 and slot.nbytes() == dtype.itemsize:
-                return torch.empty(0, dtype=dtype).set_(slot, 0, (), ())
+                return torch.empty(0, dtype=dtype, device="cpu").set_(slot, 0, (), ())
         fresh = self._arena.empty_strided((), (), dtype)
         self._slots.append(fresh.untyped_storage())
         return fresh

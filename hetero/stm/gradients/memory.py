@@ -54,8 +54,8 @@ class GradientMemory:
         # The slot is ours alone unless an older gradient still lives in it: one of several micro-batches, or one
         # that the user kept.
         if slot is None or torch._C._storage_Use_Count(slot._cdata) > 1:
-            return torch.empty_strided(size, stride, dtype=dtype)
-        return torch.empty(0, dtype=dtype).set_(slot, 0, size, stride)
+            return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
+        return torch.empty(0, dtype=dtype, device="cpu").set_(slot, 0, size, stride)
 
     def _new_entry(self, tensor: ManagedTensor) -> StatefulTensor:
         return StatefulTensor(self._ledger, Kind.GRADIENT, f"{tensor.name}.grad")

@@ -147,7 +147,7 @@ class Speculation:
     ) -> None:
         stm, surroundings = self._stm, self._surroundings
         assert surroundings is not None
-        alias = torch.empty(0, dtype=gradient.dtype).set_(
+        alias = torch.empty(0, dtype=gradient.dtype, device="cpu").set_(
             gradient.untyped_storage(), gradient.storage_offset(), gradient.size(), gradient.stride()
         )
         update = home_update(setting.shell, tensor.parameter, settings, entry, tensor.home, alias)

@@ -177,24 +177,24 @@ _PROBE = object()
 
 
 def _measure_gradient() -> tuple[int, int, int]:
-    parameter = nn.Parameter(torch.zeros(2))
-    parameter.grad = torch.zeros(2)
+    parameter = nn.Parameter(torch.zeros(2, device="cpu"))
+    parameter.grad = torch.zeros(2, device="cpu")
     gradient = parameter.grad
     return _counts(gradient)
 
 
 def _measure_value() -> tuple[int, int, int]:
-    entry = {"exp_avg": torch.zeros(2)}
+    entry = {"exp_avg": torch.zeros(2, device="cpu")}
     return next(_counts(value) for value in entry.values())
 
 
 def _measure_held() -> tuple[int, int, int]:
-    holder = types.SimpleNamespace(gradient=torch.zeros(2))
+    holder = types.SimpleNamespace(gradient=torch.zeros(2, device="cpu"))
     return _counts(holder.gradient)
 
 
 def _measure_listed() -> tuple[int, int]:
-    return next((sys.getrefcount(tensor), _uses(tensor)) for tensor in [torch.zeros(2)])
+    return next((sys.getrefcount(tensor), _uses(tensor)) for tensor in [torch.zeros(2, device="cpu")])
 
 
 def _measure_entry() -> int:

@@ -51,7 +51,7 @@ class _Probe:
 
 def _reference_baselines() -> tuple[int, int]:
     probe = _Probe()
-    probe.identity = torch.empty(1)
+    probe.identity = torch.empty(1, device="cpu")
     key = probe.identity.untyped_storage()._cdata
     return sys.getrefcount(probe.identity), torch._C._storage_Use_Count(key) - 1
 
@@ -173,7 +173,7 @@ class ManagedTensor(StatefulTensor):
         """Management is over: hold nothing that keeps the parameter's memory."""
         self.cast = self.low = self.master = None
         self.identity = self.data = self._alias = self._source = self.gradient_slot = self._view = None
-        self.home = self.parameter.detach()[:0] if self.parameter.dim() else torch.empty(0)
+        self.home = self.parameter.detach()[:0] if self.parameter.dim() else torch.empty(0, device="cpu")
 
     # -- versions -------------------------------------------------------------------------------------
 

@@ -63,7 +63,7 @@ def _shared_bytes(one: torch.Tensor, other: torch.Tensor) -> int:
 def _mask(tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
     """Which bytes in ``[begin, end)`` of its storage are the tensor's."""
     first, last = _span(tensor)
-    mask = torch.zeros(last - first, dtype=torch.bool)
+    mask = torch.zeros(last - first, dtype=torch.bool, device="cpu")
     strides = (*(stride * tensor.itemsize for stride in tensor.stride()), 1)
     mask.as_strided((*tensor.size(), tensor.itemsize), strides).fill_(True)
     return mask[begin - first : end - first]
