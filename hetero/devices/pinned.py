@@ -34,6 +34,7 @@ class PinnedSlab(mmap.mmap):
 
     # mmap has no useful __init__: construct with ``PinnedSlab(-1, nbytes)``, then `pin`.
     _unpin: Callable[[], None] | None = None
+    note_gone: Callable[[int], None] | None = None
 
     def pin(self, accelerator: Accelerator) -> bool:
         """Page-lock for ``accelerator``; False if the system refuses (WSL2, containers)."""
@@ -47,8 +48,12 @@ class PinnedSlab(mmap.mmap):
     def __del__(self) -> None:
         # Not by a weak reference: mmap unmaps first and calls those afterwards, when a copy may still be reading the
         # memory, and the next mapping may already have its address. At exit the device may be gone: it is the system's.
-        if self._unpin is not None and not sys.is_finalizing():
+        if sys.is_finalizing():
+            return
+        if self._unpin is not None:
             self._unpin()
+        if self.note_gone is not None:
+            self.note_gone(len(self))
 
 
 class HostArena:
@@ -64,7 +69,7 @@ class HostArena:
         self._offset = 0
         self._expected_nbytes = 0
         self._requested_nbytes = 0
-        # Of all slabs ever made.
+        # Of the slabs that there are.
         self.nbytes = 0
 
     @property
@@ -84,6 +89,10 @@ class HostArena:
     def lost_bytes(self, nbytes: int) -> int:
         """What slabs will have beyond the tensors cut from them once one of ``nbytes`` more is."""
         return self.nbytes + self._growth(nbytes) - self._requested_nbytes - nbytes
+
+    def note_gone(self, nbytes: int) -> None:
+        """A tensor of ``nbytes`` is no more. A slab goes with the last one cut from it, unless more may be."""
+        self._requested_nbytes -= nbytes
 
     def empty_strided(
         self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
@@ -118,6 +127,7 @@ class HostArena:
 
     def _new_slab(self, nbytes: int) -> PinnedSlab:
         slab = PinnedSlab(-1, nbytes)
+        slab.note_gone = self._note_slab_gone
         self.nbytes += nbytes
         if self._pin and not slab.pin(self._accelerator):
             self._pin = False
@@ -128,6 +138,9 @@ class HostArena:
                 stacklevel=2,
             )
         return slab
+
+    def _note_slab_gone(self, nbytes: int) -> None:
+        self.nbytes -= nbytes
 
 
 def _register(accelerator: Accelerator, address: int, nbytes: int) -> Callable[[], None] | None:

@@ -13,6 +13,7 @@ as all managers rest (`hetero.stm.settled`).
 * ``torch.clear_autocast_cache``, which ``torch.autocast`` calls where its outermost region ends.
 * ``zero_grad`` of optimizers and modules looks whether there is a gradient, which would wait for it.
 * Clipping (`hetero.stm.interception.clipping`).
+* ``torch.inference_mode``'s end, where modes have come or gone within (`hetero.stm.running.staying`).
 * Cross entropy, which ATen computes otherwise while operators are guarded (`hetero.stm.running.guard`).
 * ``Tensor.cpu`` and ``Tensor.to``, which copy what is on a device (`hetero.stm.tensors.hostcopies`).
 * ``torch.compiler``'s session: while one thread compiles, ``torch.compiler.is_compiling()`` answers True to all, and
@@ -63,7 +64,7 @@ from hetero.stm.interception.intercept import (
 from hetero.stm.interception.onethread import run_on_device_thread
 from hetero.stm.interception.outside import full_copies, keeps_its_type
 from hetero.stm.interception.parts import look_again
-from hetero.stm.running import guard
+from hetero.stm.running import guard, staying
 from hetero.stm.settled.who import before_change, note_optimizer
 from hetero.stm.tensors import hostcopies
 from hetero.stm.tensors.fetch import plain
@@ -403,6 +404,7 @@ _REPLACEMENTS: list[tuple[Any, str, Any]] = [
     (torch, "clear_autocast_cache", _announced_clear),
     (_Optimizer, "zero_grad", _zero_optimizer_grad),
     *guard.REPLACEMENTS,
+    *staying.REPLACEMENTS,
     *hostcopies.REPLACEMENTS,
     *scaling.REPLACEMENTS,
 ]

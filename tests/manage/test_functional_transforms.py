@@ -73,3 +73,26 @@ def test_gradients_of_each_sample():
         return list(vmap(of_one, in_dims=(None, 0))(given, x).values())
 
     assert_twins(mlp, trained_between(look), share=2.0)
+
+
+def test_gradients_of_several_outputs_at_once_are_refused_and_training_goes_on():
+    def loop(model, optimizer, target):
+        seen = []
+        for _ in range(4):
+            outputs = model(torch.randn(6, 64).to(target)).mean(0)[:3]
+            if any(p.device != target for p in model.parameters()):
+                with pytest.raises(hetero.errors.ManageError, match="one output's at a time"):
+                    torch.autograd.grad(
+                        outputs,
+                        [model[0].weight],
+                        torch.eye(3).to(target),
+                        is_grads_batched=True,
+                        retain_graph=True,
+                    )
+            outputs.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(outputs)
+        return seen
+
+    assert_twins(mlp, loop, share=0.6)

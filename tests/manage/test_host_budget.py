@@ -7,12 +7,12 @@ import torch
 from accelerators import races
 from blocks import ROWS, WIDTH, deep, steps
 from torch import nn
-from twins import adamw, assert_same, device, plain, unmanaged
+from twins import adamw, assert_same, device, managed, plain, unmanaged
 
 import hetero
 from hetero.devices import Accelerator, HostArena
 from hetero.errors import BudgetError
-from hetero.stm import Kind, Ledger, Tier
+from hetero.stm import Kind, Ledger, StatefulTensor, Tier
 from hetero.stm.activations.slots import HostSlots
 
 
@@ -164,6 +164,131 @@ def test_a_page_that_a_slab_would_begin_counts_as_a_whole():
     assert slots.take(4096) is None  # the slab's rest is too small, and a third page is not ours
     assert slots.take(3584) is not None  # the slab's rest
     assert arena.nbytes == 2 * 4096
+
+
+def lengths(model, optimizer, target):
+    """Batches of random numbers of rows: saved tensors of as many sizes."""
+    seen = []
+    for rows in torch.randint(ROWS // 4, ROWS + 1, (60,)).tolist():
+        loss = model(torch.randn(rows, WIDTH).to(target)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss)
+    return seen
+
+
+def test_batches_of_many_sizes_take_little_more_of_the_host_than_the_largest():
+    def largest(model, optimizer, target):
+        return steps(model, optimizer, target, 8)
+
+    _, _, peak = unmanaged(deep, largest)
+    budget = peak // 2
+    most = managed(deep, largest, budget)[2]._stm.activations._slots.nbytes
+    expected = unmanaged(deep, lengths)[0]
+    seen, _, manager = managed(deep, lengths, budget)
+    assert_same(seen, expected, "losses")
+    slots = manager._stm.activations._slots
+    assert most > 0
+    # Of 60 lengths; with blocks of their own they would take ten times as much.
+    assert slots.nbytes <= 3 * peak
+    # And where the host has no more, free blocks make room for one another.
+    seen, _, manager = managed(deep, lengths, budget, host_budget=homes_of(deep()) + 2 * most)
+    assert_same(seen, expected, "losses")
+    assert manager._stm.activations._slots.nbytes <= 2 * most
+
+
+def test_free_blocks_are_used_for_what_is_a_little_smaller_and_given_up_for_what_is_larger():
+    arena = HostArena(Accelerator(device()), pin=False)
+    slots = HostSlots(arena, Ledger(), 6 * 4096, 0)
+    small, large = slots.take(4096), slots.take(2 * 4096)
+    assert small is not None
+    assert large is not None
+    address = large.data_ptr()
+    slots.give_back(small)
+    slots.give_back(large)
+    del small, large
+    again = slots.take(2 * 4096 - 512)
+    assert again is not None
+    assert (again.numel(), again.data_ptr()) == (2 * 4096 - 512, address)
+    assert slots.take(5 * 4096) is None  # whatever is given up: what is there stays
+    assert slots.nbytes == 3 * 4096
+    slots.give_back(again)
+    del again
+    assert slots.take(4 * 4096) is not None
+    assert slots.nbytes == 4 * 4096
+    assert arena.nbytes <= 6 * 4096  # the last slab stays
+
+
+def test_what_is_lent_comes_back_for_blocks():
+    ledger = Ledger()
+    slots = HostSlots(HostArena(Accelerator(device()), pin=False), ledger, 8 * 4096, 4096)
+    lent = StatefulTensor(ledger, Kind.OPTIMIZER_STATE, "lent")
+
+    def lend(nbytes, share):
+        done = slots.lend(nbytes, share=share)
+        lent.place(Tier.HOST, lent.nbytes(Tier.HOST) + nbytes * done)
+        return done
+
+    asked = []
+
+    def ask_back(nbytes):
+        asked.append(nbytes)
+        lend(-lent.nbytes(Tier.HOST), 1.0)
+
+    slots.ask_back = ask_back
+    taken = [slots.take(4096)]
+    assert not lend(4 * 4096, 0.5)
+    assert lend(3 * 4096, 0.5)
+    assert slots.most_bytes == 7 * 4096  # it is not lost to activations
+    taken.append(slots.take(3 * 4096))
+    assert not asked
+    assert slots.take(8 * 4096) is None
+    assert not asked  # in vain
+    taken.append(slots.take(2 * 4096))
+    assert all(block is not None for block in taken)
+    assert asked == [2 * 4096]
+    assert slots.nbytes == 6 * 4096
+
+
+@pytest.mark.usefixtures("speculating")
+def test_what_updates_overwrite_is_copied_no_more_where_larger_batches_save_more():
+    def loop(model, optimizer, target):
+        found = []
+        for rows in [ROWS // 8] * 5 + [ROWS] * 4:
+            loss = model(torch.randn(rows, WIDTH).to(target)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss)
+            snapshots.append(copies())
+        return found
+
+    snapshots, copies = [], lambda: 0
+    expected, _, peak = unmanaged(deep, loop)
+    snapshots.clear()
+    gc.collect()
+    target = device()
+    torch.manual_seed(0)
+    model = deep()
+    optimizer = adamw(model)
+    budget = homes_of(deep()) + (2 << 20)
+    with hetero.manage(
+        model,
+        optimizer,
+        device=target,
+        device_budget=torch.accelerator.memory_allocated() + int(0.7 * peak),
+        host_budget=budget,
+        device_homes=False,
+    ) as manager:
+        copies = lambda: manager._host_step.speculation.snapshots.nbytes  # noqa: E731
+        torch.manual_seed(1)
+        assert_same(plain(loop(model, optimizer, target)), expected, "losses")
+        assert max(snapshots[:5]) >= 3 * sum(p.nbytes for p in model.parameters())
+        assert snapshots[-1] < max(snapshots[:5])
+        assert manager.stats.activation_out_bytes > 0
+        assert host_bytes(manager) <= budget
+    assert races() == []
 
 
 def test_the_least_that_a_refusal_names_would_do():

@@ -438,3 +438,31 @@ def test_without_precision_a_checkpoint_around_the_model(reentrant):
         return seen
 
     assert_twins(mlp, loop)
+
+
+@pytest.mark.parametrize("where", ["read", "clip", "step"])
+def test_gradients_are_touched_within_inference_mode(where):
+    """What is made of them there at home is used outside of it as well."""
+
+    def within(here):
+        return torch.inference_mode(where == here)
+
+    def loop(infers):
+        model, optimizer, manager = managed_mlp()
+        seen = []
+        with manager:
+            torch.manual_seed(1)
+            for _ in range(4):
+                loss = model(torch.randn(4, WIDTH).to(device())).float().square().mean()
+                loss.backward()
+                with within("read" if infers else None):
+                    seen += [p.grad.norm() for p in model.parameters() if where == "read"]
+                with within("clip" if infers else None):
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+                with within("step" if infers else None):
+                    optimizer.step()
+                optimizer.zero_grad()
+                seen.append(loss.detach().cpu())
+        return [value.item() for value in seen]
+
+    assert loop(True) == loop(False)

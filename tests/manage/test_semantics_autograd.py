@@ -530,3 +530,23 @@ def test_a_cast_that_was_written_is_saved_as_it_is():
             return x
 
     assert_twins(Halved, train, share=0.9)
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch has no grad_dtype")
+@pytest.mark.parametrize("share", [0.4, 0.7])
+def test_gradients_that_autograd_casts_at_home(share):
+    def loop(model, optimizer, target):
+        for parameter in model.parameters():
+            parameter.grad_dtype = torch.float32
+        seen = []
+        for _ in range(5):
+            model(batch(target, 8, 128).to(torch.bfloat16)).float().square().mean().backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    assert parameter.grad.dtype is torch.float32
+                    seen.append(parameter.grad.clone())
+                    parameter.sub_((parameter.grad * 1e-2).to(parameter.dtype))
+                    parameter.grad = None
+        return seen
+
+    assert_twins(lambda: mlp(128).to(torch.bfloat16), loop, share=share)

@@ -1,5 +1,7 @@
 """Losses that the caller makes while what they run is tried again: the same bits, and no mode is left behind."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -111,3 +113,34 @@ def test_a_loss_between_forward_and_backward_is_the_same(loss_of, share):
     assert_twins(mlp, loop, share=share)
     assert max(stayed) == 1  # of the managed run's first iterations; else this would show nothing
     assert modes.active(Retry) == []
+
+
+@pytest.mark.parametrize("part", ["forward and backward", "backward", "step", "epoch"])
+@pytest.mark.parametrize("infers", [False, True])
+def test_inference_mode_begins_with_modes_and_ends_without_them_or_the_other_way_round(part, infers):
+    """Torch restores at its end what there was at its begin; also if it is told ``mode=False``."""
+
+    def within(*parts):
+        return torch.inference_mode(False) if part in parts else contextlib.nullcontext()
+
+    def loop(model, optimizer, target):
+        seen = []
+        for _ in range(3):
+            with within("epoch"):
+                for _ in range(2):
+                    with within("forward and backward"):
+                        loss = model(batch(target)).square().mean()
+                        with within("backward"):
+                            loss.backward()
+                    with within("step"):
+                        optimizer.step()
+                    optimizer.zero_grad()
+                    seen.append(loss)
+            if infers:
+                with torch.inference_mode():
+                    seen.append(model(batch(target)).square().mean())
+            assert torch.empty(1).numel() == 1
+        return seen
+
+    assert_twins(mlp, loop, share=0.5)
+    assert not modes.active(Retry)

@@ -3,6 +3,11 @@
 Owns pinned blocks that are used again and again. Invariant: a block is used by one record at a time, and all blocks
 together, with what homes, gradients and optimizer states will come to, with what is lent, and with what slabs lose at
 their ends, stay within the host's budget. Starts no copy.
+
+[Note: other sizes]
+Batches of many lengths save tensors of many sizes. A free block of exactly that size comes first: iterations that
+repeat themselves use the same ones. Else one that is not much larger, so that their number does not grow with that of
+the sizes. Where the budget has no room for another, any that is larger, or else free ones are given up for it.
 """
 
 from collections import defaultdict
@@ -43,9 +48,9 @@ class HostSlots:
     def take(self, nbytes: int) -> torch.Tensor | None:
         """A block of exactly ``nbytes``, uninitialised; None if the budget has no room for it."""
         size = self._arena.slab_bytes(nbytes)
-        free = self._free.get(size)
-        if free:
-            return _narrowed(free.pop(), nbytes)
+        best = min((known for known in self._free if size <= known), default=None)
+        if best is not None and (best <= _MOST_LARGER * size or self._short(size) > 0):  # [Note: other sizes]
+            return _narrowed(self._pop(best), nbytes)
         if not self._make_room(size):
             return None
         self.nbytes += size
@@ -69,15 +74,36 @@ class HostSlots:
 
     def give_back(self, block: torch.Tensor) -> None:
         """Nobody uses ``block`` any more: every copy from or to it has been waited for by compute."""
-        self._free[self._arena.slab_bytes(block.numel())].append(block)
+        whole = _narrowed(block, block.untyped_storage().nbytes())
+        self._free[whole.numel()].append(whole)
 
     def _make_room(self, size: int) -> bool:
-        needed = self.nbytes + size + self._arena.lost_bytes(size)
-        if needed > self.most_bytes:
+        short = self._short(size)
+        if short > self._lent_bytes + sum(known * len(blocks) for known, blocks in self._free.items()):
             return False
-        if (short := needed + self._lent_bytes - self.most_bytes) > 0:
+        if short > 0:
             self.ask_back(short)
-        return needed + self._lent_bytes <= self.most_bytes
+        while self._free and self._short(size) > 0:
+            self._give_up(max(self._free))
+        return self._short(size) <= 0
+
+    def _short(self, size: int) -> int:
+        """How many bytes too few there are for such a block."""
+        return self.nbytes + size + self._arena.lost_bytes(size) + self._lent_bytes - self.most_bytes
+
+    def _give_up(self, size: int) -> None:
+        self._pop(size)
+        self.nbytes -= size
+        self._arena.note_gone(size)
+
+    def _pop(self, size: int) -> torch.Tensor:
+        block = self._free[size].pop()
+        if not self._free[size]:
+            del self._free[size]
+        return block
+
+
+_MOST_LARGER = 1.5
 
 
 def _nobody(nbytes: int) -> None:

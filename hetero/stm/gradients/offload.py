@@ -276,9 +276,10 @@ class Gradients:
         return tensor.parameter.grad is not None or self._is_seen(tensor)
 
     def _is_seen(self, tensor: ManagedTensor) -> bool:
-        """By somebody besides AccumulateGrad."""
+        """By somebody besides AccumulateGrad, or by that, where it is to cast it."""
         return (
             bool(tensor.parameter._backward_hooks)
             or not tensor.has_single_path()
             or torch.is_anomaly_enabled()
+            or getattr(tensor.parameter, "grad_dtype", None) not in (None, tensor.home.dtype)
         )

@@ -16,14 +16,24 @@ from torch.utils._python_dispatch import (
     _push_mode,
 )
 
-__all__ = ["active", "put_below", "remove", "take_away", "without"]
+__all__ = ["active", "agree", "put_below", "remove", "take_away", "without"]
 
 Mode = TypeVar("Mode", bound=TorchDispatchMode)
+
+_KEYS = torch._C.DispatchKey.Python, torch._C.DispatchKey.PythonTLSSnapshot
 
 
 def active(kind: type[Mode]) -> list[Mode]:
     """Those of this kind."""
     return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, kind)]
+
+
+def agree() -> None:
+    """Torch looks for modes on this thread if, and only if, there are some."""
+    there = torch._C._len_torch_dispatch_stack() > 0
+    for key in _KEYS:
+        if torch._C._dispatch_tls_is_dispatch_key_included(key) != there:
+            torch._C._dispatch_tls_set_dispatch_key_included(key, there)
 
 
 def put_below(mode: TorchDispatchMode) -> None:

@@ -5,13 +5,16 @@ taken away: what is over does nothing, and is gone when the caller calls us next
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from hetero.stm.running import modes
 from hetero.stm.running.retry import Retry
 
-__all__ = ["leave", "stay"]
+__all__ = ["REPLACEMENTS", "leave", "stay"]
+
+_exit = torch.inference_mode.__exit__
 
 
 def stay(retry: Retry) -> Callable[[], None]:
@@ -29,3 +32,12 @@ def leave() -> None:
     over = [retry for retry in modes.active(Retry) if retry.is_over]
     if over and not torch.is_inference_mode_enabled():
         modes.remove(*over)
+
+
+def _exit_and_agree(self: torch.inference_mode, *exception: Any) -> None:
+    """``inference_mode(False)`` as well has torch restore, where it ends, whether there were modes where it began."""
+    _exit(self, *exception)
+    modes.agree()
+
+
+REPLACEMENTS: list[tuple[Any, str, Any]] = [(torch.inference_mode, "__exit__", _exit_and_agree)]

@@ -109,11 +109,11 @@ class Upcast:
 
     def apply(self, engine: CopyEngine, gradient: torch.Tensor | None = None) -> None:
         """Wait for it and cast it. Once."""
-        low = _flat(self.memory, self.low, _landing_offset(self.count, self.low, self.high), self.count)
-        high = _flat(self.memory, self.high, 0, self.count)
-        engine.host_after_download(self.arrival, low)
-        engine.before_host_write(high)
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():  # ``high`` is not made within somebody's either
+            low = _flat(self.memory, self.low, _landing_offset(self.count, self.low, self.high), self.count)
+            high = _flat(self.memory, self.high, 0, self.count)
+            engine.host_after_download(self.arrival, low)
+            engine.before_host_write(high)
             _expand(low, high)
 
 
