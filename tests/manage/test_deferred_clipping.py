@@ -66,20 +66,26 @@ def test_clipping_reads_no_gradient_and_has_the_same_bits(norm_type, norms_taken
     assert norms_taken == [False, True, True, True, True, True]
 
 
-def test_clipping_does_not_wait(norms_taken):
+@pytest.mark.parametrize("others", [0, 1], ids=["alone", "with a parameter of the loss"])
+def test_clipping_does_not_wait(norms_taken, others):
     model, optimizer, manager, target = managed_mlp()
+    extra = [torch.ones(64, device=target, requires_grad=True) for _ in range(others)]
+    clipped = [*extra, *model.parameters()]
+
+    def backward_and_clip():
+        sum(extra, model(batch(target))).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(clipped, 1e-3)
+
     with manager:
         for _ in range(2):
-            backward(model, target)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            backward_and_clip()
             optimizer.step()
             optimizer.zero_grad()
-        backward(model, target)
         with stopped(manager), pytest.MonkeyPatch.context() as patch:
             patch.setattr(
                 manager._stm.gradients, "wait", lambda tensor: pytest.fail("a gradient was waited for")
             )
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            backward_and_clip()
             optimizer.step()
             assert pending(manager)
     assert norms_taken == [False, True, True]

@@ -12,7 +12,7 @@ from hetero.stm.interception.intercept import is_managed, managed_of
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.managed import ManagedTensor
 
-__all__ = ["foldable"]
+__all__ = ["foldable", "foldable_parts"]
 
 
 def foldable(parameters: Iterable[torch.Tensor]) -> list[ManagedTensor]:
@@ -30,3 +30,12 @@ def foldable(parameters: Iterable[torch.Tensor]) -> list[ManagedTensor]:
             if tensors[-1].owner is not tensors[0].owner or parameter.dtype != tensors[0].parameter.dtype:
                 return []
     return tensors if len(set(map(id, tensors))) == len(tensors) else []
+
+
+def foldable_parts(parameters: Iterable[torch.Tensor]) -> list[list[ManagedTensor]]:
+    """As `foldable`, of each manager's parameters among these: they may be several, beside others that are nobody's."""
+    owned: dict[int, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        if is_managed(parameter):
+            owned.setdefault(id(managed_of(parameter).owner), []).append(parameter)
+    return [tensors for part in owned.values() if (tensors := foldable(part))]

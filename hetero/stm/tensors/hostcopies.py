@@ -15,7 +15,7 @@ import torch
 
 from hetero.stm.neighbours import make_room
 
-__all__ = ["REPLACEMENTS", "note_at_home"]
+__all__ = ["REPLACEMENTS", "is_at_home", "note_at_home"]
 
 _Tensor: Any = torch.Tensor
 _cpu = _Tensor.cpu
@@ -47,18 +47,18 @@ def _prune() -> None:
 @functools.wraps(_cpu)
 def _copied_cpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     result: torch.Tensor = _cpu(self, *args, **kwargs)
-    return _own(result) if result is self and _is_ours(self) else result
+    return _own(result) if result is self and is_at_home(self) else result
 
 
 @functools.wraps(_to)
 def _copied_to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     place = _place(args, kwargs)
     # A parameter is an operand there, and makes room as one.
-    if place is not None and place.type != "cpu" and type(self) is torch.Tensor and _is_ours(self):
+    if place is not None and place.type != "cpu" and type(self) is torch.Tensor and is_at_home(self):
         make_room(place, self.nbytes)
     result: torch.Tensor = _to(self, *args, **kwargs)
     # A conversion of type alone is no copy on a device either.
-    return _own(result) if result is self and place is not None and _is_ours(self) else result
+    return _own(result) if result is self and place is not None and is_at_home(self) else result
 
 
 def _place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
@@ -69,7 +69,8 @@ def _place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None
     return torch.device(place) if isinstance(place, str | torch.device) else None
 
 
-def _is_ours(tensor: torch.Tensor) -> bool:
+def is_at_home(tensor: torch.Tensor) -> bool:
+    """``tensor`` is model data that `note_at_home` was told of, or lies in its memory."""
     # Where interception is off, it is not the user who asks.
     if not torch._C._is_torch_function_enabled():
         return False

@@ -1,0 +1,112 @@
+"""Norms of gradients that lie in several places, in the order in which torch would take them in one.
+
+Owns the order, and where the norm of those norms is taken. Invariant: a total has the bits of the unmanaged run, also
+if only some of its gradients are managed ones (a parameter of the loss or a head that was added later is clipped with
+the model), or if those are of several managers, one of which has settled.
+
+[Note: order of norms]
+The norm of norms depends on their order, in its last bit. torch takes norms by groups, of one device and type each, so
+a list of which a part is at home would be two groups where unmanaged it is one. Groups are therefore made of where each
+gradient would be unmanaged. Each norm is taken where its gradient is.
+"""
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch.utils._foreach_utils import (
+    _device_has_foreach_support,
+    _group_tensors_by_device_and_dtype,
+    _has_foreach_support,
+)
+
+from hetero.stm.interception.foldable import foldable, foldable_parts
+from hetero.stm.interception.intercept import is_managed, managed_of
+from hetero.stm.tensors.fetch import plain
+from hetero.stm.tensors.hostcopies import is_at_home
+
+__all__ = ["gradient_norms", "norms_of"]
+
+
+def gradient_norms(
+    parameters: list[torch.Tensor], norm_type: float, foreach: bool | None
+) -> torch.Tensor | None:
+    """Of these parameters' gradients, in a vector. None if torch's own way has the same bits: none is managed."""
+    tensors = foldable(parameters) if foreach is None else []
+    if tensors:
+        return tensors[0].owner.grads.norms(tensors, norm_type)
+    with plain():  # looks at gradients, neither reading nor holding them
+        parameters = [parameter for parameter in parameters if parameter.grad is not None]
+        if not any(map(is_managed, parameters)) or not all(map(_is_flat, parameters)):
+            return None
+        places = [_place_of_gradient(parameter) for parameter in parameters]
+    norms: dict[int, torch.Tensor] = {}
+    for tensors in foldable_parts(parameters) if foreach is None else []:
+        taken = tensors[0].owner.grads.norms(tensors, norm_type).to(places[0].device)
+        norms.update(zip([id(tensor.parameter) for tensor in tensors], taken.unbind(), strict=True))
+    rest = [parameter for parameter in parameters if id(parameter) not in norms]
+    gradients = [cast(torch.Tensor, parameter.grad) for parameter in rest]
+    norms.update(zip(map(id, rest), _norms(gradients, norm_type, foreach, places), strict=True))
+    return _in_order([norms[id(parameter)] for parameter in parameters], places)
+
+
+def norms_of(tensors: list[torch.Tensor], norm_type: float, foreach: bool | None) -> torch.Tensor | None:
+    """Of these tensors, which may be gradients that were looked at, likewise. None also if all of them are at home."""
+    devices = {tensor.device for tensor in tensors if not tensor.is_cpu}
+    if len(devices) != 1 or not any(map(is_at_home, tensors)):
+        return None
+    (device,) = devices
+    places = [_place(tensor, device if is_at_home(tensor) else tensor.device) for tensor in tensors]
+    return _in_order(_norms(tensors, norm_type, foreach, places), places)
+
+
+def _is_flat(parameter: torch.Tensor) -> bool:
+    """Its gradient is not sparse: torch refuses those, in words of its own."""
+    return parameter.grad is not None and parameter.grad.layout is torch.strided
+
+
+def _place_of_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    gradient = parameter.grad
+    assert gradient is not None
+    return _place(gradient, managed_of(parameter).owner.device if is_managed(parameter) else gradient.device)
+
+
+def _place(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Stands for ``tensor`` where it would be unmanaged; without numbers, so without memory."""
+    return torch.empty(0, dtype=tensor.dtype, device=device)
+
+
+def _norms(
+    tensors: list[torch.Tensor], norm_type: float, foreach: bool | None, places: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Each taken where its tensor is; then all of them are where torch takes the total of those in ``places``."""
+    norms: dict[int, torch.Tensor] = {}
+    for indices in _groups(tensors):
+        taken = torch.stack(_norms_of_group([tensors[index] for index in indices], norm_type, foreach))
+        norms.update(zip(indices, taken.to(places[0].device).unbind(), strict=True))
+    return [norms[index] for index in range(len(tensors))]
+
+
+def _in_order(norms: list[torch.Tensor], places: list[torch.Tensor]) -> torch.Tensor:
+    """[Note: order of norms]."""
+    return torch.stack([norms[index] for indices in _groups(places) for index in indices])
+
+
+def _groups(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Those of one device and type each, by index, in torch's order."""
+    if not tensors:
+        return []
+    groups = _group_tensors_by_device_and_dtype([list(tensors)], with_indices=True)
+    return [indices for _, indices in groups.values()]
+
+
+def _norms_of_group(
+    tensors: list[torch.Tensor], norm_type: float, foreach: bool | None
+) -> list[torch.Tensor]:
+    """By the kernels that torch uses for such a group."""
+    device = tensors[0].device
+    if foreach and not _device_has_foreach_support(device):
+        raise RuntimeError(f"foreach=True was passed, but can't use the foreach API on {device.type} tensors")
+    if foreach or (foreach is None and _has_foreach_support(tensors, device)):
+        return list(torch._foreach_norm(tensors, norm_type))
+    return [torch.linalg.vector_norm(tensor, norm_type) for tensor in tensors]
