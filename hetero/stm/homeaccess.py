@@ -75,6 +75,17 @@ class HomeAccess:
         with self._lock:
             self._residency.before_host_write(tensor)
 
+    def give_out(self, tensor: ManagedTensor) -> None:
+        """Somebody is about to get its memory, and may write there unseen."""
+        self.before_write(tensor)
+        tensor.note_given_out()
+
+    def follow_unknown_writes(self, tensor: ManagedTensor) -> None:
+        """Its copy is about to be used outside a forward and a backward, whose beginnings see to it themselves."""
+        if tensor.may_be_written_unseen:
+            with self._lock, plain():
+                self._residency.follow_unknown_writes([tensor])
+
     def after_write(self, tensor: ManagedTensor) -> None:
         """It has been: a copy that somebody else holds follows."""
         if tensor.is_stale:

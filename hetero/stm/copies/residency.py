@@ -150,12 +150,22 @@ class Residency:
             self._refresh_low(tensor)
             refresh(tensor, self._engine, self.uploads)
 
-    def follow_homes(self) -> None:
-        """As `follow_home`, wherever home may have been written without our knowing."""
+    def follow_homes(self, tensors: Iterable[ManagedTensor]) -> None:
+        """As `follow_home`, wherever home has been written, or may have been without our knowing."""
+        self.follow_unknown_writes(tensors)
         for tensor in list(self.resident.values()):
-            tensor.note_unknown_writes()
             if tensor.is_stale:
                 self.follow_home(tensor)
+
+    def follow_unknown_writes(self, tensors: Iterable[ManagedTensor]) -> None:
+        """As `follow_homes`, only where nothing tells whether home has been written. Such copies keep their place in
+        graphs: most often nobody has written, and two forwards with one backward are to end in the same nodes."""
+        for tensor in tensors:
+            if tensor.note_unknown_writes() and tensor.is_stale and not tensor.users:
+                if tensor.is_held():
+                    self.follow_home(tensor)
+                else:
+                    self.drop(tensor)
 
     def evict_idle(self) -> int:
         """Evict whatever no operator uses; returns the bytes freed."""
@@ -324,6 +334,7 @@ class Residency:
 
     def _fetch(self, tensor: ManagedTensor) -> None:
         tensor.follow_parameter()
+        tensor.note_unknown_writes()
         if self._starting is not None:  # an interrupt came between the start of a copy and our knowing of it
             self.await_copies()
         # Copies made inside the user's inference_mode would be unusable for training later.

@@ -141,7 +141,7 @@ def _set_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 def _get_data(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = managed_of(args[0])
     if not in_scope():
-        tensor.owner.homes.before_write(tensor)  # whoever takes it may write
+        tensor.owner.homes.give_out(tensor)
         if tensor.owner.settled is not None:
             tensor.owner.settled.onlookers.note_look()
         return tensor.data_alias()

@@ -155,6 +155,8 @@ def outside(
     owner = operands[0].owner
     if torch._C._current_graph_task_id() != -1:
         return _NOTHING
+    for tensor in operands:
+        tensor.owner.homes.follow_unknown_writes(tensor)
     if (part := called_part(owner.device)) is not None:
         owner.note_part(part)
     records = torch.is_grad_enabled() and (
@@ -359,6 +361,9 @@ def _at_home(
     # ``buffer[:] = p`` returns nothing.
     written = (*args[:1], kwargs.get("out")) if writes else ()
     results = [value for value in tensors_in((result, *written)) if not is_managed(value)]
+    for tensor in operands:
+        if any(tensor.shares(value) for value in results):
+            tensor.owner.homes.give_out(tensor)
     note_use_at_home(operands, results)
     settled = operands[0].owner.settled
     # Numbers may be combined with tensors on any device.

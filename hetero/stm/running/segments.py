@@ -64,7 +64,7 @@ class Segments:
         """The managed model's forward begins. ``trains``: it may have a backward; ``is_open``: as in
         `Executor.begin_segment`."""
         with self._lock:
-            self._residency.follow_homes()  # may raise, and then nothing has begun
+            self._residency.follow_homes(self._tensors)  # may raise, and then nothing has begun
             if not self._pending_forwards:  # else both are to end in the same nodes
                 self._residency.follow_stream_with_nodes(self._tensors)
             key = SegmentKey(Phase.FORWARD, trains, (signature, *(self._graph() if trains else (0,))))
@@ -125,6 +125,7 @@ class Segments:
             with self._collector.waiting_for_host():
                 self._residency.finish_updates(self._tensors)
             self._residency.write_back_all()  # through views that are held
+            self._residency.follow_unknown_writes(self._tensors)  # before any copy is stepped in its place
             self._executor.begin_segment(SegmentKey(Phase.STEP, True, None))
             leave()
             self._pending_forwards.clear()
@@ -158,6 +159,8 @@ class Segments:
         with self._lock:
             self._executor.take_from_caller()
             leave()
+            if not self._backwards:
+                self._residency.follow_unknown_writes(self._tensors)
             for tensor in self._tensors:
                 tensor.note_backward()
                 if tensor.used_at_home:
@@ -251,7 +254,7 @@ class Segments:
     def _written(self) -> list[int]:
         """Whose home has been written since the forward before began, and not by a step of ours."""
         before = self._clocks
-        self._clocks = {t.index: t.home_clock for t in self._tensors if t.pending is None}
+        self._clocks = {t.index: t.known_clock for t in self._tensors if t.pending is None}
         return [index for index, clock in self._clocks.items() if before.get(index, clock) != clock]
 
     def forget_forwards(self) -> None:

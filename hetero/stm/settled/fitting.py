@@ -96,6 +96,7 @@ class Fitting:
             self.onlookers.have_gradients |= bool(tensor.parameter._backward_hooks)
         if self.onlookers.keep_something(stm.tensors):
             return False
+        stm.residency.follow_unknown_writes(stm.tensors)
         try:
             stm.residency.require(stm.tensors, limit=self._budget, operator=lambda: "settling")
         except BudgetError:

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.utils.weak import TensorWeakRef
 
+from hetero.devices import storage_of
 from hetero.errors import ManageError
 from hetero.stm.deferred import Update
 from hetero.stm.tensors.exposure import memory_is_private
@@ -67,6 +68,7 @@ class ManagedTensor(StatefulTensor):
     __slots__ = (
         "__weakref__",
         "_alias",
+        "_doubtful_writes",
         "_fetch_nodes",
         "_home_graphs",
         "_is_trained_at_home",
@@ -74,6 +76,7 @@ class ManagedTensor(StatefulTensor):
         "_source",
         "_unseen_writes",
         "_view",
+        "_was_given_out",
         "cast",
         "clean_version",
         "data",
@@ -118,6 +121,10 @@ class ManagedTensor(StatefulTensor):
         self._alias: torch.Tensor | None = None
         self._source: torch.Tensor | None = None
         self._unseen_writes = 0
+        # Of these, what somebody may have done who was given home's memory: most often they only looked.
+        self._doubtful_writes = 0
+        # Somebody was given home's memory, and may have written there, since it was last asked who has it.
+        self._was_given_out = False
         self._loaded_version = 0
         self._fetch_nodes: list[weakref.ref[torch.autograd.graph.Node]] = []
         # Of ``data``, as it was last saved for backward: most are saved the same way in each iteration.
@@ -156,6 +163,7 @@ class ManagedTensor(StatefulTensor):
         note_at_home(self.home)
         self._alias = None
         self._source = None
+        self._was_given_out = False
         if self.low is not None:
             self.low.clock = None
 
@@ -188,6 +196,11 @@ class ManagedTensor(StatefulTensor):
         return clock
 
     @property
+    def known_clock(self) -> int:
+        """As `home_clock`, without what was never more than a doubt: it tells nothing of iterations to come."""
+        return self.home_clock - self._doubtful_writes
+
+    @property
     def version(self) -> int:
         """The version autograd's check sees: in-place writes to the parameter, at home or on the device."""
         written = 0 if self.data is None else self.data._version - self.clean_version
@@ -197,10 +210,37 @@ class ManagedTensor(StatefulTensor):
         """Home was written by somebody who does not move version counters: fused optimizer kernels do not."""
         self._unseen_writes += 1
 
-    def note_unknown_writes(self) -> None:
-        """Whoever shares the memory of ``p.data = x[i:j].data`` (``vector_to_parameters``) may write unseen."""
-        if self._source is not None and not memory_is_private(self.home, 2 + (self._alias is not None)):
-            self.note_write()
+    def note_given_out(self) -> None:
+        """Somebody has home's memory: what they write through ``.data`` of a view of it moves no counter that we see.
+        `note_unknown_writes` is to follow before its copy is used again."""
+        self._was_given_out = True
+
+    def shares(self, tensor: torch.Tensor) -> bool:
+        """``tensor`` lies in home's memory."""
+        storage = storage_of(tensor)
+        return storage is not None and storage._cdata == self.home.untyped_storage()._cdata
+
+    @property
+    def may_be_written_unseen(self) -> bool:
+        """By somebody who has home's memory, or had it not long ago. If not, `note_unknown_writes` does nothing."""
+        return self._was_given_out or self._source is not None
+
+    def note_unknown_writes(self) -> bool:
+        """Home counts as written if somebody may have done so unseen; whether it does. They are those who were given
+        its memory since this was asked last, or still have it, and those who share the memory of
+        ``p.data = x[i:j].data`` (``vector_to_parameters``)."""
+        if not self.may_be_written_unseen:
+            return False
+        if self._source is None and self.is_dirty:
+            return False  # whoever was given home found it up to date: only the copy is known to be newer
+        ours = 1 + (self._alias is not None) + (self._source is not None)
+        is_shared = not memory_is_private(self.home, ours)
+        if not (self._was_given_out or is_shared):
+            return False
+        self._was_given_out = is_shared
+        self._doubtful_writes += self._source is None
+        self.note_write()
+        return True
 
     def data_alias(self) -> torch.Tensor:
         """What ``p.data`` is: same memory, with a version counter of its own, which we can watch."""

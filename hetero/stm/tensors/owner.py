@@ -59,6 +59,12 @@ class HomeOwner(Protocol):
     def before_write(self, tensor: "ManagedTensor") -> None:
         """It is about to be written: no copy may still be reading it."""
 
+    def give_out(self, tensor: "ManagedTensor") -> None:
+        """Somebody is about to get its memory, and may write there unseen."""
+
+    def follow_unknown_writes(self, tensor: "ManagedTensor") -> None:
+        """Its copy is about to be used: it is to show what may have been written unseen."""
+
     def after_write(self, tensor: "ManagedTensor") -> None:
         """It has been: a copy that somebody else holds follows."""
 
