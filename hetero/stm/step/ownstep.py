@@ -16,7 +16,7 @@ from hetero.stm.tensors.exposure import memory_is_private
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.homes import set_memory
 from hetero.stm.tensors.managed import ManagedTensor
-from hetero.stm.updates.kernels import is_open, split, takes_fused
+from hetero.stm.updates.kernels import has_momentum, is_open, split, takes_fused
 from hetero.stm.updates.optimizers import calls_closure_first
 from hetero.stm.updates.temporaries import temporaries
 
@@ -77,8 +77,7 @@ class OwnStep:
                 tensor = by_id.get(id(parameter))
                 entry = dict.get(optimizer.state, parameter)
                 fits = tensor is not None and self._takes_fused(tensor, entry, device)
-                momentum = not group.get("momentum") or (entry or {}).get("momentum_buffer") is not None
-                if known is None or not fits or not momentum:
+                if known is None or not fits:
                     known = None
                 else:
                     known.append((parameter, tuple(parameter.stride())))
@@ -196,11 +195,17 @@ class OwnStep:
 def _is_as_known(
     optimizer: torch.optim.Optimizer, group: _Group, known: list[tuple[torch.Tensor, tuple[int, ...]]]
 ) -> bool:
-    """Autograd lays gradients out as their parameters; the user may not."""
+    """Autograd lays gradients out as their parameters; the user may not, and may drop states that fused kernels want
+    for all parameters of a call or for none."""
     if not is_open(optimizer, group) or len(known) != len(group["params"]):
         return False
+    needs_momentum = bool(group.get("momentum"))  # it may have been turned on since
     for parameter, strides in known:
         gradient = parameter.grad
-        if gradient is not None and (gradient.layout is not torch.strided or gradient.stride() != strides):
+        if gradient is None:
+            continue
+        if gradient.layout is not torch.strided or gradient.stride() != strides:
+            return False
+        if needs_momentum and not has_momentum(dict.get(optimizer.state, parameter)):
             return False
     return True

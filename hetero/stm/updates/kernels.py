@@ -24,6 +24,7 @@ __all__ = [
     "GroupKernels",
     "as_if_managed",
     "count_kernels",
+    "has_momentum",
     "is_open",
     "same_layout",
     "split",
@@ -137,7 +138,7 @@ def split(
             if gradient is None or not is_ours(parameter):
                 return False, False
             fused = takes_fused(optimizer, parameter, gradient, entry)
-            return fused, fused and _has_momentum(entry)
+            return fused, fused and has_momentum(entry)
 
         for (fused, _), run in groupby(group["params"], kernel):
             part = {**group, "params": list(run)}
@@ -173,6 +174,6 @@ def count_kernels(
     return GroupKernels(fused=fused, others=len(ours) - fused, chosen=True)
 
 
-def _has_momentum(entry: dict[str, Any] | None) -> bool:
+def has_momentum(entry: dict[str, Any] | None) -> bool:
     """Of SGD's, which makes it at the first step with momentum."""
     return entry is not None and entry.get("momentum_buffer") is not None
