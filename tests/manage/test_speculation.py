@@ -387,6 +387,21 @@ def test_snapshots_keep_to_the_host_budget():
     assert 0 < tried < 3 * 12
 
 
+@speculating
+@pytest.mark.parametrize("speculate", [None, True])
+def test_copies_take_half_of_what_nobody_else_needs_or_all_of_it(speculate):
+    homes = 4 * sum(p.nbytes for p in mlp(depth=2).parameters())
+    model, optimizer, manager, target = managed_mlp(speculate=speculate, host_budget=homes + homes // 2)
+    with manager:
+        for _ in range(4):
+            step(model, optimizer, target)
+        copies = manager._host_step.speculation.snapshots.nbytes
+        assert manager.stats.tried_updates > 0
+    left = homes // 2  # two thirds of what copies of all would take
+    assert (copies <= left // 2) == (speculate is None)
+    assert 0 < copies <= left
+
+
 def test_nothing_is_tried_where_the_user_says_so(monkeypatch):
     monkeypatch.setattr(Speculation, "_is_expected", lambda self: True)
     model, optimizer, manager, target = managed_mlp(speculate=False)
