@@ -1,13 +1,14 @@
 """What a settled forward of the model finds: whether the iteration to come fits as well.
 
 Owns the measures that are compared: the inputs' signature, which must have been measured; the flags of frozen
-parameters; and three of the device's counters. It ends the state where the iteration to come may need more than the
-budget has, or the one before did, and for good where memory has run out since the check before: in backward, in the
-step, wherever nobody of ours is called.
+parameters; whether momentum is still off; and three of the device's counters. It ends the state where the iteration to
+come may need more than the budget has, or the one before did, and for good where memory has run out since the check
+before: in backward, in the step, wherever nobody of ours is called.
 """
 
 import operator
 import weakref
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,12 +18,14 @@ from hetero.msc import Phase
 from hetero.stm.manager import StatefulTensorMgr
 from hetero.stm.plans.fits import Growth, Kind, kind_of
 from hetero.stm.settled.attempts import Attempts
+from hetero.stm.updates.optimizers import without_momentum
 
 __all__ = ["Check"]
 
 _State = tuple[int, tuple["weakref.ref[torch.Tensor]", int] | None]
 
 _requires_grad = operator.attrgetter("requires_grad")
+_momentum = operator.itemgetter("momentum")
 
 
 class Check:
@@ -55,6 +58,8 @@ class Check:
         self._since: list[Kind] = []
         self._then: _State = (0, None)
         self._frozen: list[nn.Parameter] = []
+        # Groups of the optimizer: there is no room for the states that the step makes once it is on.
+        self._without_momentum: list[dict[str, Any]] = []
 
     def begin(self, kind: Kind, growth: Growth, limit: int) -> None:
         """It has settled for a forward of such a kind. ``growth``: what iterations need beside model data; ``limit``:
@@ -64,6 +69,7 @@ class Check:
         trained = [t.parameter for t in self._stm.tensors if t.parameter.requires_grad]
         self._probe = trained[-1] if trained else None
         self._frozen = [t.parameter for t in self._stm.tensors if not t.parameter.requires_grad]
+        self._without_momentum = [] if self._optimizer is None else without_momentum(self._optimizer)
         self.must_leave = False
         self._last = kind
         if kind[0] and self._probe is not None:
@@ -72,7 +78,7 @@ class Check:
 
     def end(self) -> None:
         """No forward comes here any more."""
-        self._frozen, self._probe, self._since = [], None, []
+        self._frozen, self._probe, self._since, self._without_momentum = [], None, [], []
 
     def admits(self, kind: Kind) -> bool:
         """Such a forward is about to begin: whether what it begins fits beside what there is."""
@@ -82,6 +88,8 @@ class Check:
             self._note_failures(failures)
         if peak != self._seen_peak and (peak > self._limit or self._seen_peak > self._limit):
             self._note_peak(peak)
+        if any(map(_momentum, self._without_momentum)):
+            self.must_leave = True
         growth = self._growth.by_kind.get(kind)
         makes_gradients = kind[0] and self._probe is not None and self._probe.grad is None
         admits = (

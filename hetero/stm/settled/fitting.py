@@ -63,10 +63,11 @@ class Fitting:
     def has_room(self, growth: Growth) -> bool:
         """Now, and nothing that is under way stands against it: as far as that needs no look at every reference."""
         stm = self._stm
+        trains = any(t.parameter.requires_grad for t in stm.tensors) and any(k[0] for k in growth.by_kind)
         if self._step is not None:
-            if not (self._step.can_pause() and self._step.device_homes.is_whole()):
+            if not (self._step.can_pause() and self._step.device_homes.is_whole(trains=trains)):
                 return False
-        elif any(t.parameter.requires_grad for t in stm.tensors) and any(k[0] for k in growth.by_kind):
+        elif trains:
             return False  # whoever steps these expects gradients at home
         if any(t.used_at_home or t.low is not None or t.pending is not None or t.users for t in stm.tensors):
             return False

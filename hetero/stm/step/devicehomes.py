@@ -26,6 +26,7 @@ from hetero.stm.tensors.managed import ManagedTensor
 from hetero.stm.tensors.state import Tier
 from hetero.stm.updates.captured import ParameterUpdate, run_together
 from hetero.stm.updates.kernels import same_layout, will_take_fused
+from hetero.stm.updates.optimizers import lacks_states
 from hetero.stm.updates.temporaries import is_measured, temporaries
 
 __all__ = ["DeviceHomes", "DeviceUpdate", "can_step_on_device"]
@@ -97,8 +98,9 @@ class DeviceHomes:
 
     @property
     def stepped(self) -> set[int]:
-        """Indices of the parameters whose states exist, if they need any."""
-        return self._stepped()
+        """Indices of the parameters whose states exist, if they need any: those that were stepped, but for whom
+        somebody has emptied the entry or turned on momentum since."""
+        return self._with_states(self._groups())
 
     def note_seconds(self, nbytes: int, seconds: float) -> None:
         """The queue's thread has updated ``nbytes`` of parameters."""
@@ -116,7 +118,8 @@ class DeviceHomes:
 
     def costs(self) -> dict[int, HomeCost]:
         """What each parameter would cost on the device; none before one round of updates has been timed."""
-        stepped, groups = self._stepped(), self._groups()
+        groups = self._groups()
+        stepped = self._with_states(groups)
         tensors = [
             tensor
             for tensor in self._stm.tensors
@@ -144,9 +147,13 @@ class DeviceHomes:
     def take(self, candidates: Mapping[int, ManagedTensor]) -> dict[int, ManagedTensor]:
         """Move those of ``candidates`` to the device that the plan wants there, and all others home. Returns which
         live there now."""
+        wanted, groups = self._stm.device_homes(), self._groups()
         if not self._can_step():
             candidates = {}
-        wanted, groups = self._stm.device_homes(), self._groups()
+        elif lacking := {index for index in wanted & candidates.keys() if self._lacks_states(index, groups)}:
+            # What their step makes is made at home: neither we nor the plan have kept room for it.
+            candidates = {index: tensor for index, tensor in candidates.items() if index not in lacking}
+            self._stm.home_choice.choose_again()
         for index in [index for index in self._here if index not in wanted or index not in candidates]:
             self._send(self._here[index], groups)
         for index in sorted(wanted & candidates.keys()):
@@ -206,10 +213,14 @@ class DeviceHomes:
             tensor.note_stepped(version)
             note(tensor, update)
 
-    def is_whole(self) -> bool:
-        """All that are stepped live here."""
-        away = self._stepped() - self._here.keys()
-        return self._can_step() and not any(self._stm.tensors[i].parameter.requires_grad for i in away)
+    def is_whole(self, *, trains: bool) -> bool:
+        """All that are stepped live here, with all of their states. ``trains``: some will be; where none has been since
+        the states were taken away, nobody can say what the next step makes."""
+        stepped = self._stepped()
+        away = stepped - (self.stepped & self._here.keys())
+        if not self._can_step() or (trains and not stepped):
+            return False
+        return not any(self._stm.tensors[index].parameter.requires_grad for index in away)
 
     def complete(self) -> bool:
         """Bring what is not stepped any more; False if any state is left at home."""
@@ -222,7 +233,8 @@ class DeviceHomes:
 
     def whole_bytes(self) -> int:
         """Of all states on the device, those included that have yet to be made."""
-        groups, stepped = self._groups(), self._stepped()
+        groups = self._groups()
+        stepped = self._with_states(groups)
         known, missing, most = 0, 0, 0.0
         for tensor in self._stm.tensors:
             if id(tensor.parameter) not in groups:
@@ -305,6 +317,19 @@ class DeviceHomes:
         # Which parameters are stepped there depends on measured speeds, and a real device rounds in its own way.
         reproducible = torch.are_deterministic_algorithms_enabled() and self._stm.device.type != "virtual"
         return self._allowed and not reproducible and can_step_on_device(self._optimizer)
+
+    def _with_states(self, groups: dict[int, _Group]) -> set[int]:
+        """`stepped`, by groups that are at hand."""
+        stepped = self._stepped()
+        if not is_measured(self._optimizer):  # nothing is known of what it makes
+            return stepped
+        return {index for index in stepped if not self._lacks_states(index, groups)}
+
+    def _lacks_states(self, index: int, groups: dict[int, _Group]) -> bool:
+        parameter = self._stm.tensors[index].parameter
+        group = groups.get(id(parameter))  # it may have been taken out since
+        entry = dict.get(self._optimizer.state, parameter)
+        return group is not None and lacks_states(self._optimizer, group, entry)
 
     def _is_timed(self, tensors: list[ManagedTensor]) -> bool:
         return self._host_bytes >= sum(tensor.home.nbytes for tensor in tensors)

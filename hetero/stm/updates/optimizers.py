@@ -24,9 +24,11 @@ __all__ = [
     "calls_closure_first",
     "hyper_parameters",
     "is_known",
+    "lacks_states",
     "make_shell",
     "raw_step",
     "steps_alone",
+    "without_momentum",
 ]
 
 Group = dict[str, Any]
@@ -87,6 +89,20 @@ def steps_alone(optimizer: torch.optim.Optimizer) -> bool:
 def is_known(optimizer: torch.optim.Optimizer) -> bool:
     """One of torch's own, which checks what it is given before it writes."""
     return type(optimizer) in _KNOWN
+
+
+def lacks_states(optimizer: torch.optim.Optimizer, group: Group, entry: dict[str, Any] | None) -> bool:
+    """Whether the next step of a parameter makes states; for one of torch's own. ``entry``: what is kept of it."""
+    if type(optimizer) is torch.optim.SGD:
+        return bool(group.get("momentum")) and (entry or {}).get("momentum_buffer") is None
+    return not entry
+
+
+def without_momentum(optimizer: torch.optim.Optimizer) -> list[Group]:
+    """Groups whose parameters need no states until somebody turns on ``momentum``."""
+    if type(optimizer) is not torch.optim.SGD:  # others count on what they made at the first step
+        return []
+    return [group for group in optimizer.param_groups if not group["momentum"]]
 
 
 def make_shell(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
