@@ -59,7 +59,7 @@ def _host_step_lines(record: Record) -> list[Line]:
         ratios = ", ".join(f"{row['ratios'][way]:.2f}" for way in ("at once", "deferred", "tried", "both"))
         rest = (
             f", the host's step as long as well, a norm {norm}, {row['held']:.0%} of the weights resident: stepped "
-            "at once, deferred, begun in backward (`speculate=True`), and with device homes"
+            "at once, deferred, begun in backward, and with device homes (the default)"
         )
         least = row["least"]["both"]
         lines.append(("the same", rest, ratios, "1.15" if least <= 1.15 else f"none is below {least:.2f}"))

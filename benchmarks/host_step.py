@@ -8,7 +8,7 @@ The chain of layers of `benchmarks.chain`, trained with SGD and clipping by the 
 * ``deferred``: the step is queued, and hides behind the next forward.
 * ``homes``: the same, and the plan may let parameters live on the device, where they are stepped.
 * ``tried``: deferred, and updates are begun in backward, as gradients come, and taken back if the step clips.
-* ``both``: the last two together. What `hetero.manage` does by default is ``homes``.
+* ``both``: the last two together, which is what `hetero.manage` does by default.
 
 A row ``S@B``: the busier direction's transfers take S times the compute time, and so does the host's step, with
 everything at home; the device holds B of the weights. ``S@B!``: with a norm that clips every time, so that no update
@@ -48,7 +48,7 @@ _WAYS: dict[str, dict[str, Any]] = {
     "deferred": {"device_homes": False, "speculate": False, "defers": True},
     "homes": {"device_homes": True, "speculate": False, "defers": True},
     "tried": {"device_homes": False, "speculate": True, "defers": True},
-    "both": {"device_homes": True, "speculate": True, "defers": True},
+    "both": {"defers": True},
 }
 _ROWS = ("1.0@0.4", "1.0@0.6", "1.0@0.8", "0.333@0.4", "0.167@0.4", "1.0@0.4!", "1.0@0.6+1.0")
 _NEVER_CLIPS, _ALWAYS_CLIPS = 1e3, 1e-3

@@ -89,7 +89,7 @@ def host_step(record: Record) -> str:
                 "deferred",
                 "and device homes",
                 "and begun in backward",
-                "both",
+                "both (the default)",
             ),
             [
                 (

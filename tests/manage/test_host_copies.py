@@ -107,4 +107,4 @@ def test_what_has_been_in_many_places_is_not_remembered_in_all_of_them(monkeypat
         tensor.data = places[-1]
         hostcopies.note_at_home(tensor)
     assert len(hostcopies._at_home) <= 9
-    assert hostcopies._is_ours(tensor)
+    assert hostcopies.is_at_home(tensor)
