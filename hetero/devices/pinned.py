@@ -17,6 +17,7 @@ import mmap
 import os
 import sys
 import warnings
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -127,7 +128,8 @@ class HostArena:
 
     def _new_slab(self, nbytes: int) -> PinnedSlab:
         slab = PinnedSlab(-1, nbytes)
-        slab.note_gone = self._note_slab_gone
+        note_gone = weakref.WeakMethod(self._note_slab_gone)  # who drops the arena drops its slabs at once
+        slab.note_gone = lambda nbytes: None if (call := note_gone()) is None else call(nbytes)
         self.nbytes += nbytes
         if self._pin and not slab.pin(self._accelerator):
             self._pin = False
