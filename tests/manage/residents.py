@@ -14,14 +14,14 @@ def living(manager):
     return {tensor.name for tensor in manager._stm.tensors if tensor.stays}
 
 
-def managed_mlp(budget="4MiB", make_optimizer=adamw, *, activations=True):
+def managed_mlp(budget="4MiB", make_optimizer=adamw, **keywords):
     target = device()
     gc.collect()
     clear_races()
     torch.manual_seed(0)
     model = mlp()
     optimizer = make_optimizer(model)
-    manager = hetero.manage(model, optimizer, device=target, device_budget=budget, activations=activations)
+    manager = hetero.manage(model, optimizer, device=target, device_budget=budget, **keywords)
     return model, optimizer, manager, target
 
 

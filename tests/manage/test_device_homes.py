@@ -293,7 +293,7 @@ def test_those_that_were_there_in_vain_leave_before_the_next_plan_is_followed(mo
         return True
 
     monkeypatch.setattr(Timings, "was_in_vain", in_vain)
-    model, optimizer, manager, target = managed_mlp("64MiB")
+    model, optimizer, manager, target = managed_mlp("64MiB", speculate=False)
     manager._stm.settled.forbid()
     monkeypatch.setattr(manager._stm.home_choice, "everything_fits", lambda: False)
     lived = []

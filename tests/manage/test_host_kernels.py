@@ -63,7 +63,7 @@ def managed(kind, keywords, steps=5, *, closure=False, device_homes=False):
     model, target = network(), device()
     optimizer = kind(model.parameters(), **keywords)
     with hetero.manage(
-        model, optimizer, device=target, device_budget="1MiB", device_homes=device_homes
+        model, optimizer, device=target, device_budget="1MiB", device_homes=device_homes, speculate=False
     ) as manager:
         losses = train(model, optimizer, target, steps, closure=closure)
         kernels = manager._host_step.kernels

@@ -476,3 +476,18 @@ def test_an_interrupt_between_backward_and_step_takes_everything_back():
         torch.manual_seed(1)
         got = plain(loop(model, optimizer, target))
     assert_same(got, expected, "everything")
+
+
+def test_plans_do_not_follow_what_comes_and_goes():
+    """Whether trials pay is measured: about the threshold, it changes from one iteration to the next."""
+    forecast, changes, was = Forecast(), 0, False
+    for number in range(2000):
+        forecast.note_backward()
+        forecast.note_clipping(changes=False)
+        forecast.note_step(deferred=True, pays=number // 10 % 2 == 0)
+        changes, was = changes + (forecast.is_habit is not was), forecast.is_habit
+    assert changes == 2  # there, and away; then it does not last long enough again
+    for _ in range(16):
+        forecast.note_backward()
+        forecast.note_step(deferred=True, pays=True)
+    assert forecast.is_habit

@@ -9,7 +9,7 @@ __all__ = ["Forecast", "TrialCounts"]
 
 _LONGEST = 64  # iterations that are watched after one that came otherwise
 _TRUSTED = 16  # right ones in a row after which the next that is not counts as the first
-_UNLEARNT = 8  # iterations in a row without trials, after which plans do not count on them
+_UNLEARNT = 8  # iterations in a row without trials, after which plans do not count on them, the first time
 
 
 @dataclass(slots=True)
@@ -26,13 +26,15 @@ class Forecast:
 
     Attributes:
         is_open: updates may be tried.
-        is_habit: plans should count on it; it outlasts a few iterations that came otherwise.
+        is_habit: plans should count on it; it outlasts a few iterations that came otherwise, more each time, because
+            plans are made anew for it.
     """
 
     def __init__(self) -> None:
         self.is_open = self.is_habit = False
         self._was_open = False
         self._otherwise = 0  # iterations that have not been as `is_habit` says, in a row
+        self._enough = 1  # of them, for it to be no more
         self._backwards = 0
         self._clips = False
         self._came_otherwise = False
@@ -71,5 +73,6 @@ class Forecast:
         self._backwards, self._came_otherwise = 0, False
         self.is_open = self._was_open = pays and self._watched == 0
         self._otherwise = 0 if self.is_open is self.is_habit else self._otherwise + 1
-        if self._otherwise >= (_UNLEARNT if self.is_habit else 1):
+        if self._otherwise >= self._enough:
             self.is_habit, self._otherwise = self.is_open, 0
+            self._enough = max(_UNLEARNT, 2 * self._enough)
