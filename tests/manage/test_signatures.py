@@ -1,7 +1,8 @@
 """What tells one kind of iteration from another, as far as the model's arguments do."""
 
+import pytest
 import torch
-from loops import batch
+from loops import batch, mlp
 from torch import nn
 from twins import assert_twins
 
@@ -56,3 +57,45 @@ def test_the_first_few_numbers_count_as_what_they_are():
         signatures.of(model, (x, 50), {}, "layers.0"),
     ]
     assert len({*others, *few, *rest}) == len(others) + len(few) + 1
+
+
+def test_of_many_sizes_the_smallest_that_is_as_large_stands_for_those_to_come():
+    signatures, model = Signatures("cpu"), Tempered()
+
+    def of(*shape, dtype=torch.float32):
+        return signatures.of(model, (torch.empty(shape, dtype=dtype),), {})
+
+    few = [of(rows, 64) for rows in range(10, 90, 10)]
+    assert len(set(few)) == 8
+    assert few == [of(rows, 64) for rows in range(10, 90, 10)]
+    assert of(5, 64) == few[0]
+    assert of(41, 64) == of(41, 63) == few[4]
+    larger = of(81, 64)
+    assert larger not in few
+    assert of(81, 64) == larger
+    assert of(80, 64) == few[7]
+    # One that is the largest in some dimension counts as what it is, and so does what is told by other things as well.
+    others = [of(5, 65), of(41, 64, dtype=torch.float64), of(41, 64, 1), of(64)]
+    assert len({*few, larger, *others}) == len(few) + 1 + len(others)
+    assert of(2, 65) == others[0]
+
+
+@pytest.mark.parametrize(("share", "settles"), [(0.35, False), (0.6, False), (1.6, True)])
+@pytest.mark.parametrize("forwards", [1, 2])
+def test_batches_of_many_sizes_follow_few_plans(share, settles, forwards):
+    sizes = torch.randint(16, 257, (60,), generator=torch.Generator().manual_seed(0)).tolist()
+
+    def loop(model, optimizer, target):
+        seen = []
+        for rows in sizes:
+            for _ in range(forwards):
+                loss = model(batch(target, rows)).square().mean()
+                loss.backward()
+                seen.append(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    manager = assert_twins(lambda: mlp(depth=3), loop, share=share)
+    assert len(manager._stm.plans) <= 16  # of 60, or more where two of different sizes come together
+    assert (manager.stats.settled_forwards > 30) == settles

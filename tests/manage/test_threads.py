@@ -11,7 +11,7 @@ from torch import nn
 from twins import adamw, device
 
 import hetero
-from hetero.stm.manager import StatefulTensorMgr
+from hetero.stm.homeaccess import HomeAccess
 from hetero.stm.step import devicehomes
 from hetero.stm.step.devicehomes import DeviceHomes
 
@@ -134,13 +134,13 @@ def test_a_backward_that_fails_does_not_disturb_another_threads_model():
 @pytest.mark.usefixtures("speculating")
 def test_nobody_can_wait_for_an_update_that_is_announced_and_not_queued(monkeypatch):
     # Who waits has the lock, which whoever queues it needs.
-    original, locked = StatefulTensorMgr.await_updates, []
+    original, locked = HomeAccess.await_updates, []
 
     def asking(self, updates):
-        locked.append(is_locked_for_others(self.lock))
+        locked.append(is_locked_for_others(self._lock))
         original(self, updates)
 
-    monkeypatch.setattr(StatefulTensorMgr, "await_updates", asking)
+    monkeypatch.setattr(HomeAccess, "await_updates", asking)
     model, optimizer, manager, target = managed_mlp(device_homes=False)
     with manager:
         for _ in range(3):

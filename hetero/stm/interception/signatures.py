@@ -6,9 +6,15 @@ backward.
 [Note: numbers] A number among the arguments may decide much (how many layers run) or nothing (a temperature, the count
 of steps). The first few count as what they are. Where they go on to be others, each call would be measured and none
 planned: from then on such a number counts by its type.
+
+[Note: sizes] So it is with sizes: texts of many lengths. After the first few, a call counts as the smallest known one
+that is as large in every dimension: its operators are the same, and what it takes is no more. Plans of larger ones move
+more than they would have to, and only a call that is the largest in some dimension is measured.
 """
 
-from collections import Counter
+import math
+import operator
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -29,6 +35,9 @@ class Signatures:
         self._known: set[tuple[object, ...]] = set()
         # How many there are of those that differ in numbers alone, by what they have in common.
         self._alike: Counter[tuple[object, ...]] = Counter()
+        # [Note: sizes]: those that differ in sizes alone, by what they have in common; and what others count as.
+        self._sizes: dict[tuple[object, ...], dict[tuple[int, ...], tuple[object, ...]]] = defaultdict(dict)
+        self._larger: dict[tuple[object, ...], tuple[object, ...]] = {}
 
     def of(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *more: object
@@ -46,13 +55,42 @@ class Signatures:
         values = tuple(kwargs), _shapes(kwargs.values(), by_value=False)
         alike = (*state, _shapes(args, by_value=False), values, *more)  # [Note: numbers]
         if self._alike[alike] >= _MOST_NUMBERS:
-            return alike
-        self._alike[alike] += 1
-        self._known.add(found)
+            found = alike
+        if (larger := self._larger.get(found)) is not None:
+            return larger
+        if found not in self._known:
+            larger = self._larger_than(found)
+            if larger is not None:
+                self._larger[found] = larger
+                return larger
+            self._alike[alike] += 1
+            self._known.add(found)
         return found
+
+    def _larger_than(self, found: tuple[object, ...]) -> tuple[object, ...] | None:
+        """[Note: sizes]; None if ``found`` is known from now on as what it is."""
+        sizes: list[int] = []
+        known = self._sizes[tuple(_without_sizes(part, sizes) for part in found)]
+        if len(known) >= _MOST_SIZES:
+            larger = [those for those in known if all(map(operator.ge, those, sizes))]
+            if larger:
+                return known[min(larger, key=math.prod)]
+        known[tuple(sizes)] = found
+        return None
 
 
 _MOST_NUMBERS = 8
+_MOST_SIZES = 8
+
+
+def _without_sizes(part: object, sizes: list[int]) -> object:
+    """``part`` of a signature, less the sizes of tensors, which go into ``sizes``."""
+    if not isinstance(part, tuple):
+        return part
+    if len(part) == 2 and isinstance(part[1], torch.dtype):  # a tensor, as `_shapes` writes it
+        sizes.extend(part[0])
+        return len(part[0]), part[1]
+    return tuple([_without_sizes(each, sizes) for each in part])
 
 
 def _shapes(values: Iterable[Any], *, by_value: bool = True) -> tuple[object, ...]:
