@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hetero.devices import storage_of
 from hetero.errors import ManageError
 from hetero.stm.tensors.exposure import incoming_is_shared
 from hetero.stm.tensors.managed import ManagedTensor
@@ -38,13 +39,12 @@ class Fetch(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
         if gradient is None:
             return None, None
-        try:
-            is_shared = incoming_is_shared(gradient)
-        except NotImplementedError as error:  # several at once have no memory to ask about
+        if gradient.layout is torch.strided and storage_of(gradient) is None:  # several at once, of vmap's
             raise ManageError(
                 f"gradients of {ctx.tensor.name} for several outputs at once (is_grads_batched=True, or "
                 "vectorize=True): their memory cannot be kept to device_budget. Ask for one output's at a time"
-            ) from error
+            )
+        is_shared = incoming_is_shared(gradient)
         with plain():
             return ctx.tensor.owner.hand_over(ctx.tensor, gradient, is_shared=is_shared), None
 
