@@ -18,15 +18,13 @@ demo: $(VENV)/.ready
 	$(BIN)/python -m hetero demo $(ARGS)
 
 test: $(VENV)/.ready
-	@# A process for each file: the virtual device, its link and autograd's threads are the process's own. JOBS of
-	@# them run at a time. Real devices are hidden: everything runs on the virtual accelerator.
-	@printf '%s\n' tests/*/test_*.py | CUDA_VISIBLE_DEVICES= xargs -P $(JOBS) -I FILE sh -c ' \
-		output=$$($(BIN)/python -m pytest FILE $(ARGS) 2>&1); code=$$?; printf "FILE\n%s\n" "$$output"; exit $$code'
+	@# Real devices are hidden: everything runs on the virtual accelerator.
+	@CUDA_VISIBLE_DEVICES= $(BIN)/python -m tests.each_file --jobs $(JOBS) --pytest='$(ARGS)' tests/*/test_*.py
 
 # The tests marked cuda, on a machine that has such a device.
 test-cuda: $(VENV)/.ready
-	@printf '%s\n' tests/manage/test_*.py tests/pool/test_pool_cuda.py | xargs -P $(JOBS) -I FILE sh -c ' \
-		output=$$($(BIN)/python -m pytest -m cuda FILE $(ARGS) 2>&1); code=$$?; printf "FILE\n%s\n" "$$output"; exit $$code'
+	@$(BIN)/python -m tests.each_file --jobs $(JOBS) --pytest='-m cuda $(ARGS)' \
+		tests/manage/test_*.py tests/pool/test_pool_cuda.py
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check .

@@ -118,3 +118,60 @@ def test_a_step_while_the_interpreter_goes_down_is_done_at_once():
     assert done == [1, 2]
     for update in updates:
         queue.finish(update)
+
+
+class TakesTheSum(torch.optim.Optimizer):
+    """Its update depends on a reduction, and so on the number of threads among which that is divided."""
+
+    steps_parameters_independently = True
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter.copy_(parameter.grad.sum().expand_as(parameter))
+
+
+class Product(nn.Module):
+    """The gradient of its weight is its input."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(shape))
+
+    def forward(self, x):
+        return (self.weight * x).sum()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_updates_are_divided_among_as_many_threads_as_the_steps(threads):
+    before = torch.get_num_threads()
+    torch.manual_seed(0)
+    gradient = torch.randn(1024, 1500)
+    torch.set_num_threads(threads)
+    try:
+        expected, others = gradient.sum(), []
+        for other in {1, 2, 3} - {threads}:
+            torch.set_num_threads(other)
+            others.append(gradient.sum())
+        assert all(not torch.equal(expected, other) for other in others)
+        torch.set_num_threads(threads)
+        model = Product(gradient.shape)
+        optimizer = TakesTheSum(model.parameters())
+        target = device()
+        with hetero.manage(
+            model, optimizer, device=target, device_budget="64MiB", device_homes=False
+        ) as manager:
+            for step in range(3):  # the first is done at once; the queue's thread begins with the second
+                torch.set_num_threads(threads if step == 2 else threads % 3 + 1)
+                optimizer.zero_grad()
+                model(gradient.to(target)).backward()
+                with stopped(manager):
+                    optimizer.step()
+                    assert bool(pending(manager)) == (step > 0)
+            assert torch.equal(model.weight[0, 0].cpu(), expected)
+    finally:
+        torch.set_num_threads(before)

@@ -120,7 +120,8 @@ class Capture:
                         self.here.append(DeviceUpdate(tensor, make))
                     else:
                         self._queue(tensor, arrivals[tensor.index], shell, settings)
-                if kept:
+                # Torch's own do without groups; a user's may look into its first.
+                if kept or not is_known(optimizer):
                     rest.append({**group, "params": kept})
         given = optimizer.param_groups
         self._groups, optimizer.param_groups = given, [*rest, *_one_not_capturable(rest, given)]
