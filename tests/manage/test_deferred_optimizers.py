@@ -169,7 +169,8 @@ def test_what_a_closure_runs_is_planned_and_where_everything_fits_nothing_moves(
                 seen.append(optimizer.step(closure).detach())
         return seen
 
-    manager = assert_twins(mlp, loop)
+    # Homes are chosen anew by what is measured, on a busy machine in the last iteration as well.
+    manager = assert_twins(mlp, loop, device_homes=False)
     assert manager.stats.lower_bound_bytes > 0
     assert manager.stats.unplanned_fetches == 0
     assert_twins(mlp, loop, budget=64 << 20)
