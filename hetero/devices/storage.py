@@ -6,8 +6,5 @@ __all__ = ["storage_of"]
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """None if it has none of its own: sparse tensors, wrapper subclasses, functorch's."""
-    try:
-        return tensor.untyped_storage()
-    except NotImplementedError:
-        return None
+    """None if it has none of its own: sparse tensors, functorch's."""
+    return tensor.untyped_storage() if torch._C._has_storage(tensor) else None
