@@ -189,7 +189,7 @@ def _line(row: Row) -> str:
     if "device_budget" in row:
         line += f" of {format_bytes(row['device_budget'])}, moved {format_bytes(int(row['bytes_moved']))}, "
         if row["lower_bound_bytes"]:
-            line += f"{row['bytes_moved'] / row['lower_bound_bytes']:.3f} x the least, "
+            line += f"{row['last_bytes_moved'] / row['lower_bound_bytes']:.3f} x the least, "
         line += f"{row['unplanned_fetches']} unplanned"
     return line
 

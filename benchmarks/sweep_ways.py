@@ -276,6 +276,8 @@ def managed(settings: Settings) -> Row:
             **facts,
             "peak_device_bytes": max(facts["peak_device_bytes"], stats.peak_device_bytes),
             "bytes_moved": median(facts["samples"]["bytes_moved"][WARM_UP:]),
+            # Of the last iteration: plans change, and with them what no schedule can do with less than.
+            "last_bytes_moved": stats.bytes_moved,
             "lower_bound_bytes": stats.lower_bound_bytes,
             "predicted_seconds": stats.predicted_seconds,
             "unplanned_fetches": stats.unplanned_fetches,

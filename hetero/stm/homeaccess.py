@@ -78,11 +78,11 @@ class HomeAccess:
     def give_out(self, tensor: ManagedTensor) -> None:
         """Somebody is about to get its memory, and may write there unseen."""
         self.before_write(tensor)
-        tensor.note_given_out()
+        tensor.clock.note_given_out()
 
     def follow_unknown_writes(self, tensor: ManagedTensor) -> None:
         """Its copy is about to be used outside a forward and a backward, whose beginnings see to it themselves."""
-        if tensor.may_be_written_unseen:
+        if tensor.clock.may_be_written_unseen:
             with self._lock, plain():
                 self._residency.follow_unknown_writes([tensor])
 
@@ -108,7 +108,7 @@ class HomeAccess:
             self._residency.discard(tensor)
             tensor.parameter.data = data
             tensor.bind_home()
-            tensor.watch(data)
+            tensor.clock.watch(data)
 
     # -- by the optimizer's step (`hetero.stm.step.hoststep`) -----------------------------------------------
 

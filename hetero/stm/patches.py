@@ -356,7 +356,7 @@ def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
                 else:  # was settled before; what is not now, the managed optimizer has stepped within this step
                     written = tensor.pending is None and not tensor.is_dirty
                 if written:
-                    tensor.note_write()
+                    tensor.clock.note_write()
                     tensor.owner.homes.after_write(tensor)
     for owner in _owners(optimizer):
         owner.steps.end_kept(optimizer)
@@ -370,7 +370,7 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     if not operands or not (in_scope() or _has_device_operand(operands[0].owner.device, args)):
         for tensor in operands:
             if torch.is_grad_enabled():
-                tensor.note_home_graph(None)
+                tensor.paths.note_home_graph(None)
             tensor.owner.homes.wait(tensor)
         return original(*args, **kwargs)
     if not in_scope() and keeps_its_type(operands):

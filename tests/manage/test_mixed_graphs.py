@@ -93,17 +93,17 @@ def test_a_graph_at_home_is_known_until_it_is_gone_and_for_good_once_a_backward_
     with hetero.manage(model, device=device(), device_budget="4MiB") as manager:
         looked, written, trained = manager._stm.tensors[:3]
         total = looked.parameter.sum() + 1.0
-        assert looked.used_at_home
+        assert looked.paths.lead_home
         del total
-        assert not looked.used_at_home
+        assert not looked.paths.lead_home
         buffer = torch.zeros(written.parameter.shape)
         buffer[:].add_(written.parameter)  # the view is gone; its base has the graph
-        assert written.used_at_home
+        assert written.paths.lead_home
         del buffer
-        assert written.used_at_home  # nothing told
+        assert written.paths.lead_home  # nothing told
         trained.parameter.sum().backward()
-        assert trained.used_at_home
-        assert not looked.used_at_home
+        assert trained.paths.lead_home
+        assert not looked.paths.lead_home
 
 
 @pytest.mark.parametrize("budget", [500 << 10, 900 << 10, 64 << 20])

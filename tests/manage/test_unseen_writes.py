@@ -7,7 +7,7 @@ from torch import nn
 from twins import assert_twins, device
 
 import hetero
-from hetero.stm.tensors.managed import ManagedTensor
+from hetero.stm.tensors.homeclock import HomeClock
 
 SHARES = [0.4, 0.7, 1.4]
 
@@ -191,7 +191,7 @@ def test_who_keeps_memory_costs_fetches_for_as_long_as_that_lasts():
 @pytest.mark.parametrize("reads", [False, True])
 def test_a_loop_that_only_trains_or_reads_numbers_gives_no_memory_out(monkeypatch, reads):
     given = []
-    monkeypatch.setattr(ManagedTensor, "note_given_out", given.append)
+    monkeypatch.setattr(HomeClock, "note_given_out", given.append)
 
     def loop(model, optimizer, target):
         return train_on(model, optimizer, target, after_step=read_numbers if reads else None)

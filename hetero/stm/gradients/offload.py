@@ -279,7 +279,7 @@ class Gradients:
         """By somebody besides AccumulateGrad, or by that, where it is to cast it."""
         return (
             bool(tensor.parameter._backward_hooks)
-            or not tensor.has_single_path()
+            or not tensor.paths.is_single()
             or torch.is_anomaly_enabled()
             or getattr(tensor.parameter, "grad_dtype", None) not in (None, tensor.home.dtype)
         )

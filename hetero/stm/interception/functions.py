@@ -144,7 +144,7 @@ def _get_data(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         tensor.owner.homes.give_out(tensor)
         if tensor.owner.settled is not None:
             tensor.owner.settled.onlookers.note_look()
-        return tensor.data_alias()
+        return tensor.clock.data_alias()
     with substituted([tensor], func):
         assert tensor.data is not None
         # A tensor of its own, so that it counts as a holder; same version counter, so that writes are seen.

@@ -362,7 +362,7 @@ def _at_home(
     written = (*args[:1], kwargs.get("out")) if writes else ()
     results = [value for value in tensors_in((result, *written)) if not is_managed(value)]
     for tensor in operands:
-        if any(tensor.shares(value) for value in results):
+        if any(tensor.clock.shares(value) for value in results):
             tensor.owner.homes.give_out(tensor)
     note_use_at_home(operands, results)
     settled = operands[0].owner.settled
@@ -388,7 +388,7 @@ def note_use_at_home(operands: list[ManagedTensor], results: list[torch.Tensor])
     if made and torch.is_grad_enabled():
         mark = _mark(made)
         for tensor in operands:
-            tensor.note_home_graph(mark)
+            tensor.paths.note_home_graph(mark)
 
 
 def _mark(results: list[torch.Tensor]) -> _Mark | None:

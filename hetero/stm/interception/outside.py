@@ -57,7 +57,7 @@ def full_copies(operands: Sequence[ManagedTensor]) -> Iterator[dict[int, torch.T
     for tensor in operands:
         tensor.owner.homes.wait(tensor)
         if torch.is_grad_enabled():
-            tensor.note_home_graph(None)
+            tensor.paths.note_home_graph(None)
         while tensor.owner.relief.relieve(unless_free=tensor.full_nbytes):
             pass
         there = partial(tensor.parameter.to, tensor.owner.device)

@@ -131,7 +131,7 @@ class Segments:
             self._pending_forwards.clear()
             self._clocks = {}
             self._gradients.reclaim(0)
-            self._clocks_before_step = [tensor.home_clock for tensor in self._tensors]
+            self._clocks_before_step = [tensor.clock.now for tensor in self._tensors]
 
     def end_step(self, *, complete: bool) -> None:
         """Homes have been written, or will be: forget older copies."""
@@ -143,7 +143,7 @@ class Segments:
             written = [
                 t
                 for t, clock in zip(self._tensors, before, strict=True)
-                if t.pending is not None or t.home_clock != clock
+                if t.pending is not None or t.clock.now != clock
             ]
             if complete:
                 self._executor.homes_written(written)
@@ -162,8 +162,8 @@ class Segments:
             if not self._backwards:
                 self._residency.follow_unknown_writes(self._tensors)
             for tensor in self._tensors:
-                tensor.note_backward()
-                if tensor.used_at_home:
+                tensor.paths.note_backward()
+                if tensor.paths.lead_home:
                     self._residency.settle(tensor)
                     self._gradients.wait(tensor)
                     self._gradients.norms.forget(tensor.index)
@@ -216,7 +216,7 @@ class Segments:
     @property
     def mixed_device(self) -> torch.device | None:
         """The device, where graphs may have nodes at home as well (`hetero.stm.interception.onethread`)."""
-        mixed = self._gradients.have_graphs or any(tensor.used_at_home for tensor in self._tensors)
+        mixed = self._gradients.have_graphs or any(tensor.paths.lead_home for tensor in self._tensors)
         return self._tensors[0].owner.device if mixed else None
 
     @contextlib.contextmanager
@@ -254,7 +254,7 @@ class Segments:
     def _written(self) -> list[int]:
         """Whose home has been written since the forward before began, and not by a step of ours."""
         before = self._clocks
-        self._clocks = {t.index: t.known_clock for t in self._tensors if t.pending is None}
+        self._clocks = {t.index: t.clock.known for t in self._tensors if t.pending is None}
         return [index for index, clock in self._clocks.items() if before.get(index, clock) != clock]
 
     def forget_forwards(self) -> None:

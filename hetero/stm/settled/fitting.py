@@ -69,7 +69,9 @@ class Fitting:
                 return False
         elif trains:
             return False  # whoever steps these expects gradients at home
-        if any(t.used_at_home or t.low is not None or t.pending is not None or t.users for t in stm.tensors):
+        if any(
+            t.paths.lead_home or t.low is not None or t.pending is not None or t.users for t in stm.tensors
+        ):
             return False
         missing = sum(t.device_nbytes for t in stm.tensors if not t.is_resident)
         gradients = [t for t in stm.tensors if t.parameter.grad is not None]

@@ -125,7 +125,7 @@ class DeviceHomes:
             for tensor in self._stm.tensors
             if tensor.index in stepped
             and id(tensor.parameter) in groups  # it may have been taken out since
-            and not tensor.used_at_home
+            and not tensor.paths.lead_home
             and self._refused[tensor.index] < _PATIENCE
         ]
         if not self._can_step() or not self._is_timed(tensors):
@@ -187,7 +187,7 @@ class DeviceHomes:
                 self._stm.homes.before_writes([tensor])
                 update = item.make(tensor.home, cast(torch.Tensor, tensor.parameter.grad))
                 update.run()
-                tensor.note_write()
+                tensor.clock.note_write()
                 note(tensor, update)
                 continue
             update = item.make(tensor.living, self._stm.grads.on_device(tensor))

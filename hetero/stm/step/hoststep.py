@@ -349,7 +349,7 @@ class HostStep:
     def _note_writes(tensors: Iterable[ManagedTensor]) -> None:
         """A step has failed, and may have stepped these before. Kernels that move no versions cannot be asked."""
         for tensor in tensors:
-            tensor.note_write()
+            tensor.clock.note_write()
             tensor.owner.homes.after_write(tensor)
 
     # -- what is queued -------------------------------------------------------------------------------

@@ -117,7 +117,7 @@ class Speculation:
         if arrival is None or tensor.pending is not None or tensor.index not in self._stepped():
             return
         # What backward reads at home, and what runs right behind it, comes without asking us.
-        if tensor.used_at_home or tensor.parameter._post_accumulate_grad_hooks or tensor.low is not None:
+        if tensor.paths.lead_home or tensor.parameter._post_accumulate_grad_hooks or tensor.low is not None:
             return
         setting = self._settings(task)
         settings = setting.groups.get(id(tensor.parameter))

@@ -67,6 +67,6 @@ def make_identity(tensor: ManagedTensor) -> None:
     with torch.inference_mode(False), torch.enable_grad():
         identity = _apply_fetch(tensor.parameter, tensor)
     run_early(identity)
-    tensor.add_fetch_node(identity.grad_fn)
+    tensor.paths.add_fetch_node(identity.grad_fn)
     tensor.identity = identity
     tensor.data = identity.detach()

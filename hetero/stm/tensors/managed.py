@@ -14,17 +14,16 @@ stays. Whoever holds a view keeps the storage alive, and counts as well.
 """
 
 import sys
-import weakref
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.utils.weak import TensorWeakRef
 
-from hetero.devices import storage_of
 from hetero.errors import ManageError
 from hetero.stm.deferred import Update
-from hetero.stm.tensors.exposure import memory_is_private
+from hetero.stm.tensors.graphpaths import GraphPaths
+from hetero.stm.tensors.homeclock import HomeClock
 from hetero.stm.tensors.hostcopies import note_at_home
 from hetero.stm.tensors.owner import Owner
 from hetero.stm.tensors.precision import LowTwin, Master
@@ -67,18 +66,11 @@ class ManagedTensor(StatefulTensor):
 
     __slots__ = (
         "__weakref__",
-        "_alias",
-        "_doubtful_writes",
-        "_fetch_nodes",
-        "_home_graphs",
-        "_is_trained_at_home",
         "_loaded_version",
-        "_source",
-        "_unseen_writes",
         "_view",
-        "_was_given_out",
         "cast",
         "clean_version",
+        "clock",
         "data",
         "device_nbytes",
         "fetched_at",
@@ -95,6 +87,7 @@ class ManagedTensor(StatefulTensor):
         "may_be_ahead",
         "owner",
         "parameter",
+        "paths",
         "pending",
         "ready",
         "stays",
@@ -118,15 +111,9 @@ class ManagedTensor(StatefulTensor):
         # Of the device: what a copy takes, and what one in home's own type would.
         self.device_nbytes = device_nbytes
         self.full_nbytes = full_nbytes
-        self._alias: torch.Tensor | None = None
-        self._source: torch.Tensor | None = None
-        self._unseen_writes = 0
-        # Of these, what somebody may have done who was given home's memory: most often they only looked.
-        self._doubtful_writes = 0
-        # Somebody was given home's memory, and may have written there, since it was last asked who has it.
-        self._was_given_out = False
+        self.clock = HomeClock()
+        self.paths = GraphPaths()
         self._loaded_version = 0
-        self._fetch_nodes: list[weakref.ref[torch.autograd.graph.Node]] = []
         # Of ``data``, as it was last saved for backward: most are saved the same way in each iteration.
         self._view: tuple[torch.Tensor, Layout | None, torch.Tensor, int] | None = None
         self.data: torch.Tensor | None = None
@@ -145,8 +132,6 @@ class ManagedTensor(StatefulTensor):
         self.loaded_clock = 0
         self.last_use = 0
         self.fetched_at = 0
-        self._home_graphs: list[weakref.ref[object]] = []
-        self._is_trained_at_home = False
         # Home's address was given away: it may be read without our knowing.
         self.is_exposed = False
         self.gradient_slot: torch.UntypedStorage | None = None
@@ -161,9 +146,7 @@ class ManagedTensor(StatefulTensor):
         # A detached alias shares storage and version counter with the parameter, and is a plain tensor.
         self.home = self.parameter.detach()
         note_at_home(self.home)
-        self._alias = None
-        self._source = None
-        self._was_given_out = False
+        self.clock.bind(self.home)
         if self.low is not None:
             self.low.clock = None
 
@@ -173,32 +156,14 @@ class ManagedTensor(StatefulTensor):
             if self.parameter.data_ptr() != self.home.data_ptr():
                 self.bind_home()
 
-    def watch(self, source: torch.Tensor) -> None:
-        """Home is memory that ``source`` shares, under a version counter of its own (``p.data = flat[i:j]``)."""
-        self._source = source
-
     def forget_home(self) -> None:
         """Management is over: hold nothing that keeps the parameter's memory."""
         self.cast = self.low = self.master = None
-        self.identity = self.data = self._alias = self._source = self.gradient_slot = self._view = None
+        self.identity = self.data = self.gradient_slot = self._view = None
         self.home = self.parameter.detach()[:0] if self.parameter.dim() else torch.empty(0, device="cpu")
+        self.clock.bind(self.home)
 
     # -- versions -------------------------------------------------------------------------------------
-
-    @property
-    def home_clock(self) -> int:
-        """Moves whenever home is written, through the parameter or through its ``.data``."""
-        clock = self.home._version + self._unseen_writes
-        if self._alias is not None:
-            clock += self._alias._version
-        if self._source is not None:
-            clock += self._source._version
-        return clock
-
-    @property
-    def known_clock(self) -> int:
-        """As `home_clock`, without what was never more than a doubt: it tells nothing of iterations to come."""
-        return self.home_clock - self._doubtful_writes
 
     @property
     def version(self) -> int:
@@ -206,47 +171,9 @@ class ManagedTensor(StatefulTensor):
         written = 0 if self.data is None else self.data._version - self.clean_version
         return self.home._version + written
 
-    def note_write(self) -> None:
-        """Home was written by somebody who does not move version counters: fused optimizer kernels do not."""
-        self._unseen_writes += 1
-
-    def note_given_out(self) -> None:
-        """Somebody has home's memory: what they write through ``.data`` of a view of it moves no counter that we see.
-        `note_unknown_writes` is to follow before its copy is used again."""
-        self._was_given_out = True
-
-    def shares(self, tensor: torch.Tensor) -> bool:
-        """``tensor`` lies in home's memory."""
-        storage = storage_of(tensor)
-        return storage is not None and storage._cdata == self.home.untyped_storage()._cdata
-
-    @property
-    def may_be_written_unseen(self) -> bool:
-        """By somebody who has home's memory, or had it not long ago. If not, `note_unknown_writes` does nothing."""
-        return self._was_given_out or self._source is not None
-
     def note_unknown_writes(self) -> bool:
-        """Home counts as written if somebody may have done so unseen; whether it does. They are those who were given
-        its memory since this was asked last, or still have it, and those who share the memory of
-        ``p.data = x[i:j].data`` (``vector_to_parameters``)."""
-        if not self.may_be_written_unseen:
-            return False
-        if self._source is None and self.is_dirty:
-            return False  # whoever was given home found it up to date: only the copy is known to be newer
-        ours = 1 + (self._alias is not None) + (self._source is not None)
-        is_shared = not memory_is_private(self.home, ours)
-        if not (self._was_given_out or is_shared):
-            return False
-        self._was_given_out = is_shared
-        self._doubtful_writes += self._source is None
-        self.note_write()
-        return True
-
-    def data_alias(self) -> torch.Tensor:
-        """What ``p.data`` is: same memory, with a version counter of its own, which we can watch."""
-        if self._alias is None:
-            self._alias = self.home.data
-        return self._alias.detach()
+        """`HomeClock.note_unknown_writes`; before its copy is used."""
+        return self.clock.note_unknown_writes(copy_is_newer=self.is_dirty)
 
     def is_private(self) -> bool:
         """Nobody else holds its memory, at home or on the device, so that a late write cannot be seen to be late."""
@@ -255,9 +182,7 @@ class ManagedTensor(StatefulTensor):
         return self._home_is_private() and not (written_at_home and self.is_held())
 
     def _home_is_private(self) -> bool:
-        if self.is_exposed or self._source is not None:
-            return False
-        return memory_is_private(self.home, 1 if self._alias is None else 2)
+        return not self.is_exposed and self.clock.home_is_private()
 
     @property
     def origin(self) -> torch.Tensor:
@@ -268,12 +193,12 @@ class ManagedTensor(StatefulTensor):
     def low_is_stale(self) -> bool:
         """Home was written since its low-precision twin was made, or may have been by somebody who holds its memory."""
         low = self.low
-        return low is not None and (low.clock != self.home_clock or not self._home_is_private())
+        return low is not None and (low.clock != self.clock.now or not self._home_is_private())
 
     def refresh_low(self) -> None:
         """Bring the low-precision twin up to date. Copies that read it have been waited for."""
         if self.low is not None and self.low_is_stale:
-            self.low.refresh(self.home, self.home_clock)
+            self.low.refresh(self.home, self.clock.now)
 
     @property
     def is_resident(self) -> bool:
@@ -285,14 +210,12 @@ class ManagedTensor(StatefulTensor):
         """There is a device copy, it has arrived, and is as new as home."""
         if self.data is None or self.ready is not None or self.pending is not None:
             return False
-        if self._alias is not None or self._source is not None:
-            return self.home_clock == self.loaded_clock
-        return self.home._version + self._unseen_writes == self.loaded_clock  # the same, and the common case
+        return self.clock.now == self.loaded_clock
 
     @property
     def is_stale(self) -> bool:
         """Home was written after the device copy was made. One on order follows the write that it waits for."""
-        return self.data is not None and self.pending is None and self.home_clock != self.loaded_clock
+        return self.data is not None and self.pending is None and self.clock.now != self.loaded_clock
 
     @property
     def is_written(self) -> bool:
@@ -362,7 +285,7 @@ class ManagedTensor(StatefulTensor):
         self.note_arrived()
 
     def note_arrived(self) -> None:  # its version tells nothing of the arrival
-        self.loaded_clock = self.home_clock
+        self.loaded_clock = self.clock.now
         self._loaded_version = self.home._version
 
     def version_of_copy(self) -> int:
@@ -417,43 +340,6 @@ class ManagedTensor(StatefulTensor):
         # One more than the baseline: the local name.
         uses: int = identity._use_count()  # type: ignore[attr-defined]
         return uses == 1 and sys.getrefcount(identity) <= _ONLY_OURS + 1
-
-    # -- fetch nodes ----------------------------------------------------------------------------------
-
-    def add_fetch_node(self, node: torch.autograd.graph.Node) -> None:
-        """A graph now reaches the parameter through ``node``."""
-        self._fetch_nodes = [ref for ref in self._fetch_nodes if ref() is not None]
-        self._fetch_nodes.append(weakref.ref(node))
-
-    @property
-    def used_at_home(self) -> bool:
-        """Autograd may reach the parameter by a path of its own, at home: by a graph that is there, or by another,
-        since a backward has begun while one was. What was only looked at (a norm for a log) leaves nothing behind."""
-        if self._is_trained_at_home or not self._home_graphs:  # written out: each gradient asks
-            return self._is_trained_at_home
-        return any(ref() is not None for ref in self._home_graphs)
-
-    def note_home_graph(self, mark: object | None) -> None:
-        """Such a graph has been made; it is gone when ``mark`` is. None: nothing tells when."""
-        if mark is None:
-            self._is_trained_at_home = True
-        elif not self._is_trained_at_home:
-            self._home_graphs = [ref for ref in self._home_graphs if ref() is not None]
-            self._home_graphs.append(weakref.ref(mark))
-
-    def note_backward(self) -> None:
-        """One begins: if there is such a graph, there will be another in the next iteration."""
-        if self._home_graphs:
-            self._is_trained_at_home = self.used_at_home
-            self._home_graphs = []
-
-    def has_single_path(self) -> bool:
-        """The backward that runs reaches the parameter through one fetch node only, so nothing is added to what that
-        hands over. Others that are alive belong to graphs that somebody keeps (a loss that is summed up)."""
-        if self.used_at_home:
-            return False
-        alive = [node for ref in self._fetch_nodes if (node := ref()) is not None]
-        return len(alive) <= 1 or sum(map(torch._C._will_engine_execute_node, alive)) <= 1
 
 
 def refused_write(tensor: ManagedTensor) -> ManageError:
