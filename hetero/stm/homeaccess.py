@@ -137,20 +137,20 @@ class HomeAccess:
         """From now on, whoever uses one of these parameters waits for its update. Queues them."""
         with self._lock:
             for tensor, update in updates:
-                self._residency.await_update(tensor, update)
+                self._residency.orders.await_update(tensor, update)
             self._updates.submit([update for _, update in updates])
 
     def finish_updates(self) -> None:
         """Nothing is queued afterwards, except what is being tried. Raises what failed in the queue."""
         with self._lock:
-            self._residency.finish_updates(self._tensors)
+            self._residency.orders.finish_updates(self._tensors)
 
     def roll_back(self, tensors: Sequence[ManagedTensor] | None = None) -> None:
         """As if no update, or none of those of ``tensors``, had been tried."""
         with self._lock:
             for tensor in self._tensors if tensors is None else tensors:
                 if tensor.is_tried:
-                    self._residency.roll_back(tensor)
+                    self._residency.orders.roll_back(tensor)
 
     # -- at the end, and before a fork ------------------------------------------------------------------
 
@@ -161,4 +161,4 @@ class HomeAccess:
             self._updates.finish_all()
             for tensor in self._tensors:
                 if tensor.pending is not None and tensor.pending.done:
-                    self._residency.collect(tensor)
+                    self._residency.orders.collect(tensor)

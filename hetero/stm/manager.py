@@ -254,7 +254,7 @@ class StatefulTensorMgr:
                     raise modified_in_place(tensor.parameter, self.settled.version(tensor), version)
                 return tensor.parameter.detach()
             if tensor.pending is not None or self.updates.has_failed:
-                self.residency.finish_update(tensor)
+                self.residency.orders.finish_update(tensor)
             if tensor.version != version:
                 raise modified_in_place(tensor.home, tensor.version, version)
             self.segments.enter_backward()
@@ -274,7 +274,9 @@ class StatefulTensorMgr:
             if self.settled is not None and self.settled.is_on:  # a graph from before: it ends at home
                 return gradient.to(tensor.home.device)
             self.segments.enter_backward()
-            self.residency.finish_update(tensor)  # autograd may add to the gradient that the queue reads
+            self.residency.orders.finish_update(
+                tensor
+            )  # autograd may add to the gradient that the queue reads
             if gradient.layout is torch.strided:  # the only ones whose bytes can be told
                 own = gradient.nbytes if owns_memory(gradient, is_shared=is_shared) else 0
                 self.collector.note_gradient(tensor.index, gradient.nbytes, own_nbytes=own)

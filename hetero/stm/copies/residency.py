@@ -2,12 +2,8 @@
 
 Owns every transfer of parameters between home and device. Invariant: a copy that compute may read has arrived, and
 memory that a copy still reads or writes is not given back. It decides nothing about the future: when to prefetch is the
-schedule's answer, who leaves is `hetero.stm.copies.room`'s matter.
-
-[Note: copies on order]
-A parameter whose update is queued (`hetero.stm.deferred`) can be prefetched all the same: memory is taken now, on
-the compute stream, and the thread that writes home starts the upload right after. Until that is collected, the
-copy is attached but has no event, and nobody may read it: whoever uses it waits for the update first.
+schedule's answer, who leaves is `hetero.stm.copies.room`'s matter, and copies of homes that are yet to be written are
+`hetero.stm.copies.orders`'.
 """
 
 import contextlib
@@ -20,9 +16,10 @@ from hetero.devices import Accelerator, CopyEngine
 from hetero.errors import ManageError
 from hetero.eviction import Policy
 from hetero.stm.copies.following import refresh, written_twice
+from hetero.stm.copies.orders import Orders
 from hetero.stm.copies.room import Room
 from hetero.stm.copies.uploads import TransferMeter, Uploads
-from hetero.stm.deferred import Update, UpdateQueue
+from hetero.stm.deferred import UpdateQueue
 from hetero.stm.tensors.managed import ManagedTensor, refused_write
 from hetero.stm.tensors.precision import Master
 from hetero.stm.tensors.state import Kind, Ledger, Tier
@@ -61,11 +58,10 @@ class Residency:
         # relieved by evicting them.
         self.wanted: frozenset[int] = frozenset()
         self.uploads = Uploads(engine)
+        self.orders = Orders(engine, self.uploads, updates, discard=self.discard)
         self.resident: dict[int, ManagedTensor] = {}
         self.room = Room(accelerator, ledger, policy, device_budget, resident=self.resident, evict=self.evict)
         self._starting: torch.Tensor | None = None  # the destination of a copy that is being started
-        # Takes back an update that is being tried, or was; `hetero.stm.step.speculation` sets this.
-        self.roll_back: Callable[[ManagedTensor], None] = lambda tensor: None
 
     def holds(self, operands: Sequence[ManagedTensor], *, limit: int) -> bool:
         """`require` would have nothing to do, nor would `trim`."""
@@ -85,7 +81,7 @@ class Residency:
         missing: dict[int, ManagedTensor] = {}
         for tensor in operands:
             if tensor.is_tried:
-                self.roll_back(tensor)
+                self.orders.roll_back(tensor)
             if tensor.is_stale:
                 self._meter.count_stale(tensor.index)
                 self.follow_home(tensor)
@@ -124,7 +120,7 @@ class Residency:
         """Drop the device copy, written back first if it was written. False if it is in use or held, or lives there."""
         if tensor.data is None or tensor.users or tensor.stays or tensor.index in self.wanted:
             return False
-        self._withdraw(tensor)
+        self.orders.withdraw(tensor)
         if not tensor.is_resident:  # what it waited for has turned out to be wrong
             return True
         if tensor.is_held():
@@ -147,7 +143,7 @@ class Residency:
             return
         self._drop_master(tensor)
         with torch.inference_mode(False), torch.no_grad():
-            self._refresh_low(tensor)
+            self.uploads.refresh_low(tensor)
             refresh(tensor, self._engine, self.uploads)
 
     def follow_homes(self, tensors: Iterable[ManagedTensor]) -> None:
@@ -225,7 +221,7 @@ class Residency:
             raise refused_write(tensor)
         if tensor.is_stale:
             raise written_twice(tensor)
-        self.finish_update(tensor)
+        self.orders.finish_update(tensor)
         living = tensor.living
         assert living is not None
         self._bring_home(tensor, living)
@@ -255,22 +251,9 @@ class Residency:
 
         Raises what failed in the queue, whichever parameter's update it was; all is settled then as well.
         """
-        self.finish_update(tensor)
+        self.orders.finish_update(tensor)
         if tensor.is_dirty:
             self._meter.count_eviction(0, self.write_back(tensor))
-
-    def finish_update(self, tensor: ManagedTensor) -> None:
-        """As `settle`, except that a home whose parameter lives on the device may stay behind."""
-        if tensor.pending is not None:
-            self._finish(tensor)
-        self._updates.raise_error()
-
-    def finish_updates(self, tensors: Iterable[ManagedTensor]) -> None:
-        """As `finish_update`, for all of ``tensors``, except that what is being tried may go on."""
-        for tensor in tensors:
-            if tensor.pending is not None and not tensor.is_tried:
-                self._finish(tensor)
-        self._updates.raise_error()
 
     def home_bytes(self) -> int:
         """Of what lives on the device: parameters and optimizer states, without gradients."""
@@ -301,27 +284,6 @@ class Residency:
         tensor.attach(copy)
         RESIDENT[tensor.storage_key] = self.resident[tensor.index] = tensor
 
-    def collect(self, tensor: ManagedTensor) -> None:
-        """Its update, if it had one, is done: what was on order is an ordinary copy now."""
-        update = tensor.pending
-        if update is None:
-            return
-        assert update.done
-        tensor.pending = None
-        if update.arrival is not None:
-            self.uploads.note(update.arrival, tensor)
-            tensor.ready = update.arrival
-            tensor.note_arrived()
-        else:  # nothing was on order, or it could not be started
-            self.discard(tensor)
-
-    def await_update(self, tensor: ManagedTensor, update: Update) -> None:
-        """Home is about to be written, later, by ``update``: what was copied from it is worthless."""
-        if tensor.pending is not update:  # one that was tried has its copy already, or on order
-            self.discard(tensor)
-        tensor.identity = None
-        tensor.pending = update
-
     def drop_stale(self, tensors: Iterable[ManagedTensor]) -> None:
         """Forget the copies of ``tensors`` that home has overtaken, and their place in old graphs."""
         for tensor in tensors:
@@ -339,10 +301,10 @@ class Residency:
             self.await_copies()
         # Copies made inside the user's inference_mode would be unusable for training later.
         with torch.inference_mode(False), torch.no_grad():
-            if tensor.pending is None and tensor.low is not None:
-                self._refresh_low(tensor)
+            if tensor.pending is None:
+                self.uploads.refresh_low(tensor)
             self._starting = copy = torch.empty_like(tensor.origin, device=self._accelerator.device)
-            if not self._order(tensor, copy):
+            if not self.orders.place(tensor, copy):
                 tensor.ready = self._engine.upload(tensor.origin, copy)
                 self.uploads.note(tensor.ready, tensor)
             tensor.attach(copy)
@@ -387,57 +349,11 @@ class Residency:
         torch._C._autograd._unsafe_set_version_counter((tensor.home,), (version,))
         tensor.note_loaded()
 
-    def _order(self, tensor: ManagedTensor, copy: torch.Tensor) -> bool:
-        """Have ``copy`` filled once home is up to date ([Note: copies on order]); False if it is already."""
-        update = tensor.pending
-        if update is None:
-            return False
-        # Not the copy itself: whoever writes through that is seen as a user who writes to the parameter.
-        destination, engine = copy.data, self._engine
-        allocated = engine.mark_compute()
-
-        def upload() -> torch.Event:
-            tensor.refresh_low()  # done, unless the update has failed
-            return engine.upload(tensor.origin, destination, after=allocated)
-
-        if self._updates.upload_after(update, upload):
-            return True
-        self.collect(tensor)
-        self._refresh_low(tensor)
-        return False
-
-    def _refresh_low(self, tensor: ManagedTensor) -> None:
-        """Home is settled: bring its low-precision twin, if it has one, up to date."""
-        if tensor.low_is_stale:
-            self.uploads.wait(tensor, tensor.origin)
-            tensor.refresh_low()
-
-    def _finish(self, tensor: ManagedTensor) -> None:
-        assert tensor.pending is not None
-        if tensor.is_tried:
-            self.roll_back(tensor)
-            return
-        self._updates.finish(tensor.pending)
-        self.collect(tensor)
-
-    def _withdraw(self, tensor: ManagedTensor) -> None:
-        """Nothing is on order for it any more."""
-        update = tensor.pending
-        if update is None or self._updates.withdraw(update):
-            return
-        if not update.tentative:
-            self._finish(tensor)
-        elif update.arrival is not None:  # what was on order is on its way
-            self.uploads.note(update.arrival, tensor)
-            if tensor.data is not None:
-                tensor.ready = update.arrival
-            update.arrival = None
-
     def _wait(self, tensor: ManagedTensor) -> None:
         begin = time.perf_counter()
         if tensor.pending is not None:
             with self._meter.waiting_for_host():
-                self._finish(tensor)
+                self.orders.finish(tensor)
             if tensor.data is None:
                 self._updates.raise_error()
         assert tensor.ready is not None
@@ -447,7 +363,7 @@ class Residency:
 
     def drop(self, tensor: ManagedTensor) -> None:
         """Forget the copy, but not its place in graphs."""
-        self._withdraw(tensor)
+        self.orders.withdraw(tensor)
         if tensor.ready is not None:
             # Its memory goes back to compute, which must not write there before the copy has.
             self._engine.compute_after_upload(tensor.ready)

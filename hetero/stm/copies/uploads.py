@@ -60,6 +60,12 @@ class Uploads:
         for event in self.take([tensor]).get(tensor.index, ()):
             self._engine.host_after_upload(event, memory)
 
+    def refresh_low(self, tensor: ManagedTensor) -> None:
+        """Its home is settled: bring its low-precision twin, if it has one, up to date."""
+        if tensor.low_is_stale:
+            self.wait(tensor, tensor.origin)
+            tensor.refresh_low()
+
     def wait_all(self) -> None:
         """Every home may be written afterwards."""
         while self._started:

@@ -41,7 +41,7 @@ class GradientAccess:
     def wait(self, tensor: ManagedTensor) -> None:
         """Somebody is about to read ``p.grad``."""
         with self._lock, plain():
-            self._residency.finish_update(tensor)  # the queue reads it, and may write to it
+            self._residency.orders.finish_update(tensor)  # the queue reads it, and may write to it
             self._gradients.wait(tensor)
             self._gradients.norms.forget(tensor.index)  # whoever reads it may write to it
 
@@ -66,7 +66,7 @@ class GradientAccess:
                 if tensor.pending is not None and not (
                     tensor.is_tried and norms.knows(tensor.index, norm_type)
                 ):
-                    self._residency.finish_update(tensor)
+                    self._residency.orders.finish_update(tensor)
                     norms.forget(tensor.index)  # the optimizer may write to gradients
                 if norms.knows(tensor.index, norm_type):
                     continue
@@ -93,7 +93,7 @@ class GradientAccess:
             # What is being tried stays right if it turns out to change nothing.
             tried = tensor.is_tried and gradient_has_one_name(tensor.parameter)
             if not tried:
-                self._residency.finish_update(tensor)
+                self._residency.orders.finish_update(tensor)
             self._gradients.norms.forget(tensor.index)
             self._gradients.changes.ask(tensor.index, wish)
             if not tried and not gradient_is_private(tensor.parameter):

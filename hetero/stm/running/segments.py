@@ -123,7 +123,7 @@ class Segments:
         """The optimizer's step begins; what the one before it left to be done is done."""
         with self._lock:
             with self._collector.waiting_for_host():
-                self._residency.finish_updates(self._tensors)
+                self._residency.orders.finish_updates(self._tensors)
             self._residency.write_back_all()  # through views that are held
             self._residency.follow_unknown_writes(self._tensors)  # before any copy is stepped in its place
             self._executor.begin_segment(SegmentKey(Phase.STEP, True, None))

@@ -80,7 +80,11 @@ class Speculation:
         self._wishes: list[Wish] = []  # what the last step was clipped with
         self.forecast = Forecast()
         self.snapshots = Snapshots(
-            stm.ledger, stm.host_slots, stm.tensors, share=host_share, finish=stm.residency.finish_update
+            stm.ledger,
+            stm.host_slots,
+            stm.tensors,
+            share=host_share,
+            finish=stm.residency.orders.finish_update,
         )
         self._allowed = allowed
         if allowed:
@@ -89,7 +93,7 @@ class Speculation:
             stm.try_early = lambda tensor, gradient: (
                 None if (here := me()) is None else here.try_early(tensor, gradient)
             )
-            stm.residency.roll_back = lambda tensor: _roll_back(stm, forecast, tensor)
+            stm.residency.orders.roll_back = lambda tensor: _roll_back(stm, forecast, tensor)
             stm.plans.timings.copy_work = self.snapshots.work
             stm.home_choice.updates_early = lambda: False if (here := me()) is None else here.is_habit
             homes = weakref.ref(device_homes)
@@ -247,7 +251,7 @@ class Speculation:
             for tensor in stm.tensors:
                 pending = tensor.pending
                 if isinstance(pending, Attempt) and pending.tentative and not pending.is_claimed:
-                    stm.residency.roll_back(tensor)
+                    stm.residency.orders.roll_back(tensor)
 
     def _update(self, item: Captured, surroundings: Surroundings) -> Update:
         """What does ``item``, which the step has captured: completes its trial, if there was one."""
