@@ -3,8 +3,9 @@
 import pytest
 import torch
 from lateness import managed_mlp
-from loops import backward, batch, two_steps
+from loops import backward, batch, mlp, two_steps
 from torch import nn
+from twins import assert_twins
 
 pytestmark = pytest.mark.usefixtures("late_queue")
 
@@ -131,6 +132,36 @@ def test_what_a_step_has_written_before_it_failed_is_seen_on_the_device(fused, w
         got = model(x).detach().cpu()
     with torch.no_grad():
         assert torch.equal(got, model.to(target)(x).cpu())
+
+
+@pytest.mark.parametrize("device_homes", [False, True])
+@pytest.mark.parametrize("fused", [None, False, True])
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_step_that_fails_in_one_group_has_stepped_those_before_it(failing, fused, device_homes):
+    def make_optimizer(model):
+        groups = [{"params": list(model[i].parameters()), "lr": 1e-2 / (i + 1)} for i in (0, 2, 4)]
+        is_managed = model[0].weight.device.type == "cpu"
+        # Where the choice is left to us, it is the fused kernels; they refuse sparse gradients before all else, too.
+        return torch.optim.AdamW(groups, fused=fused if is_managed else fused is not False)
+
+    def loop(model, optimizer, target):
+        seen = []
+        two_steps(model, optimizer, target)
+        for _ in range(3):
+            backward(model, target)
+            weight = model[2 * failing].weight
+            weight.grad = weight.grad.to_sparse()
+            with pytest.raises(RuntimeError, match="sparse"):
+                optimizer.step()
+            assert len(optimizer.param_groups) == 3
+            assert sum(len(group["params"]) for group in optimizer.param_groups) == 6
+            optimizer.zero_grad()
+            seen.append(model(batch(target)).detach().cpu())
+        two_steps(model, optimizer, target)
+        seen.append([v for state in optimizer.state.values() for v in state.values()])
+        return seen
+
+    assert_twins(mlp, loop, make_optimizer=make_optimizer, device_homes=device_homes)
 
 
 def test_an_error_in_the_queue_is_no_matter_of_another_manager():

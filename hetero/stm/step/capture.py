@@ -4,13 +4,17 @@ Owns the choice, parameter by parameter, and ``param_groups`` while the step run
 once, with the kernels that `hetero.stm.updates.kernels` chooses. Invariant: after the step, however it ended, the
 groups are the user's; each parameter has been captured or has been left in them, never both.
 
+[Note: a step that fails]
+Torch's own step their groups one after the other, and refuse one (a sparse gradient, say) before they step any of it:
+what was captured of the groups before is done, and of that one and those after it is not.
+
 [Note: what is queued]
 A parameter that has been stepped before (so that its state exists), whose optimizer treats each by itself, and whose
 memory, gradient and state nobody else holds (`hetero.stm.tensors.exposure`).
 """
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -32,6 +36,18 @@ from hetero.stm.updates.optimizers import at_home, is_known, make_shell
 __all__ = ["Capture"]
 
 Group = dict[str, Any]
+
+
+class _Followed(list[Group]):
+    """Groups that somebody goes through. ``present``: the one that came last."""
+
+    def __init__(self, groups: Iterable[Group]) -> None:
+        super().__init__(groups)
+        self.present: Group = {}
+
+    def __iter__(self) -> Iterator[Group]:
+        for self.present in super().__iter__():
+            yield self.present
 
 
 class Capture:
@@ -124,7 +140,7 @@ class Capture:
                 if kept or not is_known(optimizer):
                     rest.append({**group, "params": kept})
         given = optimizer.param_groups
-        self._groups, optimizer.param_groups = given, [*rest, *_one_not_capturable(rest, given)]
+        self._groups, optimizer.param_groups = given, _Followed([*rest, *_one_not_capturable(rest, given)])
 
     def use_kernels(self) -> None:
         """What the step is left to do, it does with the kernels that `hetero.stm.updates.kernels` chooses."""
@@ -135,7 +151,7 @@ class Capture:
         if self._written_unseen or any(map(operator.is_not, placed, given)):
             if self._groups is None:
                 self._groups = given
-            optimizer.param_groups = groups
+            optimizer.param_groups = _Followed(groups)
 
     def _place_settings(self, group: Group) -> Group:
         """Where its parameters are. Not for optimizers that may write to their groups."""
@@ -158,6 +174,30 @@ class Capture:
         queued, here = self.queued, self.here
         self.queued, self.here = [], []
         return queued, here
+
+    def end_failed(self) -> tuple[list[Captured], list[DeviceUpdate], list[Captured]]:
+        """As `end`, if the step has raised: what is to be done all the same ([Note: a step that fails]), and what is
+        not. The groups are not the user's yet."""
+        queued, here = self.end()
+        done = self._done_before_failure() if queued or here else set()
+        return (
+            [item for item in queued if id(item.tensor.parameter) in done],
+            [item for item in here if id(item.tensor.parameter) in done],
+            [item for item in queued if id(item.tensor.parameter) not in done],
+        )
+
+    def _done_before_failure(self) -> set[int]:
+        """Ids of the parameters in groups before the one that was stepped when it raised; none, if that had none."""
+        groups = self._optimizer.param_groups
+        failed = groups.present if isinstance(groups, _Followed) else {}
+        first = next(iter(failed.get("params", ())), None)
+        done = set[int]()
+        for group in self._groups or ():
+            ids = {id(parameter) for parameter in group["params"]}
+            if id(first) in ids:
+                return done
+            done |= ids
+        return set()
 
     def commit(self) -> None:
         """States that updates have made are the optimizer's. Nothing may be queued."""

@@ -35,8 +35,8 @@ from hetero.stm.interception.intercept import in_scope, is_managed, managed_of
 from hetero.stm.interception.scaling import bring_home
 from hetero.stm.manager import StatefulTensorMgr
 from hetero.stm.step.capture import Capture
-from hetero.stm.step.devicehomes import DeviceHomes
-from hetero.stm.step.jobs import Surroundings, change, wait
+from hetero.stm.step.devicehomes import DeviceHomes, DeviceUpdate
+from hetero.stm.step.jobs import Captured, Surroundings, change, wait
 from hetero.stm.step.speculation import Speculation
 from hetero.stm.step.watched import WatchedState
 from hetero.stm.tensors.fetch import plain
@@ -235,8 +235,7 @@ class HostStep:
             before.remove()
             after.remove()
             self._stm.steps.running = None
-            self._leave()
-            self._abandon()
+            self._end_unfinished()
             if not complete:
                 self._note_writes(self._stm.tensors[index] for index in self._stepped_now)
             self._stm.segments.end_step(complete=complete)
@@ -317,13 +316,15 @@ class HostStep:
         with self._stm.lock:
             self._leave()
             self.capture.move_versions()
-            captured, here = self.capture.end()
-            ranks = self._stm.by_first_use()
-            captured.sort(key=lambda item: (ranks.get(item.tensor.index, len(ranks)), item.tensor.index))
-            surroundings = Surroundings.of_this_thread()
-            self.speculation.end_step(captured, surroundings)
-            with plain():
-                self.device_homes.run(here, self._note_update)
+            self._carry_out(*self.capture.end())
+
+    def _carry_out(self, captured: list[Captured], here: list[DeviceUpdate]) -> None:
+        """``captured`` is queued, ``here`` is done."""
+        ranks = self._stm.by_first_use()
+        captured.sort(key=lambda item: (ranks.get(item.tensor.index, len(ranks)), item.tensor.index))
+        self.speculation.end_step(captured, Surroundings.of_this_thread())
+        with plain():
+            self.device_homes.run(here, self._note_update)
 
     def _note_update(self, tensor: ManagedTensor, update: ParameterUpdate) -> None:
         """One on the device is done. Where nothing was kept so far, it may have made the first state."""
@@ -337,13 +338,17 @@ class HostStep:
             self._plain = None
         self.capture.end_groups()
 
-    def _abandon(self) -> None:
-        """The step was left by an exception: what was captured is not done, as it would not have been."""
-        captured, _ = self.capture.end()
-        self._stm.homes.roll_back()
-        for item in captured:
-            wait(self._stm.engine, item)
-            change(self._stm.engine, item)
+    def _end_unfinished(self) -> None:
+        """Where the step has raised, what was captured is done as far as it would have been."""
+        captured, here, others = self.capture.end_failed()
+        self._leave()
+        with self._stm.lock:
+            if captured or here:
+                self._carry_out(captured, here)
+            self._stm.homes.roll_back()
+            for item in others:
+                wait(self._stm.engine, item)
+                change(self._stm.engine, item)
 
     @staticmethod
     def _note_writes(tensors: Iterable[ManagedTensor]) -> None:
