@@ -1,6 +1,7 @@
 """Saved tensors that leave keep to the host's budget, by the counters of the memory itself."""
 
 import gc
+import re
 
 import pytest
 import torch
@@ -136,8 +137,15 @@ def test_without_room_on_the_host_nothing_leaves_and_what_then_does_not_fit_is_r
     assert_same(seen, expected, "observed")
     assert manager.stats.activation_out_bytes == 0
     assert manager._stm.activations._slots.nbytes == 0
-    with pytest.raises((BudgetError, torch.OutOfMemoryError)):
+    with pytest.raises(BudgetError, match="by saved tensors for which host_budget has no room") as caught:
         trained(int(0.4 * peak), budget)
+    assert re.search(
+        r"batch size, raise host_budget, or raise device_budget to .* bytes\)", str(caught.value)
+    )
+    trained(int(0.4 * peak), budget + peak)  # so it is
+    with pytest.raises(BudgetError) as caught:
+        trained(int(0.1 * peak), budget + peak)
+    assert "host_budget" not in str(caught.value)
 
 
 def test_blocks_are_used_again_by_sizes_that_take_as_much_of_a_slab():

@@ -288,6 +288,16 @@ class Activations:
         """Of all records that count, on the device now."""
         return self._ledger.nbytes(Tier.DEVICE, Kind.ACTIVATION)
 
+    def without_host_room(self) -> int:
+        """Bytes on the device of records that could leave, had the host's budget room for them."""
+        self.settle()
+        records = [record for reference in self._live if (record := reference()) is not None]
+        idle = [
+            r for r in records if r.aliases is not None and r.account.flight is None and not self._is_held(r)
+        ]
+        stuck = [r.account for r in idle if r.account.host is None and not r.is_clean()]
+        return sum(a.device_nbytes for a in stuck if not self._slots.has_room(a.device_nbytes))
+
     def host_room(self) -> int:
         """Bytes of host memory that records may take in all."""
         return self._slots.most_bytes

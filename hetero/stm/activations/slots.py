@@ -56,6 +56,11 @@ class HostSlots:
         self.nbytes += size
         return _narrowed(self._arena.empty_strided((size,), (1,), torch.uint8), nbytes)
 
+    def has_room(self, nbytes: int) -> bool:
+        """`take` would find a block, or room for one."""
+        size = self._arena.slab_bytes(nbytes)
+        return any(size <= known for known in self._free) or self._short(size) <= self._spare_bytes()
+
     def reserve(self, nbytes: int) -> torch.Tensor | None:
         """A block for model data beyond those that were promised, for good; None likewise."""
         size = self._arena.slab_bytes(nbytes)
@@ -79,13 +84,17 @@ class HostSlots:
 
     def _make_room(self, size: int) -> bool:
         short = self._short(size)
-        if short > self._lent_bytes + sum(known * len(blocks) for known, blocks in self._free.items()):
+        if short > self._spare_bytes():
             return False
         if short > 0:
             self.ask_back(short)
         while self._free and self._short(size) > 0:
             self._give_up(max(self._free))
         return self._short(size) <= 0
+
+    def _spare_bytes(self) -> int:
+        """What could be had back."""
+        return self._lent_bytes + sum(known * len(blocks) for known, blocks in self._free.items())
 
     def _short(self, size: int) -> int:
         """How many bytes too few there are for such a block."""

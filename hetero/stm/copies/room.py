@@ -50,6 +50,8 @@ class Room:
         # Other managers of the device let so many bytes leave, or as many as can; returns how many. ``urgent``: nothing
         # of ours is left that can. `hetero.stm.running.relief` sets this.
         self.ask: Callable[[int, bool], int] = lambda nbytes, urgent: 0
+        # Bytes of saved tensors that cannot leave for want of host memory; `hetero.stm.running.relief` sets this.
+        self.without_host_room: Callable[[], int] = lambda: 0
         # A budget that all operators fit in, where they have been measured; `hetero.stm.running.executor` sets this.
         self.enough: Callable[[], int | None] = lambda: None
         # What is needed next is known; `hetero.stm.running.executor` sets this.
@@ -114,6 +116,7 @@ class Room:
                 wanted=nbytes,
                 short=short,
                 held=held,
+                saved=self.without_host_room(),
                 enough=self.enough(),
             )
 
@@ -137,7 +140,15 @@ class Room:
     def refused(self, operator: str, error: RuntimeError) -> BudgetError:
         """What to say of an operator that has failed with ``error`` after everything has left that can."""
         held = sum(tensor.device_nbytes for tensor in self._resident.values())
-        return no_room(self._accelerator, self._budget, operator, error, held=held, enough=self.enough())
+        return no_room(
+            self._accelerator,
+            self._budget,
+            operator,
+            error,
+            held=held,
+            saved=self.without_host_room(),
+            enough=self.enough(),
+        )
 
     def allows(self, error: RuntimeError) -> bool:
         """What the allocator has refused is within the budget: it found no gap that is large enough."""

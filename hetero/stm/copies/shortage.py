@@ -27,10 +27,12 @@ def too_small(
     wanted: int,
     short: int,
     held: int,
+    saved: int,
     enough: int | None,
 ) -> NoRoomError:
-    """``operator`` lacks ``short`` of the ``wanted`` bytes that its operands take beside what is there; ``held``: of
-    that, copies that cannot leave. ``enough``: for all that was measured; None if nothing was."""
+    """``operator`` lacks ``short`` of the ``wanted`` bytes that its operands take beside what is there; of that,
+    ``held``: copies that cannot leave, ``saved``: saved tensors that could, had the host room for them. ``enough``: for
+    all that was measured; None if nothing was."""
     operands = budget + short
     if enough is None:
         cure = (
@@ -43,8 +45,8 @@ def too_small(
     return NoRoomError(
         f"{operator} needs {format_bytes(wanted)} more on {accelerator.device}, where "
         f"{format_bytes(accelerator.used_bytes())} of the budget of {format_bytes(budget)} are in use "
-        f"({format_bytes(held)} by copies that cannot be evicted now): lower the batch size, or raise device_budget to "
-        f"{cure}"
+        f"({format_bytes(held)} by copies that cannot be evicted now{_saved(saved)}): lower the batch size, "
+        f"{_HOST if saved else ''}or raise device_budget to {cure}"
     )
 
 
@@ -55,9 +57,10 @@ def no_room(
     error: RuntimeError,
     *,
     held: int,
+    saved: int,
     enough: int | None,
 ) -> NoRoomError:
-    """``operator`` has failed with ``error``, and nothing is left that could leave. ``held``, ``enough``: as above."""
+    """``operator`` has failed with ``error``, and nothing is left that could leave. The others: as above."""
     wanted = _wanted_bytes(error)
     used = _used_bytes(accelerator, error)
     cure = "raise device_budget"
@@ -72,9 +75,18 @@ def no_room(
     needs = "more" if wanted is None else f"{format_bytes(wanted)} more"
     return NoRoomError(
         f"{operator} needs {needs} on {accelerator.device}, where {format_bytes(used)} of the budget of "
-        f"{format_bytes(budget)} are in use ({format_bytes(held)} by copies of parameters) and nothing else can leave: "
-        f"lower the batch size, or {cure}. {error}"
+        f"{format_bytes(budget)} are in use ({format_bytes(held)} by copies of parameters{_saved(saved)}) and "
+        f"nothing else can leave: lower the batch size, {_HOST if saved else ''}or {cure}. {error}"
     )
+
+
+def _saved(nbytes: int) -> str:
+    if not nbytes:
+        return ""
+    return f", {format_bytes(nbytes)} by saved tensors for which host_budget has no room"
+
+
+_HOST = "raise host_budget, "
 
 
 def least_bytes(accelerator: Accelerator, error: RuntimeError) -> int | None:

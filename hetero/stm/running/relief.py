@@ -53,6 +53,7 @@ class Relief:
         self._ask = ask
         self._room.reclaim = self._reclaim
         self._room.shed = activations.shed
+        self._room.without_host_room = activations.without_host_room
         self._room.ask = ask
 
     def relieve(self, unless_free: int | None = None) -> int:
