@@ -20,6 +20,7 @@ NAMES = (
     "bytes",
     "planning",
     "sweep",
+    "lengths",
     "simulation",
     "networks",
     "reorder",

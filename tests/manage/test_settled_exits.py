@@ -642,3 +642,62 @@ def test_a_forked_child_neither_computes_nor_hangs():
         assert os.waitpid(child, 0)[1] == 0
         step(model, optimizer, target)
         assert manager.plan.everything_fits
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("way", ["close", "larger batch"])
+@pytest.mark.parametrize("records", ["record_shapes", "with_stack"])
+def test_a_profiler_that_has_seen_the_parameters_stands_in_nobodys_way(records, way, kept):
+    """It has weak references to their implementations for as long as its results are there."""
+
+    def profiled(model, optimizer, target):
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=activities, **{records: True}) as profiler:
+            seen = [step(model, optimizer, target).detach() for _ in range(2)]
+        square_loss(model, target).backward()  # there are gradients when it leaves
+        return seen, profiler
+
+    def finish(model, optimizer, target, rows):
+        optimizer.step()
+        optimizer.zero_grad()
+        return [step(model, optimizer, target, rows).detach().cpu() for _ in range(3)]
+
+    rows = 8 if way == "close" else 1024
+    target = device()
+    torch.manual_seed(0)
+    expected_model = mlp().to(target)
+    optimizer = adamw(expected_model)
+    torch.manual_seed(1)
+    for _ in range(6):
+        step(expected_model, optimizer, target)
+    expected, _ = profiled(expected_model, optimizer, target)
+    expected += finish(expected_model, optimizer, target, rows)
+
+    model, optimizer, manager, target = managed_mlp(budget="3MiB")
+    torch.manual_seed(1)
+    with manager:
+        settle(model, optimizer, manager, target)
+        seen, profiler = profiled(model, optimizer, target)
+        if not kept:
+            del profiler
+        if way == "close":
+            manager.close()
+            assert {p.device.type for p in model.parameters()} == {"cpu"}
+            assert all(p.grad.device.type == "cpu" for p in model.parameters())
+            model.to(target)
+            move_to(optimizer, target)
+        seen += finish(model, optimizer, target, rows)
+        if way == "larger batch" and not kept:
+            assert is_intercepted(model)
+    assert_same(plain(seen), plain(expected), "losses")
+    assert_same(
+        [p.detach().cpu() for p in model.parameters()],
+        [p.detach().cpu() for p in expected_model.parameters()],
+        "parameters",
+    )
+
+
+def move_to(optimizer, target):
+    for state in optimizer.state.values():
+        for key in ("exp_avg", "exp_avg_sq"):
+            state[key] = state[key].to(target)

@@ -3,8 +3,15 @@
 Owns when this is chosen (once times were measured under a plan that is to stay), and taken back: what moved on trial
 and has saved no time, what memory ran short with. How a choice is made is `hetero.eviction.placement`'s, who moves is
 `hetero.stm.step.devicehomes`. All plans have the same parameters on the device; places are one plan's own.
+
+[Note: what choosing may take]
+A choice plans an iteration a hundred times, while training waits. The first is made at once; one more, after something
+has changed, as soon as all of them have taken no more than a share of the time so far; those for further kinds of
+iterations (batches of many lengths, evaluations), a much smaller one. Until then, their plans have what lives on the
+device for the others.
 """
 
+import time
 from collections.abc import Callable, Sequence
 
 from hetero.eviction import choose_placement, choose_places
@@ -14,6 +21,8 @@ from hetero.stm.plans.planbook import Keys, PlanBook
 from hetero.stm.tensors.managed import ManagedTensor
 
 __all__ = ["HomeChoice"]
+
+_SHARE_OF_TIME, _SHARE_OF_FURTHER = 0.25, 0.02  # [Note: what choosing may take]
 
 
 class HomeChoice:
@@ -26,6 +35,7 @@ class HomeChoice:
         self._has_lost = False
         self._has_refused = False
         self._chosen: set[Keys] = set()
+        self._began, self._spent = time.monotonic(), 0.0  # seconds
         # Sends those with these indices home; `hetero.stm.step.devicehomes` sets this.
         self.send_home: Callable[[frozenset[int]], None] = lambda indices: None
         # Updates at home begin in backward; `hetero.stm.step.speculation` sets this.
@@ -70,6 +80,7 @@ class HomeChoice:
         if self.updates_early() is not book.early:
             book.early = not book.early
             self._chosen.clear()
+            self._spent = 0.0  # this changes too much to wait
             if any(book.places.values()):  # they have lost what they were for
                 book.places.clear()
                 book.remake_all()
@@ -90,8 +101,14 @@ class HomeChoice:
             return
         if not book.timings.is_final(keys):
             return
+        begin = time.monotonic()
+        share = _SHARE_OF_FURTHER if self._chosen else _SHARE_OF_TIME
+        if self._spent > share * (begin - self._began):
+            return
+        if self._chosen:
+            # Each kind of iteration has its own best number; all of them have to live with the least.
+            costs = {index: cost for index, cost in costs.items() if index in book.device_homes}
         self._chosen.add(keys)
-
         best = choose_placement(
             order,
             costs,
@@ -101,14 +118,13 @@ class HomeChoice:
             links=book.timings.links(keys),
             plan=lambda homes, places: book.tried(keys, homes, places),
         )
-        # Each kind of iteration has its own best number; all of them have to live with the least.
-        others = len(self._chosen) > 1
-        chosen = tuple(index for index in best.home.homes if not others or index in book.device_homes)
-        book.places[keys] = best.places if chosen == best.home.homes else self._choose_places(keys, chosen)
+        chosen = best.home.homes
+        book.places[keys] = best.places
         early = plan.trace.updates is not None and plan.trace.updates.early is not book.early
         if chosen == book.device_homes and (early or plan.places != book.places[keys]):
             book.remake(keys)
         book.set_homes(chosen, on_trial=keys if best.home.moves_more and not book.device_homes else None)
+        self._spent += time.monotonic() - begin
 
     def _choose_places(self, keys: Keys, homes: tuple[int, ...]) -> tuple[int, ...]:
         """Which parameters keep a place on the device beside ``homes``."""

@@ -3,6 +3,7 @@
 Owns the implementations that wait at home meanwhile (`hetero.stm.interception.exchange`).
 """
 
+import gc
 from collections.abc import Sequence
 
 import torch
@@ -48,23 +49,19 @@ class OwnParameters:
             self._accelerator.note_answered()
             return False
         for tensor in self._tensors:
-            parameter = tensor.parameter
             version = tensor.version
             tensor.cast = None
             data = tensor.data
             assert data is not None
-            shadow = nn.Parameter(data.detach(), parameter.requires_grad)
+            self._shadows.append(nn.Parameter(data.detach(), tensor.parameter.requires_grad))
+            self._versions.append((version, self._shadows[-1]._version))
             del data
-            try:
-                exchange(parameter, shadow)
-            except RuntimeError:  # a weak reference to the implementation
-                for done, other in zip(self._tensors, self._shadows, strict=False):
-                    exchange(done.parameter, other)
-                    other.grad = None
-                self._shadows = []
-                return False
-            self._shadows.append(shadow)
-            self._versions.append((version, parameter._version))
+        pairs = [
+            (tensor.parameter, shadow) for tensor, shadow in zip(self._tensors, self._shadows, strict=True)
+        ]
+        if not _exchange_pairs(pairs):
+            self._shadows = []
+            return False
         return True
 
     def give_back_all(self) -> None:
@@ -75,9 +72,34 @@ class OwnParameters:
             note(tensor)
             redirect(shadow, tensor)
 
+    def exchange_back(self, *, force: bool) -> bool:
+        """Each has home's implementation again; False, and all is as before, if somebody stands against it. ``force``:
+        such a parameter then keeps the one it has, with bytes of its own on the host."""
+        device = self._accelerator.device
+        pairs = [
+            (tensor.parameter, shadow)
+            for tensor, shadow in zip(self._tensors, self._shadows, strict=True)
+            if is_like(
+                tensor.parameter, tensor.home, device
+            )  # else ``p.data`` was set; only close() comes here then
+        ]
+        if _exchange_pairs(pairs):
+            return True
+        gc.collect()  # they may be garbage, in cycles: a profiler's results
+        if _exchange_pairs(pairs):
+            return True
+        if force:
+            for pair in pairs:
+                if not _exchange_pairs([pair]):
+                    parameter, gradient = pair[0], pair[0].grad
+                    parameter.grad = None
+                    parameter.data = parameter.detach().cpu()
+                    parameter.grad = None if gradient is None else gradient.cpu()
+        return force
+
     def take_back_all(self, *, amid: bool) -> None:
-        """They are at home, as far as that is known; what has been written is on the device. ``amid``: an operator may
-        have been given one of them."""
+        """After `exchange_back`: they are at home, as far as that is known; what has been written is on the device.
+        ``amid``: an operator may have been given one of them."""
         for tensor, shadow in zip(self._tensors, self._shadows, strict=True):
             self._take_back(tensor, shadow, amid=amid)
         self._shadows, self._versions = [], []
@@ -102,12 +124,11 @@ class OwnParameters:
     def _take_back(self, tensor: ManagedTensor, shadow: nn.Parameter, *, amid: bool) -> None:
         parameter = tensor.parameter
         forget(tensor)
-        if not is_like(parameter, tensor.home, self._accelerator.device):
-            return  # ``p.data`` was replaced by something else; only close() comes here
-        gradient, parameter.grad = parameter.grad, None
-        version, requires_grad = parameter._version, parameter.requires_grad
-        exchange(parameter, shadow)
-        parameter.requires_grad_(requires_grad)
+        if not is_like(shadow, tensor.home, self._accelerator.device):
+            return  # it was not exchanged
+        gradient, shadow.grad = shadow.grad, None
+        version = shadow._version
+        parameter.requires_grad_(shadow.requires_grad)
         take_over(parameter, tensor)
         written = tensor.stays or version != self._versions[tensor.index][1]
         self._residency.take_back(tensor, shadow.detach())
@@ -124,3 +145,16 @@ class OwnParameters:
         if dtype not in self._placeholders:
             self._placeholders[dtype] = torch.empty((), dtype=dtype, device=self._accelerator.device)
         return self._placeholders[dtype]
+
+
+def _exchange_pairs(pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> bool:
+    """All of them; False, and none, where somebody has a weak reference to an implementation (a profiler that records
+    shapes has)."""
+    for number, (parameter, shadow) in enumerate(pairs):
+        try:
+            exchange(parameter, shadow)
+        except RuntimeError:
+            for done, other in pairs[:number]:
+                exchange(done, other)
+            return False
+    return True

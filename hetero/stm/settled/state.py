@@ -195,13 +195,16 @@ class Settled:
         return self.leave(amid=True)
 
     def leave(self, *, force: bool = False, amid: bool = False) -> bool:
-        """Intercept again; False if somebody's alias of a parameter, gradient or state would be left behind.
-        ``force``: then too. ``amid``: another model's forward may run, which has no parameter of ours."""
+        """Intercept again; False if somebody's alias of a parameter, gradient or state would be left behind, or if one
+        stands against a parameter's exchange. ``force``: then too. ``amid``: another model's forward may run,
+        which has no parameter of ours."""
         stm = self._stm
         with stm.lock, torch.inference_mode(False), torch.no_grad(), plain():
             if not self.is_on:
                 return True
             if not force and (self.running or (in_scope() and not amid) or not self._may_leave()):
+                return False
+            if not self._parameters.exchange_back(force=force):
                 return False
             if (compiled := self._compiled()) is not None:
                 compiled.resume()
