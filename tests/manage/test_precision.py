@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gc
 from collections import OrderedDict, namedtuple
 
 import pytest
@@ -13,8 +14,9 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import _cast_fp_tensor
 from torch.distributed.utils import _apply_to_tensors
 from torch.utils.checkpoint import checkpoint
-from twins import assert_same, managed
+from twins import assert_same, device, managed
 
+import hetero
 from hetero.stm.tensors.precision import cast_inputs
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -416,3 +418,39 @@ def test_grad_scaler_in_float16_with_an_overflow():
         lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), loop, torch.float16
     )
     assert manager.config.precision is torch.float16
+
+
+def test_parts_called_by_themselves_are_refused_where_their_whole_copies_do_not_fit():
+    class Halves(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = mlp(), mlp()
+
+        def forward(self, x):
+            return self.second(self.first(x))
+
+    torch.manual_seed(0)
+    model, target = Halves(), device()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gc.collect()
+    before = torch.accelerator.memory_allocated()
+    weights = sum(p.nbytes for p in model.parameters())
+    budget = before + weights // 2
+    x = torch.randn(4, WIDTH).to(target)
+    with hetero.manage(
+        model, optimizer, device=target, device_budget=budget, precision=torch.bfloat16
+    ) as manager:
+        with pytest.raises(
+            hetero.BudgetError, match=r"second\.\d\.\d\.weight, used outside of the model"
+        ) as caught:
+            model.second(model.first(x))
+        assert any("under precision parameters do too" in note for note in caught.value.__notes__)
+        del caught  # whose frames hold what did fit
+        with torch.no_grad():  # nothing keeps them
+            model.second(model.first(x))
+        torch.accelerator.reset_peak_memory_stats()
+        for _ in range(3):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert max(torch.accelerator.max_memory_allocated(), manager.stats.peak_device_bytes) <= budget

@@ -5,7 +5,7 @@ the other operands lie, as an FSDP2 parameter is between steps. Low-precision co
 and backward. And what is said where there is no room: that activations do not leave there.
 
 The copies made here are ordinary tensors of the caller's: of the whole parameter, neither planned nor evicted. What is
-ours makes room for them.
+ours makes room for them; where that is not enough, they are refused.
 """
 
 import contextlib
@@ -29,12 +29,13 @@ def keeps_its_type(operands: Sequence[ManagedTensor]) -> bool:
     return torch._C._current_graph_task_id() == -1 and any(tensor.low is not None for tensor in operands)
 
 
-def note_outside(error: BudgetError) -> None:
+def note_outside(error: BudgetError, *, parameters_leave: bool = True) -> None:
     """Add a note to ``error``, raised for an operator there, if autograd keeps what such operators read."""
     if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
         error.add_note(
             "hetero: this ran outside of a call of the managed model. There what is saved for backward stays on the "
-            "device, but for parameters. Call the model itself, not its methods or parts; or manage what is called"
+            f"device, {'but for parameters' if parameters_leave else 'and under precision parameters do too'}. Call "
+            "the model itself, not its methods or parts; or manage what is called"
         )
 
 
@@ -58,8 +59,11 @@ def full_copies(operands: Sequence[ManagedTensor]) -> Iterator[dict[int, torch.T
         tensor.owner.homes.wait(tensor)
         if torch.is_grad_enabled():
             tensor.paths.note_home_graph(None)
-        while tensor.owner.relief.relieve(unless_free=tensor.full_nbytes):
-            pass
+        try:
+            tensor.owner.relief.require(tensor.full_nbytes, tensor.name)
+        except BudgetError as error:
+            note_outside(error, parameters_leave=False)
+            raise
         there = partial(tensor.parameter.to, tensor.owner.device)
         copies[id(tensor.parameter)] = with_relief(tensor.owner, there)
     versions = [copy._version for copy in copies.values()]

@@ -76,6 +76,16 @@ class Relief:
             self._accelerator.release_cached()
             return freed
 
+    def require(self, nbytes: int, name: str) -> None:
+        """As `relieve` until ``nbytes`` are free, for a copy of ``name`` that is the caller's. Raises `BudgetError` if
+        they cannot be."""
+        while self.relieve(unless_free=nbytes):
+            pass
+        with self._lock:
+            self._room.require(
+                nbytes, limit=self._budget, operator=lambda: f"{name}, used outside of the model's forward,"
+            )
+
     def random_numbers(self) -> Callable[[], object]:
         """As `Accelerator.random_numbers`, of the device."""
         return self._accelerator.random_numbers(None)

@@ -118,6 +118,9 @@ class Relief(Protocol):
         """Free what can be freed after an out-of-memory error; or before one, ``unless_free`` bytes are free. Returns
         the bytes freed."""
 
+    def require(self, nbytes: int, name: str) -> None:
+        """So many are free, for a copy of ``name`` that is the caller's. Raises `BudgetError` if they cannot be."""
+
     def random_numbers(self) -> Callable[[], object]:
         """Notes where those of the device are; what it returns goes back there."""
 
