@@ -100,6 +100,7 @@ class ModelCalls:
         self._has_optimizer = has_optimizer
         self._keeps = keeps
         self._signatures = Signatures(stm.device.type)
+        stm.cycles.coarsen = self._signatures.coarsen
         # Each module whose call is replaced, the model first: what stood in its slot, and what does.
         self._replaced: list[_Replaced] = []
         # [Note: parts]: their names, and whether they have been called by themselves. With ``precision``, what is

@@ -7,6 +7,7 @@ from torch import nn
 from twins import assert_twins
 
 from hetero.stm.interception.signatures import Signatures
+from hetero.stm.plans import planbook
 
 STEPS = 24
 
@@ -99,3 +100,69 @@ def test_batches_of_many_sizes_follow_few_plans(share, settles, forwards):
     manager = assert_twins(lambda: mlp(depth=3), loop, share=share)
     assert len(manager._stm.plans) <= 16  # of 60, or more where two of different sizes come together
     assert (manager.stats.settled_forwards > 30) == settles
+
+
+def test_of_what_is_put_together_the_largest_that_is_as_large_stands_for_all():
+    signatures, layer = Signatures("cpu"), nn.Linear(1, 1)
+
+    def of(*sizes, more="a"):
+        return signatures.of(layer, tuple(torch.empty(size) for size in sizes), {}, more)
+
+    small, wide, high = of((2, 2)), of((2, 8)), of((8, 2))
+    other = of((9, 9), more="b")
+    signatures.coarsen()
+    signatures.coarsen()  # once is enough
+    assert of((2, 2)) in {wide, high}
+    assert of((2, 8)) == wide
+    assert of((8, 2)) == high
+    assert of((9, 9), more="b") == other  # of another kind of call
+    largest = of((8, 8))
+    assert largest not in {small, wide, high}
+    assert {of((2, 2)), of((2, 8)), of((8, 2)), of((8, 8))} == {largest}
+
+
+@pytest.mark.parametrize("share", [0.35, 0.6])
+def test_iterations_of_micro_batches_of_many_sizes_come_to_follow_one_plan(share):
+    def loop(model, optimizer, target):
+        torch.manual_seed(3)
+        seen = []
+        for _ in range(40):
+            for _ in range(4):
+                rows = 4 * int(torch.randint(1, 7, ()))
+                loss = model(torch.randn(rows, 64).to(target)).square().mean()
+                loss.backward()
+                seen.append(loss.item())  # kept on the device, they would be more in each iteration
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    manager = assert_twins(lambda: mlp(depth=8), loop, share=share)
+    assert len(manager._stm.plans) <= 20  # of 6 ** 4
+    stats = manager.stats
+    assert stats.lower_bound_bytes is not None  # the last iteration has followed its plan
+    assert stats.bytes_moved <= 1.1 * stats.lower_bound_bytes  # what starts early may cost some
+
+
+def test_of_very_many_kinds_those_are_planned_that_come_again_and_those_forgotten_that_do_not(monkeypatch):
+    monkeypatch.setattr(planbook, "_MANY", 4)
+    monkeypatch.setattr(planbook, "_MOST", 8)
+    monkeypatch.setattr(planbook, "_MOST_SEEN", 6)
+    # None is as large as another in both dimensions.
+    shapes = [(rows, 20 - rows, 64) for rows in range(2, 18)]
+
+    def loop(model, optimizer, target):
+        seen = []
+        # Once; the last ones again; then as many others as there is room for, twice, with one of the first in between.
+        for shape in (*shapes, *shapes[-6:], *2 * (*shapes[4:8], shapes[0])):
+            loss = model(torch.randn(shape).to(target)).square().mean()
+            loss.backward()
+            seen.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    manager = assert_twins(lambda: mlp(depth=3), loop, share=0.7)
+    planned = [shape for shape in shapes for plan in manager._stm.plans if str(shape) in str(plan.keys[0])]
+    assert len(manager._stm.plans) == len(planned) == 8
+    assert set(planned) >= {shapes[0], *shapes[4:8]}
+    assert not set(planned) & set(shapes[1:4])

@@ -10,6 +10,9 @@ planned: from then on such a number counts by its type.
 [Note: sizes] So it is with sizes: texts of many lengths. After the first few, a call counts as the smallest known one
 that is as large in every dimension: its operators are the same, and what it takes is no more. Plans of larger ones move
 more than they would have to, and only a call that is the largest in some dimension is measured.
+
+[Note: micro-batches] An iteration of eight micro-batches, each of one of eight sizes, is one of millions, and hardly
+ever comes again. Where there turn out to be many such, each call counts as the largest known one instead.
 """
 
 import math
@@ -38,6 +41,13 @@ class Signatures:
         # [Note: sizes]: those that differ in sizes alone, by what they have in common; and what others count as.
         self._sizes: dict[tuple[object, ...], dict[tuple[int, ...], tuple[object, ...]]] = defaultdict(dict)
         self._larger: dict[tuple[object, ...], tuple[object, ...]] = {}
+        # [Note: micro-batches]: what each counts as; None: as what it is.
+        self._largest: dict[tuple[object, ...], tuple[object, ...]] | None = None
+
+    def coarsen(self) -> None:
+        """[Note: micro-batches]"""
+        if self._largest is None:
+            self._largest = {}
 
     def of(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *more: object
@@ -51,21 +61,32 @@ class Signatures:
         )
         found = (*state, _shapes(args), (tuple(kwargs), _shapes(kwargs.values())) if kwargs else (), *more)
         if found in self._known:
-            return found
+            return found if self._largest is None else self._largest_for(found)
         values = tuple(kwargs), _shapes(kwargs.values(), by_value=False)
         alike = (*state, _shapes(args, by_value=False), values, *more)  # [Note: numbers]
         if self._alike[alike] >= _MOST_NUMBERS:
             found = alike
-        if (larger := self._larger.get(found)) is not None:
-            return larger
-        if found not in self._known:
+        if (larger := self._larger.get(found)) is None and found not in self._known:
             larger = self._larger_than(found)
             if larger is not None:
                 self._larger[found] = larger
-                return larger
-            self._alike[alike] += 1
-            self._known.add(found)
-        return found
+            else:
+                self._alike[alike] += 1
+                self._known.add(found)
+                if self._largest:
+                    self._largest.clear()
+        found = found if larger is None else larger
+        return found if self._largest is None else self._largest_for(found)
+
+    def _largest_for(self, found: tuple[object, ...]) -> tuple[object, ...]:
+        """[Note: micro-batches]: of the known ones that are as large in every dimension."""
+        assert self._largest is not None
+        if found not in self._largest:
+            sizes: list[int] = []
+            known = self._sizes[tuple(_without_sizes(part, sizes) for part in found)]
+            larger = (those for those in known if all(map(operator.ge, those, sizes)))
+            self._largest[found] = known[max(larger, key=math.prod)]
+        return self._largest[found]
 
     def _larger_than(self, found: tuple[object, ...]) -> tuple[object, ...] | None:
         """[Note: sizes]; None if ``found`` is known from now on as what it is."""

@@ -43,6 +43,8 @@ class Place:
 # Segments without a step in between (a closure that runs the model, forwards whose graphs are dropped): give up
 # waiting for the iteration's end.
 _LONGEST_CYCLE = 1024
+# Of training iterations with several forwards: where there are more, hardly one will come again.
+_MOST_PUT_TOGETHER = 16
 
 
 @dataclass(slots=True)
@@ -85,6 +87,9 @@ class Cycles:
         self._departures = Departures()
         self._current = self._training
         self._succession = Succession[Keys]()
+        self._put_together: set[Keys] = set()
+        # There are too many kinds that differ in the order of their micro-batches; `hetero.stm.modelcalls` sets this.
+        self.coarsen: Callable[[], None] = lambda: None
         self._coming: Keys | None = None  # the keys that the iteration under way is expected to have
         # What the last complete iteration followed from end to end; and the same if it has found the copies that it has
         # left: then it cannot have moved less than this plan's lower bound.
@@ -198,6 +203,7 @@ class Cycles:
             self.closed = self._followed if _leave_the_same(earlier, self._followed) else None
             if history is self._training:
                 self._succession.add(keys)
+                self._count_put_together(keys)
             before = self._book.device_homes
             is_known = self._book.learn(keys, segments)
             self._homes.learn(keys, segments)
@@ -207,6 +213,13 @@ class Cycles:
                 self._homes.choose_again_for(keys)
             if gone := frozenset(before).difference(self._book.device_homes):
                 self._homes.send_home(gone)  # the new plan has given their room to others
+
+    def _count_put_together(self, keys: Keys) -> None:
+        if sum(key.phase is Phase.FORWARD for key in keys) > 1:
+            self._put_together.add(keys)
+            if len(self._put_together) > _MOST_PUT_TOGETHER:
+                self._put_together.clear()
+                self.coarsen()
 
     def _has_departed(self, keys: Keys, history: _History) -> bool:
         """Iterations with these ``keys`` are so far from their plan that they are to be measured again."""

@@ -102,6 +102,7 @@ class HomeChoice:
         if not book.timings.is_final(keys):
             return
         begin = time.monotonic()
+        self._chosen = {those for those in self._chosen if book.get(those) is not None}
         share = _SHARE_OF_FURTHER if self._chosen else _SHARE_OF_TIME
         if self._spent > share * (begin - self._began):
             return

@@ -19,6 +19,10 @@ __all__ = ["Keys", "PlanBook"]
 
 Keys = tuple[SegmentKey, ...]
 
+# Kinds of iterations: with more, a kind is planned when it comes the second time; the most that have a plan, and the
+# most of those without that are remembered.
+_MANY, _MOST, _MOST_SEEN = 16, 64, 256
+
 
 class PlanBook:
     """Of one manager, made by ``planner``. ``warmup_steps``: iterations that are measured."""
@@ -32,6 +36,7 @@ class PlanBook:
         self.margin = 0  # of the budget, what was given to others (`trim`): no plan uses it
         self._plans: dict[Keys, CyclePlan] = {}
         self._verified: set[Keys] = set()
+        self._seen_once: dict[Keys, None] = {}
         # Of iterations that are to be measured again: what their plan kept free for what had not been measured.
         self._kept_free: dict[Keys, int] = {}
         # Parameters that live on the device, in all plans alike, and those that keep a place there, in one.
@@ -62,12 +67,11 @@ class PlanBook:
 
     def find(self, begun: Keys, coming: Keys | None) -> CyclePlan | None:
         """A plan whose iterations begin so: the one that is expected, else the one before, else the latest."""
-        for candidate in (None if coming is None else self._plans.get(coming), self.last):
+        expected = None if coming is None else self._plans.get(coming)
+        for candidate in (expected, self.last, *reversed(self._plans.values())):
             if candidate is not None and candidate.keys[: len(begun)] == begun:
-                self.last = candidate
-                return candidate
-        for candidate in reversed(self._plans.values()):
-            if candidate.keys[: len(begun)] == begun:
+                if candidate is not self.last and candidate.keys in self._plans:
+                    self._plans[candidate.keys] = self._plans.pop(candidate.keys)  # the latest is the last
                 self.last = candidate
                 return candidate
         return None
@@ -89,13 +93,33 @@ class PlanBook:
                     return True
                 if self.outgrown.is_unsure(keys) or self._have_passed(segments):
                     self._learn_growth(keys, segments)
-        if keys not in self._plans and self.samples.suffice(keys):
+        if keys not in self._plans and self.samples.suffice(keys) and self._comes_again(keys):
+            self._drop_some()
             self.samples.keep_longer(keys)
             self._make_all({keys: self.margin + self._kept_free.pop(keys, 0)})
             self.last = self._plans[keys]
         else:
             self._make_if_outgrown(keys, segments)
         return False
+
+    def _comes_again(self, keys: Keys) -> bool:
+        """It is worth a plan: there are few kinds, or it has come before."""
+        if len(self._plans) < _MANY or keys in self._seen_once or keys in self._kept_free:
+            self._seen_once.pop(keys, None)
+            return True
+        self._seen_once[keys] = None
+        if len(self._seen_once) > _MOST_SEEN:
+            del self._seen_once[next(iter(self._seen_once))]
+        return False
+
+    def _drop_some(self) -> None:
+        """Room for one more plan: those that were used longest ago go."""
+        while len(self._plans) >= _MOST:
+            keys = next(keys for keys, plan in self._plans.items() if plan is not self.last)
+            del self._plans[keys]
+            self.places.pop(keys, None)
+            self._verified.discard(keys)
+            self.timings.forget(keys)
 
     def measure_again(self, keys: Keys, *, for_good: bool) -> None:
         """Iterations with these keys are no longer what they were: forget them. What the longest of these took may come
