@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from hetero.units import format_bytes
@@ -314,6 +315,34 @@ def accumulation(record: Record) -> str:
     )
 
 
+def lengths(record: Record) -> str:
+    heads = [f"steps {first}-{last}" for first, last in pairwise(record["parameters"]["windows"])]
+    return (
+        "## Batches of many lengths: step time over unmanaged\n\nA small Llama, training under "
+        f"{record['parameters']['share']:.0%} of what the largest batch takes unmanaged, on the same batches in turns: the "
+        "median step, in brackets the mean, in which measuring and planning take part. On this machine copies and the "
+        "host's step share the processor with the operators, so the first line is what is to be had.\n\n"
+        + markdown(
+            ("batches", "shapes", *heads, "plans", "moved a step at the end", "losses"),
+            [
+                (
+                    row["batches"],
+                    str(row["shapes"]),
+                    *(
+                        f"{window['seconds'] / window['unmanaged_seconds']:.2f} "
+                        f"({window['mean_seconds'] / window['unmanaged_mean_seconds']:.2f})"
+                        for window in row["windows"]
+                    ),
+                    str(row["plans"]),
+                    format_bytes(int(row["windows"][-1]["moved_bytes_a_step"])),
+                    "equal" if row["losses_equal_unmanaged"] else "not equal",
+                )
+                for row in record["results"]
+            ],
+        )
+    )
+
+
 TABLES: dict[str, Callable[[Record], str]] = {
     "overhead": overhead,
     "prefetch": prefetch,
@@ -325,6 +354,7 @@ TABLES: dict[str, Callable[[Record], str]] = {
     "activations": activations,
     "activations_models": activations,
     "swap": swap,
+    "lengths": lengths,
     "cuda/sweep": sweep,
     "sweep_cpu": sweep,
 }
