@@ -274,9 +274,8 @@ class StatefulTensorMgr:
             if self.settled is not None and self.settled.is_on:  # a graph from before: it ends at home
                 return gradient.to(tensor.home.device)
             self.segments.enter_backward()
-            self.residency.orders.finish_update(
-                tensor
-            )  # autograd may add to the gradient that the queue reads
+            # Autograd may add to the gradient that the queue reads.
+            self.residency.orders.finish_update(tensor)
             if gradient.layout is torch.strided:  # the only ones whose bytes can be told
                 own = gradient.nbytes if owns_memory(gradient, is_shared=is_shared) else 0
                 self.collector.note_gradient(tensor.index, gradient.nbytes, own_nbytes=own)

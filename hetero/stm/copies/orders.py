@@ -79,7 +79,7 @@ class Orders:
             update.arrival = None
 
     def finish(self, tensor: ManagedTensor) -> None:
-        """Wait for its update, or take it back if it is being tried. Raises nothing."""
+        """Wait for its update, or take it back if it is being tried."""
         assert tensor.pending is not None
         if tensor.is_tried:
             self.roll_back(tensor)

@@ -75,13 +75,11 @@ class OwnParameters:
     def exchange_back(self, *, force: bool) -> bool:
         """Each has home's implementation again; False, and all is as before, if somebody stands against it. ``force``:
         such a parameter then keeps the one it has, with bytes of its own on the host."""
-        device = self._accelerator.device
         pairs = [
             (tensor.parameter, shadow)
             for tensor, shadow in zip(self._tensors, self._shadows, strict=True)
-            if is_like(
-                tensor.parameter, tensor.home, device
-            )  # else ``p.data`` was set; only close() comes here then
+            # Else ``p.data`` was set; only close() comes here then.
+            if is_like(tensor.parameter, tensor.home, self._accelerator.device)
         ]
         if _exchange_pairs(pairs):
             return True
