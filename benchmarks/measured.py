@@ -320,8 +320,8 @@ def lengths(record: Record) -> str:
     return (
         "## Batches of many lengths: step time over unmanaged\n\nA small Llama, training under "
         f"{record['parameters']['share']:.0%} of what the largest batch takes unmanaged, on the same batches in turns: "
-        "the median step, in brackets the mean, in which measuring and planning take part. On this machine copies and the "
-        "host's step share the processor with the operators, so the first line is what is to be had.\n\n"
+        "the median step, in brackets the mean, in which measuring and planning take part. On this machine copies and "
+        "the host's step share the processor with the operators, so the first line is what is to be had.\n\n"
         + markdown(
             ("batches", "shapes", *heads, "plans", "moved a step at the end", "losses"),
             [
