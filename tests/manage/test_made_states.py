@@ -92,6 +92,24 @@ def test_they_are_made_at_home_and_follow_the_parameters(make_optimizer, change)
         assert living(manager)
 
 
+@pytest.mark.parametrize("change", [clear, empty_all])
+def test_no_homes_are_chosen_before_they_are_made(change):
+    """Where something else has homes chosen anew just then: updates that begin in backward from there on."""
+    model, optimizer, manager, target = managed_mlp(budget="1100KiB")
+    manager._stm.settled.forbid()
+    early = False
+    with manager:
+        manager._stm.home_choice.updates_early = lambda: early
+        losses(model, optimizer, target, 6)
+        assert living(manager)
+        change(optimizer)
+        early = True
+        losses(model, optimizer, target, 1)
+        assert not living(manager)
+        losses(model, optimizer, target, 6)
+        assert living(manager)
+
+
 # -- where everything fits -----------------------------------------------------------------------------
 
 

@@ -94,6 +94,8 @@ class HomeChoice:
         costs = {index: cost for index, cost in book.home_costs().items() if index not in written}
         if plan is None or not (costs or book.early):
             return
+        if not costs and book.device_homes:  # their states have gone: until a step has made them anew
+            return
         order = sorted(plan.first_uses, key=plan.first_uses.__getitem__)
         if costs and self._most_bytes >= book.budget and self.everything_fits():
             self._chosen.add(keys)
