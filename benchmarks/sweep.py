@@ -3,7 +3,7 @@
 python -m benchmarks sweep                     # billions of parameters on an accelerator, within ten minutes
 python -m benchmarks sweep --toy               # millions, on the virtual accelerator: writes results/sweep_cpu.json
 python -m benchmarks sweep --layers 48 --width 2560 --batch 4
-python -m benchmarks sweep --toy --deepspeed-python PYTHON    # whose environment has deepspeed, and what hetero requires
+python -m benchmarks sweep --toy --deepspeed-python PYTHON    # its environment has deepspeed and hetero's requirements
 
 Smaller devices are emulated with ``device_budget``. Every way trains the same model from the same weights on the
 same batches, float32 weights and AdamW, in a process of its own (`benchmarks.sweep_ways`). hetero, FSDP2
