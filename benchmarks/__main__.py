@@ -8,7 +8,7 @@ python -m benchmarks sweep --toy           # one name, with that benchmark's own
 import subprocess
 import sys
 
-# By name only, because they take half an hour and more: allocators, pool, swap.
+# By name only, because they take half an hour and more: allocators, footprint, pool, swap.
 NAMES = (
     "overhead",
     "activations",
@@ -25,7 +25,7 @@ NAMES = (
     "networks",
     "reorder",
 )
-LONG = ("allocators", "pool", "swap")
+LONG = ("allocators", "footprint", "pool", "swap")
 MODULES = {"bytes": "benchmarks.bytes_moved"}  # a module called bytes would hide the built-in
 
 

@@ -291,6 +291,29 @@ _SWAP_WAYS = {
 }
 
 
+def footprint(record: Record) -> str:
+    rows = []
+    for row in record["results"]:
+        cells = []
+        for found in row["baselines"].values():
+            less = found["less"]
+            cells += [
+                f"{found['bytes'] / row['peak_bytes']:.2f}",
+                f"{less['overhead']:.1%}" if less else "not to be had",
+                f"{found['for_nothing']:.0%}",
+                f"{found['for_the_paper_s_overhead']:.0%}",
+            ]
+        rows.append((row["machine"], row["network"], *cells))
+    heads = ("CNMeM over load", "60 % less costs", "for nothing", "for 15 %")
+    return (
+        "## SmartPool and AutoSwap together: footprint less than CNMeM's\n\n"
+        "Machines as above. Both are simulated, swapped tensors placed by SmartPool's rule; CNMeM grows request by "
+        "request in the first four columns, and has one pool of the right size in the last four. The paper (CNMeM up "
+        "to 1.15 times the load): up to a third less for nothing, 60 % less for under 15 % of the step.\n\n"
+        + markdown(("machine", "network", *heads, *(f"{head}, one pool" for head in heads)), rows)
+    )
+
+
 def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table."""
     lines = [heads, ["---"] * len(heads), *rows]
@@ -354,6 +377,7 @@ TABLES: dict[str, Callable[[Record], str]] = {
     "activations": activations,
     "activations_models": activations,
     "swap": swap,
+    "footprint": footprint,
     "lengths": lengths,
     "cuda/sweep": sweep,
     "sweep_cpu": sweep,

@@ -3,8 +3,8 @@
     python -m benchmarks.networks [--seconds 10] [--out benchmarks/results/networks.json]
 
 A later training step (SGD with momentum) of each is traced under fake tensors. Ratios are footprint over peak load, as
-in the paper's Table I; beside them what PyTorch's caching allocator and TensorFlow's BFC reserve for the same step
-twice.
+in the paper's Table I; beside them what CNMeM, its baseline, PyTorch's caching allocator and TensorFlow's BFC reserve
+for the same step twice.
 """
 
 import argparse
@@ -17,12 +17,14 @@ from typing import Any
 import hetero.pool as pool
 from benchmarks.allocators import ROOT
 from examples import cnn
+from hetero.pool.allocators import CnmemAllocator, events_of_problem, simulate
 from hetero.trace import trace_recipe
 from hetero.units import format_bytes
 
 # What the paper's text says of its Table I: SmartPool's worst ratio, and peak loads.
 PAPER = {
     "worst ratio": "1.016 (VGG13)",
+    "less than CNMeM": "up to 13.3 % (VGG11)",
     "peak load": {"vgg16": "647 MB", "resnet50": "4418 MB"},
 }
 
@@ -33,14 +35,24 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "networks.json")
     arguments = parser.parse_args()
     rows = []
-    print(
-        f"{'network':<10} {'buffers':>7} {'peak load':>10} {'smartpool':>9} {'portfolio':>9} {'pytorch':>8} {'bfc':>7}"
+    heads = (
+        "network",
+        "buffers",
+        "peak load",
+        "smartpool",
+        "portfolio",
+        "cnmem",
+        "one pool",
+        "pytorch",
+        "bfc",
     )
+    print("{:<10} {:>7} {:>10} {:>9} {:>9} {:>7} {:>8} {:>8} {:>7}".format(*heads))
     for name in (*cnn.VGG_LAYERS, *cnn.RESNET_BLOCKS):
         rows.append(row := measure(name, partial(cnn.recipe, name), arguments.seconds))
         print(
             f"{name:<10} {row['buffers']:>7} {format_bytes(row['peak']):>10} {row['smartpool']:9.5f} "
-            f"{row['portfolio']:9.5f} {row['pytorch']:8.4f} {row['bfc']:7.4f}",
+            f"{row['portfolio']:9.5f} {row['cnmem']:7.4f} {row['cnmem_one_pool']:8.4f} {row['pytorch']:8.4f} "
+            f"{row['bfc']:7.4f}",
             flush=True,
         )
     worst = max(rows, key=lambda row: row["smartpool"])
@@ -56,6 +68,7 @@ def measure(name: str, recipe: "partial[tuple[object, ...]]", seconds: float) ->
     peak = pool.lower_bound(problem)
     best = pool.solve(problem, "portfolio", seconds)
     reserved = {row.allocator: row.reserved_nbytes for row in pool.allocator_rows(problem)}
+    cnmem = cnmem_bytes(problem)
     return {
         "network": name,
         "buffers": len(problem),
@@ -64,9 +77,23 @@ def measure(name: str, recipe: "partial[tuple[object, ...]]", seconds: float) ->
         "portfolio": best.footprint / peak,
         "portfolio_seconds": best.seconds,
         "proven_optimal": best.proven_optimal,
+        "cnmem": cnmem["cnmem"] / peak,
+        "cnmem_one_pool": cnmem["cnmem, one pool"] / peak,
         "pytorch": reserved["pytorch"] / peak,
         "bfc": reserved["tensorflow bfc, allow_growth"] / peak,
     }
+
+
+def cnmem_bytes(problem: pool.Problem) -> dict[str, int]:
+    """What CNMeM takes for two iterations: growing from nothing, request by request, and of one pool large enough.
+
+    The paper does not say which of them it compared with.
+    """
+    events = events_of_problem(problem, iterations=2)
+    growing, whole = CnmemAllocator(), CnmemAllocator(initial=2**40, can_grow=False)
+    simulate(events, growing)
+    simulate(events, whole)
+    return {"cnmem": growing.reserved, "cnmem, one pool": whole.reach}
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--machines", nargs="+", choices=MACHINES, default=MACHINES)
     parser.add_argument("--keep", action="store_true", help="keep the last run's results of others")
     arguments = parser.parse_args()
-    factor = _calibrated(arguments.batch)
+    factor = calibrated(arguments.batch)
     last = read("swap") if arguments.keep else None
     again = {(machine, name) for machine in arguments.machines for name in arguments.networks}
     rows = [row for row in last["results"] if (row["machine"], row["network"]) not in again] if last else []
@@ -89,7 +89,7 @@ def main() -> None:
         write("swap", parameters, rows, device=None)  # after each: it takes a while
 
 
-def _calibrated(batch: int) -> float:
+def calibrated(batch: int) -> float:
     """How much slower than the roofline the paper's VGG16 ran."""
     trace = trace_recipe(partial(cnn.recipe, "vgg16", batch))
     step = swap_step(trace, operator_seconds(trace, GTX_1080_TI))

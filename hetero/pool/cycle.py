@@ -8,10 +8,12 @@ allocation of a later iteration is which is not its business.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from hetero.errors import ConfigError, PlanError
+from hetero.pool.placement import hole
 from hetero.pool.planner import Planner
 from hetero.pool.problem import Buffer, IntArray, Problem
 
@@ -52,9 +54,9 @@ class CyclePlan:
 def plan_cycle(lives: Sequence[CyclicLife], planner: Planner, *, granularity: int = 1) -> CyclePlan:
     """Place one iteration's allocations so that it can be repeated; sizes are rounded to ``granularity``.
 
-    The cycle is cut where it holds least. What lives across the cut keeps its place throughout. What lives
-    longer than an iteration would meet its own successor: it gets no place. Raises `ConfigError` for a
-    granularity below 1.
+    The cycle is cut where it holds least, for a planner that knows no cycles: what lives across the cut keeps its
+    place throughout. SmartPool's rule, applied to the ring as it is, competes with that. What lives longer than an
+    iteration would meet its own successor: it gets no place. Raises `ConfigError` for a granularity below 1.
     """
     if granularity < 1:
         raise ConfigError(f"granularity={granularity}: sizes are rounded to a multiple of at least 1 byte")
@@ -68,15 +70,19 @@ def plan_cycle(lives: Sequence[CyclicLife], planner: Planner, *, granularity: in
         name="iteration",
     )
     solution = planner(problem)
+    chosen, nbytes = solution.offsets, solution.footprint
+    most = int(load.max(initial=0))
+    if nbytes > most:
+        arcs = [_Arc((i - cut) % period, lives[i].length or 0, sizes[i]) for i in placeable]
+        on_ring = _on_the_ring(arcs, period)
+        reach = max((arc.nbytes + offset for arc, offset in zip(arcs, on_ring, strict=True)), default=0)
+        if reach < nbytes:
+            chosen, nbytes = on_ring, reach
     offsets: list[int | None] = [None] * period
-    for i, offset in zip(placeable, solution.offsets, strict=True):
+    for i, offset in zip(placeable, chosen, strict=True):
         offsets[i] = offset
-    return CyclePlan(
-        offsets=tuple(offsets),
-        nbytes=solution.footprint,
-        load_nbytes=int(load.max(initial=0)),
-        proven_optimal=solution.proven_optimal,
-    )
+    # The planner's proof is one for the cut problem, whose load is more where something lives across the cut.
+    return CyclePlan(offsets=tuple(offsets), nbytes=nbytes, load_nbytes=most, proven_optimal=nbytes == most)
 
 
 def cyclic_load(lives: Sequence[CyclicLife], *, granularity: int = 1) -> IntArray:
@@ -90,6 +96,44 @@ def cyclic_load(lives: Sequence[CyclicLife], *, granularity: int = 1) -> IntArra
             change[begin + life.length] -= nbytes
     unrolled = np.cumsum(change[:-1])
     return unrolled[:period] + unrolled[period:]
+
+
+class _Arc(NamedTuple):
+    """A life on the ring, from ``begin`` in the iteration that starts at the cut, for ``length`` allocations."""
+
+    begin: int
+    length: int
+    nbytes: int
+
+
+def _on_the_ring(arcs: Sequence[_Arc], period: int) -> tuple[int, ...]:
+    """Offsets by SmartPool's rule, size descending, or by XLA's other orders, whichever reaches least far."""
+    begins = np.array([arc.begin for arc in arcs], dtype=np.int64)
+    lengths = np.array([arc.length for arc in arcs], dtype=np.int64)
+    sizes = np.array([arc.nbytes for arc in arcs], dtype=np.int64)
+    across = begins + lengths > period  # the cut, and all of it alive there at once
+    orders = [
+        np.lexsort([-key, ~first])
+        for key in (sizes, sizes * lengths)
+        for first in (across, np.zeros_like(across))
+    ]
+    found = [_placed(begins, lengths, sizes, period, order) for order in orders]
+    return tuple(min(found, key=lambda offsets: int((offsets + sizes).max(initial=0))).tolist())
+
+
+def _placed(begins: IntArray, lengths: IntArray, sizes: IntArray, period: int, order: IntArray) -> IntArray:
+    """Each in the smallest hole that fits, among those alive at some same time."""
+    offsets = np.zeros(len(sizes), dtype=np.int64)
+    placed: IntArray = np.zeros(0, dtype=np.int64)  # by ascending offset
+    for i in order.tolist():
+        # Of two that meet on a ring, one is alive when the other begins.
+        later = (begins[placed] - begins[i]) % period < lengths[i]
+        earlier = (begins[i] - begins[placed]) % period < lengths[placed]
+        near = placed[later | earlier]
+        highs = np.concatenate([[0], np.maximum.accumulate(offsets[near] + sizes[near])])
+        offsets[i] = hole(offsets[near] - highs[:-1], highs, int(sizes[i]), best_fit=True)
+        placed = np.insert(placed, int(np.searchsorted(offsets[placed], offsets[i], side="right")), i)
+    return offsets
 
 
 def _cut_open(index: int, length: int, nbytes: int, cut: int, period: int) -> Buffer:

@@ -14,7 +14,7 @@ from hetero.pool.problem import IntArray
 from hetero.pool.reduction import clique_lives
 from hetero.pool.windows import cover
 
-__all__ = ["NO_LIMIT", "Placer", "Repair"]
+__all__ = ["NO_LIMIT", "Placer", "Repair", "hole"]
 
 NO_LIMIT = 2**62
 
@@ -127,7 +127,7 @@ def _place_with_numpy(
         low, top, begin, end = placed[:, :count]
         near = np.flatnonzero((begin < ends[i]) & (begins[i] < end))
         highs = np.concatenate([[0], np.maximum.accumulate(top[near])])
-        at = _hole(low[near] - highs[:-1], highs, int(sizes[i]), best_fit)
+        at = hole(low[near] - highs[:-1], highs, int(sizes[i]), best_fit=best_fit)
         if at + int(sizes[i]) > limit:
             return None
         offsets[i] = at
@@ -138,8 +138,11 @@ def _place_with_numpy(
     return offsets, footprint
 
 
-def _hole(gaps: IntArray, highs: IntArray, size: int, best_fit: bool) -> int:
-    """Start of the first or the smallest gap that fits, else the top."""
+def hole(gaps: IntArray, highs: IntArray, size: int, *, best_fit: bool) -> int:
+    """Start of the first or the smallest gap that fits, else the top.
+
+    ``highs``: ascending; where each gap begins, and last the top.
+    """
     fits = np.flatnonzero(gaps >= size)
     if len(fits) == 0:
         return int(highs[-1])

@@ -29,9 +29,10 @@ class Timeline:
     ``step_seconds``: from the end of the last iteration's compute to the end of this one's; never less than any
     server is busy in one iteration, because a backlog that grows is paid in the end. ``stall_seconds``: time that
     compute waited, by what it waited for; ``memory`` is an allocation that had to wait. ``starts``, ``ends``:
-    of each task of the iteration, seconds since its compute began, shape (tasks,); -1 for a transfer that was not
-    over when compute was. ``peak_bytes``: the most in memory; ``over_bytes``: how far it had to pass the limit
-    because no wait would have helped. ``events``: task starts and ends simulated.
+    of each task of the iteration, seconds since its compute began, shape (tasks,); of a transfer that was not over when
+    compute was, as in the iteration before, one step later; -1 where there was none. ``peak_bytes``: the most in
+    memory; ``over_bytes``: how far it had to pass the limit because no wait would have helped. ``events``: task starts
+    and ends simulated.
     """
 
     step_seconds: float
@@ -71,8 +72,6 @@ def simulate_program(
     finished = [float(t) for t in out.finished[:done]]
     began = finished[-2] if done > 1 else 0.0
     busy = {name: float(program.seconds[program.server == k].sum()) for k, name in enumerate(SERVERS)}
-    last = slice((done - 1) * count, done * count)
-    starts, ends = np.asarray(out.starts[last]), np.asarray(out.ends[last])
     times, bytes_ = _memory(program, out, done) if memory else (np.zeros(0), np.zeros(0, dtype=np.int64))
     return Timeline(
         step_seconds=max(finished[-1] - began, *busy.values()) if done > 1 else finished[-1],
@@ -80,8 +79,8 @@ def simulate_program(
         stall_seconds={
             cause: float(out.stalls[(done - 1) * len(CAUSES) + k]) for k, cause in enumerate(CAUSES)
         },
-        starts=np.where(starts < 0, -1.0, starts - began),
-        ends=np.where(ends < 0, -1.0, ends - began),
+        starts=_times(out.starts, finished, count),
+        ends=_times(out.ends, finished, count),
         peak_bytes=int(out.peaks[done - 1]),
         over_bytes=int(over),
         iterations=done,
@@ -137,6 +136,18 @@ def _run(program: Program, limit: int, rounds: int, out: _Out) -> tuple[int, int
         out.position,
         out.head_cause,
     )
+
+
+def _times(column: Any, finished: list[float], count: int) -> Floats:
+    """Of the last iteration's tasks, since its compute began."""
+    done = len(finished)
+    last = np.asarray(column[(done - 1) * count : done * count])
+    began = finished[-2] if done > 1 else 0.0
+    if done == 1:
+        return np.where(last < 0, -1.0, last)
+    before = np.asarray(column[(done - 2) * count : (done - 1) * count])
+    later = finished[-1] - 2 * began  # one step, and counted from the beginning of this one
+    return np.where(last >= 0, last - began, np.where(before < 0, -1.0, before + later))
 
 
 def _memory(program: Program, out: _Out, done: int) -> tuple[Floats, Ints]:

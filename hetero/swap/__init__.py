@@ -8,6 +8,7 @@ from hetero.swap.bayes import bayesian
 from hetero.swap.best import best_plan
 from hetero.swap.bound import lower_bound_limit
 from hetero.swap.candidates import all_gaps, candidates
+from hetero.swap.lives import footprint, resident_lives
 from hetero.swap.model import Gap, Step, Swap, SwapLimitError, SwapPlan, Variable
 from hetero.swap.moments import OnePlan, links_of, one_plan, to_trace
 from hetero.swap.planner import METHODS, Method, least_limit, plan_swaps, swap_everything
@@ -33,12 +34,14 @@ __all__ = [
     "best_plan",
     "candidates",
     "combine",
+    "footprint",
     "least_limit",
     "links_of",
     "lower",
     "lower_bound_limit",
     "one_plan",
     "plan_swaps",
+    "resident_lives",
     "schedule",
     "scores",
     "search",

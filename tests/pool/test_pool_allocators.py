@@ -13,6 +13,7 @@ from hetero.pool.allocators import (
     AllocationEvent,
     BfcAllocator,
     CachingSettings,
+    CnmemAllocator,
     CudaCachingAllocator,
     analyse_iterations,
     events_of_problem,
@@ -30,6 +31,8 @@ SETTINGS = {
 ALLOCATORS = {
     "bfc": BfcAllocator,
     "bfc_whole": lambda: BfcAllocator(memory_limit=2**33, allow_growth=False),
+    "cnmem": CnmemAllocator,
+    "cnmem_whole": lambda: CnmemAllocator(initial=2**33, can_grow=False),
     **{name: lambda chosen=chosen: CudaCachingAllocator(chosen) for name, chosen in SETTINGS.items()},
 }
 
@@ -168,6 +171,56 @@ def test_bfc_with_growth_stops_at_its_limit_and_backs_off_where_the_device_gives
     while size > 3 * MIB:
         size = -(-int(size * 0.9) // 256) * 256
     assert short.regions == (2 * MIB, size)
+
+
+def test_cnmem_rounds_to_512_and_grows_by_just_what_is_asked_for():
+    cnmem = CnmemAllocator()
+    cnmem.allocate("a", 1)
+    cnmem.allocate("b", 3 * MIB)
+    assert (cnmem.requested, cnmem.provided, cnmem.reserved) == (3 * MIB + 1, 3 * MIB + 512, 3 * MIB + 512)
+    cnmem.allocate("none", 0)
+    assert cnmem.provided == 3 * MIB + 512
+    with pytest.raises(PlanError, match="holds no block"):
+        cnmem.address_of("none")
+
+
+def test_cnmem_takes_the_smallest_block_that_fits_and_splits_it_exactly():
+    cnmem = CnmemAllocator(initial=1 * MIB)
+    for name, kib in (("a", 100), ("w1", 1), ("b", 50), ("w2", 1)):
+        cnmem.allocate(name, kib * KIB)
+    address = {name: cnmem.address_of(name) for name in "ab"}
+    cnmem.free("a")
+    cnmem.free("b")
+    cnmem.allocate("c", 20 * KIB)  # b's place, although a's comes first and both hold it
+    assert cnmem.address_of("c") == address["b"]
+    cnmem.allocate("d", 30 * KIB)  # what is left of it, to the byte
+    assert cnmem.address_of("d") == address["b"] + 20 * KIB
+    assert (cnmem.provided, cnmem.reserved, cnmem.reach) == (52 * KIB, 1 * MIB, 152 * KIB)
+
+
+def test_cnmem_merges_neighbours_within_a_region_and_never_across_two():
+    cnmem = CnmemAllocator(initial=2 * MIB)
+    cnmem.allocate("a", 1 * MIB)
+    cnmem.allocate("b", 1 * MIB)
+    cnmem.allocate("c", 1 * MIB)  # a region of its own, right behind the first
+    for name in "bac":
+        cnmem.free(name)
+    cnmem.allocate("d", 2 * MIB)  # the first region again
+    assert (cnmem.address_of("d"), cnmem.reserved) == (0, 3 * MIB)
+    cnmem.free("d")
+    cnmem.allocate("e", 3 * MIB)  # all three are free and adjoin, but are two regions
+    assert cnmem.reserved == 6 * MIB
+
+
+def test_cnmem_that_may_not_grow_says_what_it_lacks():
+    cnmem = CnmemAllocator(initial=1 * MIB, can_grow=False)
+    cnmem.allocate("a", 600 * KIB)
+    with pytest.raises(BudgetError, match="raise initial"):
+        cnmem.allocate("b", 600 * KIB)
+    cnmem.allocate("b", 424 * KIB)
+    assert cnmem.provided == 1 * MIB
+    with pytest.raises(ConfigError, match="negative"):
+        CnmemAllocator(initial=-1)
 
 
 def test_cuda_rounds_to_512_and_small_requests_share_segments_of_two_mebibytes():

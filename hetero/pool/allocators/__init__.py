@@ -1,8 +1,9 @@
-"""Allocator simulators: what TensorFlow's BFC and PyTorch's CUDA caching allocator would reserve for a
-trace.
+"""Allocator simulators: what TensorFlow's BFC, PyTorch's CUDA caching allocator and CNMeM would reserve
+for a trace.
 """
 
 from hetero.pool.allocators.bfc import BfcAllocator
+from hetero.pool.allocators.cnmem import CnmemAllocator
 from hetero.pool.allocators.cuda_caching import CachingSettings, CudaCachingAllocator
 from hetero.pool.allocators.events import AllocationEvent, events_of_problem
 from hetero.pool.allocators.simulation import (
@@ -18,6 +19,7 @@ __all__ = [
     "Allocator",
     "BfcAllocator",
     "CachingSettings",
+    "CnmemAllocator",
     "CudaCachingAllocator",
     "IterationAnalysis",
     "Usage",
