@@ -11,7 +11,7 @@ for nothing (the paper: up to a third), and for 15 %.
 """
 
 import argparse
-from collections.abc import Callable
+import math
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ from hetero.trace import StepTrace, operator_seconds, swap_step, trace_recipe
 _LESS = 0.6
 _PAPER_OVERHEAD = 0.15
 _STEP = 0.005  # of the baseline: how finely limits are tried
-_TRIED = 25
+_TRIED, _FEW = 20, 4
 
 
 def main() -> None:
@@ -107,31 +107,32 @@ def _measure(
     }
 
 
-def _at(
-    combined: Callable[[int], tuple[float, int] | None], base: int, share: float
-) -> dict[str, float] | None:
-    """The quickest of the plans whose footprint is at most ``share`` of ``base``.
+def _at(combined: _Combined, base: int, share: float, most: float = math.inf) -> dict[str, float] | None:
+    """A plan whose footprint is at most ``share`` of ``base``, if there is one of at most that overhead.
 
-    Limits below it leave room for gaps in the placement.
+    Limits below it leave room for gaps in the placement; the lower the limit, the longer the step. Of those that fit,
+    the quickest of the first few: plans come from a search.
     """
-    found = []
+    found: list[tuple[float, int]] = []
     for below in range(_TRIED):
         plan = combined(int((share - below * _STEP) * base))
-        if plan is not None and plan[1] <= share * base:
+        if plan is None or (plan[0] > most + _STEP and not found):
+            break
+        if plan[1] <= share * base:
             found.append(plan)
-    if not found:
-        return None
-    overhead, nbytes = min(found)
-    return {"overhead": overhead, "footprint_bytes": nbytes}
+            if plan[0] <= 0.0 or len(found) == _FEW:
+                break
+    overhead, nbytes = min(found, default=(math.inf, 0))
+    return {"overhead": overhead, "footprint_bytes": nbytes} if overhead <= most and found else None
 
 
-def _most_saved(combined: Callable[[int], tuple[float, int] | None], base: int, overhead: float) -> float:
-    """The largest share of ``base`` that a plan of at most that overhead saves, in steps of a percent, by bisection."""
+def _most_saved(combined: _Combined, base: int, overhead: float) -> float:
+    """The largest share of ``base`` that a plan of at most that overhead saves, in whole percent, by bisection."""
     low, high = 0, 100  # percent saved: `low` is to be had
     while high - low > 1:
         middle = (low + high) // 2
-        at = _at(combined, base, 1 - middle / 100)
-        low, high = (middle, high) if at is not None and at["overhead"] <= overhead else (low, middle)
+        fits = _at(combined, base, 1 - middle / 100, overhead) is not None
+        low, high = (middle, high) if fits else (low, middle)
     return low / 100
 
 
