@@ -32,37 +32,38 @@ def _bytes_lines(record: Record) -> list[Line]:
 
 def _prefetch_lines(record: Record) -> list[Line]:
     row = next(row for row in record["results"] if row["mode"] == "training")
-    ratios = f"{row['ratio_without_prefetch']:.2f}, {row['ratio_with_prefetch']:.2f}"
-    rest = ", transfer as long as compute, over the longer: without prefetch, with"
+    ratios = f"{row['ratio_without_prefetch']:.2f} → {row['ratio_with_prefetch']:.2f}"
+    rest = " over the longer of compute and transfer, equally long: without → with prefetch"
     return [("training step", rest, ratios, f"none is below {row['ratio_least']:.2f}")]
 
 
 def _accumulation_lines(record: Record) -> list[Line]:
     row = next(row for row in record["results"] if row["micro_batches"] == 4)
-    ratios = f"{row['ratios']['autograd']:.2f}, {row['ratios']['behind']:.2f}"
-    rest = " with four micro-batches, likewise: gradients added by autograd, by the queue's thread"
-    return [("training step", rest, ratios, "1")]
+    ratios = f"{row['ratios']['autograd']:.2f} → {row['ratios']['behind']:.2f}"
+    rest = ": gradients added within → behind backward"
+    return [("the same with four micro-batches", rest, ratios, "1")]
 
 
 def _host_step_lines(record: Record) -> list[Line]:
     rows = [row for row in record["results"] if row["share"] == 1.0]
     lines = []
-    for clips, copies, norm in (
-        (False, False, "that never clips"),
-        (False, True, "that never clips, what is overwritten copied as slowly as it is updated"),
-        (True, False, "that clips every time"),
+    for clips, copies, case in (
+        (False, False, "a norm that never clips"),
+        (False, True, "likewise, what is overwritten being copied as slowly as it is updated"),
+        (True, False, "a norm that clips every time"),
     ):
         mine = [row for row in rows if row["clips"] is clips and (row.get("copies", 0.0) == 1.0) is copies]
         if not mine:
             continue
-        row = max(mine, key=lambda row: row["ratios"]["both"])
-        ratios = ", ".join(f"{row['ratios'][way]:.2f}" for way in ("at once", "deferred", "tried", "both"))
-        rest = (
-            f", the host's step as long as well, a norm {norm}, {row['held']:.0%} of the weights resident: stepped "
-            "at once, deferred, begun in backward, and with device homes (the default)"
+        mine.sort(key=lambda row: -row["held"])
+        at_once, both = (
+            ", ".join(f"{row['ratios'][way]:.2f}" for row in mine) for way in ("at once", "both")
         )
-        least = row["least"]["both"]
-        lines.append(("the same", rest, ratios, "1.15" if least <= 1.15 else f"none is below {least:.2f}"))
+        held = ", ".join(f"{100 * row['held']:.0f}" for row in mine)
+        rest = f", {case}, {held} % of the weights resident: stepped at once → by default"
+        least = min(row["least"]["both"] for row in mine)
+        bound = "1.15" if least <= 1.15 else f"none is below {least:.2f}"
+        lines.append(("the same with a host step as long", rest, f"{at_once} → {both}", bound))
     return lines
 
 
@@ -73,7 +74,9 @@ def _bandwidth_lines(record: Record) -> list[Line]:
     copy = next(row["memory"]["copy"]["best_bytes_per_second"] for row in mine if "memory" in row) / 1e9
     step = next(row["step"] for row in mine if row.get("optimizer") == "AdamW" and row["model"] == "large")
     rates = [f"{step[way]['best_bytes_per_second'] / 1e9:.0f}" for way in ("torch", "hetero")]
-    return [("AdamW on the host", ", GB/s: torch's default, hetero", ", ".join(rates), f"a copy: {copy:.0f}")]
+    return [
+        ("AdamW on the host", ", GB/s: torch's default → hetero", " → ".join(rates), f"a copy: {copy:.0f}")
+    ]
 
 
 def _worst_ratios(record: Record) -> str:
@@ -83,15 +86,18 @@ def _worst_ratios(record: Record) -> str:
 
 def _activations_lines(record: Record) -> list[Line]:
     ratios = _worst_ratios(record)
-    rest = ", at the same peak, over that of moving all: by `save_on_cpu`, beside compute"
+    rest = ", over that of moving all of them at the same peak: by `save_on_cpu`, beside compute"
     what = "step of a chain of layers whose activations leave"
     return [(what, rest, ratios, "1")]
 
 
 def _models_lines(record: Record) -> list[Line]:
     ratios = _worst_ratios(record)
-    models = ", ".join(row["model"] for row in record["results"])
-    return [(f"the worst of {models}", ", likewise", ratios, "1")]
+    models = ", ".join(_MODELS[row["model"]] for row in record["results"])
+    return [(f"the same, the worst of {models}", "", ratios, "1")]
+
+
+_MODELS = {"resnet50": "ResNet50", "gpt2": "GPT-2", "llama": "Llama"}
 
 
 def _planning_lines(record: Record) -> list[Line]:

@@ -59,12 +59,12 @@ def test_tables_and_figures_are_those_of_the_result_files() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_every_keyword_of_manage_is_in_the_readme_with_its_default() -> None:
+def test_every_keyword_of_manage_is_in_the_guide_with_its_default() -> None:
     import inspect
 
     import hetero
 
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "docs" / "guide.md").read_text()
     keywords = [p for p in inspect.signature(hetero.manage).parameters.values() if p.kind is p.KEYWORD_ONLY]
     rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", text, flags=re.MULTILINE))
     assert list(rows) == [p.name for p in keywords]
