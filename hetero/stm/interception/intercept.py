@@ -238,7 +238,7 @@ def _run(
             if _writes_in_place(func) or not may_save_again():
                 raise
             relief = operands[0].owner.relief
-            if not relief.relieve():
+            if not relief.relieve_after(error):
                 if isinstance(error, BudgetError):  # a guard has said it
                     raise
                 raise relief.refused(getattr(func, "__name__", str(func)), error) from error

@@ -44,8 +44,8 @@ def with_relief(owner: Owner, call: Callable[[], _T]) -> _T:
     while True:
         try:
             return call()
-        except torch.OutOfMemoryError:
-            if not owner.relief.relieve():
+        except torch.OutOfMemoryError as error:
+            if not owner.relief.relieve_after(error):
                 raise
             owner.relief.note_answered()
 

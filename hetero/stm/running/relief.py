@@ -76,6 +76,15 @@ class Relief:
             self._accelerator.release_cached()
             return freed
 
+    def relieve_after(self, error: BaseException) -> int:
+        """As `relieve`, once what an operator had done before it failed with ``error`` is forgotten.
+
+        One that is made of several has saved tensors for backward by then, which the frames of ``error`` keep. They would
+        be made to leave again after each attempt, as if that helped the next.
+        """
+        _forget_frames(error)
+        return self.relieve()
+
     def require(self, nbytes: int, name: str) -> None:
         """As `relieve` until ``nbytes`` are free, for a copy of ``name`` that is the caller's. Raises `BudgetError` if
         they cannot be."""
@@ -123,3 +132,10 @@ class Relief:
         before = self._ledger.device_bytes
         self._gradients.reclaim(nbytes)
         self._activations.reclaim(nbytes - (before - self._ledger.device_bytes))
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Of it, and of what it came of."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__

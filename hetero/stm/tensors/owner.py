@@ -118,6 +118,9 @@ class Relief(Protocol):
         """Free what can be freed after an out-of-memory error; or before one, ``unless_free`` bytes are free. Returns
         the bytes freed."""
 
+    def relieve_after(self, error: BaseException) -> int:
+        """As `relieve`, of what was there before the attempt that failed with ``error``."""
+
     def require(self, nbytes: int, name: str) -> None:
         """So many are free, for a copy of ``name`` that is the caller's. Raises `BudgetError` if they cannot be."""
 
