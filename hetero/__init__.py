@@ -17,6 +17,7 @@ from hetero.errors import (
     StreamRaceError,
 )
 from hetero.manager import Manager, manage
+from hetero.stm.copies.shortage import NoRoomError
 
 if TYPE_CHECKING:
     from hetero.trace import StepTrace, trace_step
@@ -28,6 +29,7 @@ __all__ = [
     "HeteroError",
     "ManageError",
     "Manager",
+    "NoRoomError",
     "PlanError",
     "StateError",
     "StepTrace",

@@ -25,7 +25,7 @@ def check_manageable(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, parameters: list[tuple[str, nn.Parameter]]
 ) -> None:
     if not isinstance(model, nn.Module):
-        raise ManageError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
+        raise _not_a_model(model)
     if not parameters:
         raise ManageError(f"{type(model).__name__} has no parameters: there is nothing to manage")
     for name, parameter in parameters:
@@ -34,15 +34,13 @@ def check_manageable(
     for module in model.modules():
         if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
             raise ManageError(
-                f"{type(module).__name__} holds references to gradients and buckets that cannot move yet: manage "
-                "the module inside it, without the wrapper"
+                f"{type(module).__name__} copies the model to several devices or processes, and hetero is for one: "
+                "manage the module inside it (.module), and call that"
             )
     if optimizer is None:
         return
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ManageError(
-            f"optimizer is a {type(optimizer).__name__}: expected a torch.optim.Optimizer or None"
-        )
+        raise _not_an_optimizer(optimizer)
     if not hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):
         raise ManageError(
             f"{type(optimizer).__name__} was made without Optimizer.__init__, so it is not told of loading: if it "
@@ -62,6 +60,24 @@ def check_manageable(
             f"{type(optimizer).__name__} has capturable=True, which torch takes on accelerators only, and hetero steps "
             "parameters at home: leave it False, or set fused=True, where it makes no difference"
         )
+
+
+def _not_a_model(model: object) -> ManageError:
+    cure = (
+        "is it hetero.manage(model, optimizer)?"
+        if isinstance(model, torch.optim.Optimizer)
+        else "pass a model"
+    )
+    return ManageError(f"model is of type {type(model).__name__}, not a torch.nn.Module: {cure}")
+
+
+def _not_an_optimizer(optimizer: object) -> ManageError:
+    cure = "pass an optimizer, or None"
+    if isinstance(optimizer, torch.optim.lr_scheduler.LRScheduler):
+        cure = "pass the optimizer that it schedules; the scheduler needs nothing"
+    return ManageError(
+        f"optimizer is of type {type(optimizer).__name__}, not a torch.optim.Optimizer: {cure}"
+    )
 
 
 def _check_shared_memory(
@@ -86,7 +102,7 @@ def _check_shared_memory(
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
     if record_of(parameter) is not None:
-        raise ManageError(f"{name} is managed already: call close() on its manager first")
+        raise ManageError(f"{name} is managed already: go on with its manager, or call close() on that first")
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         raise ManageError(f"{name} has no shape yet (a lazy module): run one forward first, then manage")
     if parameter.is_meta:

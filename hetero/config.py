@@ -81,8 +81,8 @@ def resolve(
             raise ConfigError(f"{name}={flag!r}: expected True or False")
     if not any(precision is known for known in (None, torch.bfloat16, torch.float16)):
         raise ConfigError(
-            f"precision={precision!r}: device copies of 2 bytes a number are torch.bfloat16 or torch.float16; pass one "
-            "of them, or None to compute in the parameters' own type"
+            f"precision={precision!r}: pass torch.bfloat16 or torch.float16, or None to compute in the parameters' own "
+            "type"
         )
     device_bytes = (
         device_free()

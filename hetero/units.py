@@ -48,7 +48,8 @@ def parse_bytes(value: int | str, *, name: str = "size") -> int:
     number, unit = _split(value, name)
     if unit in ("K", "M", "G", "T"):
         raise ConfigError(
-            f"{name}={value!r} is ambiguous: write '{number:g}{unit}iB' (2^) or '{number:g}{unit}B' (10^)"
+            f"{name}={value!r} is ambiguous: write '{number:g}{unit}iB' (powers of 1024) or "
+            f"'{number:g}{unit}B' (powers of 1000)"
         )
     if unit not in _BYTE_UNITS:
         raise ConfigError(f"{name}={value!r}: unknown unit {unit!r}; use one of {', '.join(_BYTE_UNITS)}")

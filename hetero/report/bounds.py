@@ -7,6 +7,7 @@ present budget, with the same parameters on the device, if nothing else were eve
 from dataclasses import dataclass
 
 from hetero.eviction import lower_bound_seconds
+from hetero.msc import Phase
 from hetero.stm import StatefulTensorMgr
 from hetero.stm.plans.plan import CyclePlan
 from hetero.stm.tensors.fetch import plain
@@ -41,7 +42,9 @@ class TimeBounds:
 def bound_times(stm: StatefulTensorMgr, plan: CyclePlan) -> TimeBounds:
     """Of the iteration that ``plan`` is for."""
     links = stm.plans.timings.links(plan.keys)
-    at_home = [t for t in stm.tensors if t.index not in set(plan.device_homes) and t.parameter.requires_grad]
+    homes = set(plan.device_homes)
+    trains = any(key.phase is Phase.BACKWARD for key in plan.keys)
+    at_home = [t for t in stm.tensors if trains and t.index not in homes and t.parameter.requires_grad]
     return TimeBounds(
         operators=sum(moment.seconds for moment in plan.trace.moments),
         copies=lower_bound_seconds(plan.whole_trace, links),

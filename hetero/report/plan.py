@@ -118,7 +118,7 @@ class Plan:
             )
         table.add_row("fetched per iteration", format_bytes(self.fetched_bytes))
         table.add_row("activations that leave", format_bytes(self.activation_bytes))
-        table.add_row("lower bound of both", format_bytes(self.lower_bound_bytes))
+        table.add_row("no schedule moves less", format_bytes(self.lower_bound_bytes))
         table.add_row("predicted time", format_seconds(self.predicted_seconds))
         bounds = self.lower_bounds
         table.add_row(
@@ -151,9 +151,9 @@ def _table(moving: Sequence[tuple[int, PlannedMoment]]) -> Table:
 def describe_plan(
     stm: StatefulTensorMgr, kernels: Sequence[GroupKernels], *, everything_fits: bool
 ) -> Plan | None:
-    """Of the iteration that ran last, or one like it; None before there is a plan."""
+    """Of the last training iteration, or one like it; if none trains, of the last; None before there is a plan."""
     stm.settle()
-    plan = stm.plans.last
+    plan = stm.plans.shown
     if plan is None:
         return None
     names = [tensor.name for tensor in stm.tensors]

@@ -48,7 +48,7 @@ class MemoryStats:
         settled_forwards: forwards that ran without interception because everything fits, since `hetero.manage`; each
             after one check of its inputs and of the memory in use.
         by_kind: bytes per tier and kind.
-        periods: the periods of the last measured iteration.
+        periods: the periods of the last measured iteration that trained; if none did, of the last.
     """
 
     device_budget: int
@@ -87,7 +87,7 @@ class MemoryStats:
             ("model data", f"{format_bytes(self.model_data_bytes)}"),
             ("moved per iteration", format_bytes(self.bytes_moved)),
             (
-                "lower bound",
+                "lower bound, with gradients",
                 "not known: the iteration followed no plan, or found other copies than it left"
                 if self.lower_bound_bytes is None
                 else format_bytes(self.lower_bound_bytes),
@@ -156,7 +156,7 @@ def collect_stats(
         moved = [period for segment in stm.plans.last_segments for period in segment.periods]
         plan = stm.cycles.closed
         bound = None if plan is None else lower_bound(plan.whole_trace) + plan.gradient_bytes
-    plan = stm.plans.last
+    plan = stm.plans.shown
     copies = ledger.nbytes(Tier.DEVICE, Kind.PARAMETER) + ledger.nbytes(Tier.DEVICE, Kind.GRADIENT)
     saved, saved_on_host = ledger.activation_bytes
     return MemoryStats(

@@ -85,9 +85,10 @@ def _check_at_home(module: nn.Module, fn: _Convert, managed: list[tuple[str, Man
         if not _leaves_alone(fn, tensor, _HOST):
             called = name if name == tensor.name else f"{name} ({tensor.name})"
             raise ManageError(
-                f"{type(module).__name__}.to(...) or the like while managed: {called} is moved by "
-                f"hetero, computes on {tensor.owner.device} and stays {tensor.home.dtype} in the memory format that it "
-                "has: to convert the model, call manager.close() first, convert, and manage again"
+                f"{type(module).__name__} cannot be converted while managed: {called} is moved by hetero, computes on "
+                f"{tensor.owner.device} and stays {tensor.home.dtype} in the memory format that it has. To convert it, "
+                "call manager.close() first, convert, and manage again; to compute in half precision, pass "
+                "precision=torch.bfloat16 to hetero.manage"
             )
     if not bring_home([tensor for _, tensor in managed]):
         raise ManageError(f"{type(module).__name__}.cpu() or the like within a managed forward")

@@ -115,3 +115,28 @@ def test_the_peak_ends_with_management_and_does_not_fall():
     peak = manager.stats.peak_device_bytes
     assert torch.empty(40 << 20, dtype=torch.uint8, device=target).nbytes == 40 << 20
     assert manager.stats.peak_device_bytes == peak
+
+
+def test_an_evaluation_does_not_hide_what_training_takes():
+    """Whoever looks after an epoch's end has evaluated last."""
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with hetero.manage(
+        model, optimizer, device=device(), device_budget="768KiB", device_homes=False
+    ) as manager:
+        x = torch.randn(8, 64).to(manager.device)
+        with torch.no_grad():
+            for _ in range(3):
+                model(x)
+        alone = manager.stats
+        assert {period.phase for period in alone.periods} == {"forward"}
+        assert manager.plan.lower_bounds.gradients == 0.0
+        for _ in range(3):
+            losses(model, optimizer, manager.device, 4)
+            with torch.no_grad():
+                for _ in range(3):
+                    model(x)
+        phases = {"forward", "backward", "step"}
+        assert {period.phase for period in manager.stats.periods} == phases
+        assert {moment.phase for moment in manager.plan.moments} == phases
+        assert manager.plan.lower_bounds.gradients > 0.0

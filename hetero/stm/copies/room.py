@@ -117,6 +117,7 @@ class Room:
                 short=short,
                 held=held,
                 saved=self.without_host_room(),
+                others=self._others(),
                 enough=self.enough(),
             )
 
@@ -147,8 +148,13 @@ class Room:
             error,
             held=held,
             saved=self.without_host_room(),
+            others=self._others(),
             enough=self.enough(),
         )
+
+    def _others(self) -> int:
+        """Bytes of the device that are no model data."""
+        return max(0, self._accelerator.used_bytes() - self._ledger.device_bytes)
 
     def allows(self, error: RuntimeError) -> bool:
         """What the allocator has refused is within the budget: it found no gap that is large enough."""

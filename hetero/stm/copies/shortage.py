@@ -18,6 +18,8 @@ __all__ = ["NoRoomError", "least_bytes", "no_room", "too_small"]
 class NoRoomError(BudgetError, torch.OutOfMemoryError):
     """An operator does not fit beside what cannot leave. For ``except torch.OutOfMemoryError`` as well."""
 
+    __module__ = "hetero"  # where it is public
+
 
 def too_small(
     accelerator: Accelerator,
@@ -28,11 +30,12 @@ def too_small(
     short: int,
     held: int,
     saved: int,
+    others: int,
     enough: int | None,
 ) -> NoRoomError:
     """``operator`` lacks ``short`` of the ``wanted`` bytes that its operands take beside what is there; of that,
-    ``held``: copies that cannot leave, ``saved``: saved tensors that could, had the host room for them. ``enough``: for
-    all that was measured; None if nothing was."""
+    ``held``: copies that cannot leave, ``saved``: saved tensors that could, had the host room for them, ``others``:
+    what is no model data. ``enough``: for all that was measured; None if nothing was."""
     operands = budget + short
     if enough is None:
         cure = (
@@ -45,8 +48,8 @@ def too_small(
     return NoRoomError(
         f"{operator} needs {format_bytes(wanted)} more on {accelerator.device}, where "
         f"{format_bytes(accelerator.used_bytes())} of the budget of {format_bytes(budget)} are in use "
-        f"({format_bytes(held)} by copies that cannot be evicted now{_saved(saved)}): lower the batch size, "
-        f"{_HOST if saved else ''}or raise device_budget to {cure}"
+        f"({format_bytes(held)} by copies that cannot be evicted now{_saved(saved)}{_others(others)}): lower the batch "
+        f"size, {_kept(others, budget)}{_HOST if saved else ''}or raise device_budget to {cure}"
     )
 
 
@@ -58,6 +61,7 @@ def no_room(
     *,
     held: int,
     saved: int,
+    others: int,
     enough: int | None,
 ) -> NoRoomError:
     """``operator`` has failed with ``error``, and nothing is left that could leave. The others: as above."""
@@ -75,8 +79,9 @@ def no_room(
     needs = "more" if wanted is None else f"{format_bytes(wanted)} more"
     return NoRoomError(
         f"{operator} needs {needs} on {accelerator.device}, where {format_bytes(used)} of the budget of "
-        f"{format_bytes(budget)} are in use ({format_bytes(held)} by copies of parameters{_saved(saved)}) and "
-        f"nothing else can leave: lower the batch size, {_HOST if saved else ''}or {cure}. {error}"
+        f"{format_bytes(budget)} are in use ({format_bytes(held)} by copies of parameters{_saved(saved)}"
+        f"{_others(others)}) and nothing else can leave: lower the batch size, {_kept(others, budget)}"
+        f"{_HOST if saved else ''}or {cure}. {error}"
     )
 
 
@@ -84,6 +89,19 @@ def _saved(nbytes: int) -> str:
     if not nbytes:
         return ""
     return f", {format_bytes(nbytes)} by saved tensors for which host_budget has no room"
+
+
+def _others(nbytes: int) -> str:
+    return f", {format_bytes(nbytes)} by tensors that are not managed" if nbytes else ""
+
+
+def _kept(nbytes: int, budget: int) -> str:
+    """Where most of the budget is taken by such, it may be the caller's own doing."""
+    if nbytes <= budget // 2:
+        return ""
+    return (
+        "let go of what you keep on the device (a checkpoint loaded with map_location=device, an average), "
+    )
 
 
 _HOST = "raise host_budget, "

@@ -5,7 +5,7 @@ Owns them and what they are made of: samples, times, what was outgrown, what liv
 memory allows it at all, there is a plan for every kind that was sampled, made for the budget less the margin.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from hetero.eviction import CapacityError, HomeCost, Schedule, Trace
@@ -48,7 +48,7 @@ class PlanBook:
         # Of the iteration under way, or of the one before.
         self.last: CyclePlan | None = None
         self.last_segments: list[Segment] = []
-        self.last_sampled: list[Segment] = []
+        self.last_sampled: list[Segment] = []  # an iteration that trains, if any was measured
 
     def __iter__(self) -> Iterator[CyclePlan]:
         return iter(self._plans.values())
@@ -60,6 +60,13 @@ class PlanBook:
     def get(self, keys: Keys) -> CyclePlan | None:
         """That of iterations of exactly these segments."""
         return self._plans.get(keys)
+
+    @property
+    def shown(self) -> CyclePlan | None:
+        """What is reported: `last`, or, after an evaluation, the latest plan of iterations that train."""
+        if self.last is None or _trains(self.last.keys):
+            return self.last
+        return next((plan for plan in reversed(self._plans.values()) if _trains(plan.keys)), self.last)
 
     def is_verified(self, keys: Keys) -> bool:
         """Every segment has been measured while it followed the plan."""
@@ -83,7 +90,8 @@ class PlanBook:
         of it now."""
         self.last_segments = segments
         if all(segment.sampled for segment in segments):
-            self.last_sampled = segments
+            if _trains(keys) or not _trains([segment.key for segment in self.last_sampled]):
+                self.last_sampled = segments
             if keys in self._plans:
                 self._verified.add(keys)
                 if self.samples.take_longer(segments):
@@ -256,3 +264,7 @@ class PlanBook:
         return self._planner.make(
             keys, self.samples, margin, homes, costs, places=places, early=self.early, thorough=thorough
         )
+
+
+def _trains(keys: Sequence[SegmentKey]) -> bool:
+    return any(key.phase is not Phase.FORWARD for key in keys)

@@ -79,8 +79,8 @@ class Relief:
     def relieve_after(self, error: BaseException) -> int:
         """As `relieve`, once what an operator had done before it failed with ``error`` is forgotten.
 
-        One that is made of several has saved tensors for backward by then, which the frames of ``error`` keep. They would
-        be made to leave again after each attempt, as if that helped the next.
+        One that is made of several has saved tensors for backward by then, which the frames of ``error`` keep. They
+        would be made to leave again after each attempt, as if that helped the next.
         """
         _forget_frames(error)
         return self.relieve()
