@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from hetero.cli import demo, info, pool, trace, verify
+from hetero.cli import demo, info, plan, pool, trace, verify
 from hetero.errors import HeteroError
 
 __all__ = ["app", "main"]
@@ -46,6 +46,7 @@ app = typer.Typer(
 app.command()(demo.demo)
 app.command()(info.info)
 app.command()(verify.verify)
+app.command()(plan.plan)
 app.command()(pool.pool)
 app.command()(trace.trace)
 

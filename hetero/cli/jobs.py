@@ -1,6 +1,6 @@
 """What a user's function returns to be trained: ``(model, optimizer, batches, loss_fn)``.
 
-Owns the check of that tuple and how its loss is called. Trains nothing.
+Owns the check of that tuple, how its loss is called, and the step that is traced of it. Trains nothing.
 """
 
 from collections.abc import Callable, Iterable
@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from hetero.errors import ConfigError
+from hetero.stm.updates.kernels import as_if_managed
 
-__all__ = ["LossOf", "checked_loss", "read_job"]
+__all__ = ["LossOf", "checked_loss", "read_job", "recipe_of"]
 
 LossOf = Callable[[nn.Module, Any], Tensor]
 
@@ -46,6 +47,27 @@ def checked_loss(loss_fn: LossOf, model: nn.Module, batch: Any) -> Tensor:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ConfigError(f"loss_fn(model, batch) gave {what}: expected a scalar tensor with a gradient")
     return loss
+
+
+def recipe_of(function: Callable[[], Any], target: str) -> Callable[[], tuple[Any, ...]]:
+    """For `hetero.trace.trace_recipe`: one step of what ``function`` returns, with the kernels of a managed step. What
+    is no job is handed on as it is, for that to check."""
+
+    def recipe() -> tuple[Any, ...]:
+        made = function()
+        if not (isinstance(made, tuple) and made and isinstance(made[0], nn.Module)):
+            return made  # type: ignore[no-any-return]
+        model, optimizer, batches, loss_fn = read_job(made, target)
+
+        def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+            optimizer.zero_grad()
+            torch.autograd.backward(checked_loss(loss_fn, model, batch))
+            with as_if_managed(optimizer):
+                optimizer.step()
+
+        return step, model, optimizer, next(iter(batches))
+
+    return recipe
 
 
 def _is_of_torch(loss_fn: Any) -> bool:

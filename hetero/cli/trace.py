@@ -1,12 +1,12 @@
 """``hetero trace FILE.py:FUNCTION``: a training step's memory, operator by operator, before it is owned."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
 
-from hetero.cli.jobs import checked_loss, read_job
+from hetero.cli.jobs import recipe_of
 from hetero.cli.loading import call, load_function
 from hetero.cli.output import check_writable
 from hetero.cli.placing import choose_device
@@ -42,14 +42,7 @@ def trace(
     place: torch.device | str | None = device
     if real and (device is not None or torch.accelerator.is_available()):
         place = choose_device(device)  # before any code of the user's: autograd counts devices only once
-    function = load_function(target)
-
-    def recipe() -> tuple[Any, ...]:
-        made = function()
-        if isinstance(made, tuple) and made and isinstance(made[0], torch.nn.Module):
-            return _job_step(made, target)
-        return made  # type: ignore[no-any-return]  # `trace_recipe` checks it
-
+    recipe = recipe_of(load_function(target), target)
     traced: StepTrace = call(
         lambda: trace_recipe(recipe, fake=not real, device=place, warmup=warmup), what=f"tracing {target}"
     )
@@ -59,14 +52,3 @@ def trace(
     for path, write in ((html, write_html), (json, write_json), (csv, write_csv)):
         if path is not None:
             write(traced, path)
-
-
-def _job_step(made: tuple[Any, ...], target: str) -> tuple[Any, ...]:
-    model, optimizer, batches, loss_fn = read_job(made, target)
-
-    def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
-        optimizer.zero_grad()
-        torch.autograd.backward(checked_loss(loss_fn, model, batch))
-        optimizer.step()
-
-    return step, model, optimizer, next(iter(batches))

@@ -22,6 +22,7 @@ from hetero.eviction.placement import Placement, choose_placement
 from hetero.eviction.places import choose_places, renewable, spare_bytes, without_places
 from hetero.eviction.planner import plan
 from hetero.eviction.policies import resolve_policy
+from hetero.eviction.sends import on_their_way
 from hetero.eviction.simulation import Simulation, simulate
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "leave_link_free",
     "lower_bound",
     "lower_bound_seconds",
+    "on_their_way",
     "plan",
     "plan_iteration",
     "renewable",

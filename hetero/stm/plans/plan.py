@@ -21,6 +21,7 @@ from hetero.eviction import (
     Trace,
     Updates,
     leave_link_free,
+    on_their_way,
     plan_iteration,
     renewable,
     spare_bytes,
@@ -33,7 +34,6 @@ from hetero.stm.plans.rows import (
     home_gradients,
     mandatory_in,
     non_model_peak,
-    on_their_way,
     sends_to_come,
 )
 from hetero.stm.plans.samples import Samples

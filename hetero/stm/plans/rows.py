@@ -3,17 +3,14 @@
 Owns what of a period an eviction planner is told: what has to be on the device, and how much room there is for it.
 """
 
-from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hetero.eviction import Links, Moment, Send
+from hetero.eviction import Moment, Send
 from hetero.msc import Period, PeriodTimes, Phase, Segment
 from hetero.stm.plans.lives import Lives
 
-__all__ = ["Rows", "home_gradients", "mandatory_in", "non_model_peak", "on_their_way", "sends_to_come"]
-
-_SLOWER = 1.05  # than copies were on average, one may be
+__all__ = ["Rows", "home_gradients", "mandatory_in", "non_model_peak", "sends_to_come"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -132,37 +129,6 @@ def sends_to_come(segment: Segment, at_home: frozenset[int]) -> list[bool]:
     """For each period: a gradient goes home in it or after it."""
     sends = [i for i, period in enumerate(segment.periods) if any(x in at_home for x, _, _ in period.sends)]
     return [index <= max(sends, default=-1) for index in range(len(segment.periods))]
-
-
-def on_their_way(periods: Sequence[PeriodTimes], links: Links, at_home: frozenset[int]) -> list[int]:
-    """For each period of one backward, bytes of gradients that go down at once, at most, if each leaves as soon as it
-    is made."""
-    sent: deque[tuple[float, int]] = deque()
-    rows: list[int] = []
-    clock = free = 0.0
-    nbytes = 0
-
-    def retire(now: float) -> int:
-        gone = 0
-        while sent and sent[0][0] <= now:
-            gone += sent.popleft()[1]
-        return gone
-
-    for period in periods:
-        nbytes -= retire(clock)
-        most = nbytes
-        for index, size, seconds in period.sends:
-            if index not in at_home:
-                continue
-            made = clock + seconds
-            nbytes -= retire(made)
-            free = max(free, made) + _SLOWER * links.d2h_seconds(size)
-            sent.append((free, size))
-            nbytes += size
-            most = max(most, nbytes)
-        rows.append(most)
-        clock += period.seconds
-    return rows
 
 
 def non_model_peak(samples: Sequence[Segment], index: int) -> int:

@@ -1,0 +1,55 @@
+"""Gradients on their way home: how many bytes of them are on the device at once.
+
+Owns the answer for gradients that leave as soon as they are made, one after another. What is kept free for them is
+decided by whoever plans.
+"""
+
+from collections import deque
+from collections.abc import Container, Sequence
+from typing import Protocol
+
+from hetero.eviction.model import Links
+
+__all__ = ["Sending", "on_their_way"]
+
+_SLOWER = 1.05  # than copies were on average, one may be
+
+
+class Sending(Protocol):
+    """A period of ``seconds``, and the gradients that it makes: ``(tensor, bytes, seconds after its begin)``."""
+
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def sends(self) -> Sequence[tuple[int, int, float]]: ...
+
+
+def on_their_way(periods: Sequence[Sending], links: Links, at_home: Container[int]) -> list[int]:
+    """For each period of one backward, bytes of gradients that go down at once, at most, if each leaves as soon as it
+    is made."""
+    sent: deque[tuple[float, int]] = deque()
+    rows: list[int] = []
+    clock = free = 0.0
+    nbytes = 0
+
+    def retire(now: float) -> int:
+        gone = 0
+        while sent and sent[0][0] <= now:
+            gone += sent.popleft()[1]
+        return gone
+
+    for period in periods:
+        nbytes -= retire(clock)
+        most = nbytes
+        for index, size, seconds in period.sends:
+            if index not in at_home:
+                continue
+            made = clock + seconds
+            nbytes -= retire(made)
+            free = max(free, made) + _SLOWER * links.d2h_seconds(size)
+            sent.append((free, size))
+            nbytes += size
+            most = max(most, nbytes)
+        rows.append(most)
+        clock += period.seconds
+    return rows
