@@ -145,6 +145,7 @@ class Residency:
         with torch.inference_mode(False), torch.no_grad():
             self.uploads.refresh_low(tensor)
             refresh(tensor, self._engine, self.uploads)
+        self._meter.count_fetch(tensor.device_nbytes)
 
     def follow_homes(self, tensors: Iterable[ManagedTensor]) -> None:
         """As `follow_home`, wherever home has been written, or may have been without our knowing."""

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hetero.errors import BudgetError
+from hetero.errors import BudgetError, ManageError
 from hetero.stm.activations.saved import may_save_again, part_saved_as_handles
 from hetero.stm.interception.arguments import tensors_in
 from hetero.stm.interception.casts import drop_bytes, kept_casts
@@ -32,6 +32,7 @@ from hetero.stm.interception.draws import DRAWING
 from hetero.stm.interception.outside import full_copies, keeps_its_type, note_outside, with_relief
 from hetero.stm.interception.parts import called_part, computes_on
 from hetero.stm.tensors.fetch import Fetch, plain
+from hetero.stm.tensors.listwrites import count_writes, versions_of_list
 from hetero.stm.tensors.managed import ManagedTensor
 from hetero.stm.tensors.owner import Owner
 
@@ -92,6 +93,16 @@ class ManagedParameter(nn.Parameter):
             if handler is not None:
                 return handler(func, args, kwargs or {})
             return run_operator(func, args, kwargs or {})
+
+    def set_(self, *args: Any, **kwargs: Any) -> "ManagedParameter":
+        """``p.set_(other)``, of which torch tells nobody, as ``p.data = other``: for a parameter that is the same."""
+        if kwargs or len(args) != 1 or not isinstance(args[0], torch.Tensor):
+            raise ManageError(
+                f"{managed_of(self).name}.set_ to a part of a storage, while managed: use p.copy_(), or call "
+                "manager.close() first"
+            )
+        self.data = args[0]
+        return self
 
     # A copy is an ordinary parameter: nobody manages it.
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -230,6 +241,7 @@ def _run(
             collect((args, kwargs), everyone)
             with substituted(everyone, func) as copies:
                 return _run(func, everyone, copies, args, kwargs, in_forward=in_forward)
+        listed = versions_of_list(given)
         try:
             result = func(*given, **by_name)
             break
@@ -245,6 +257,8 @@ def _run(
             relief.note_answered()
             if draw_again is not None:
                 draw_again()
+    if listed and _writes_in_place(func):
+        count_writes(listed)
     for tensor in operands:
         if tensor.is_written:
             _refuse_write_to_leaf(tensor)
@@ -252,7 +266,7 @@ def _run(
         write_back(operands, ahead)
     result = _restore(result, operands, copies)
     if casts:
-        del given, by_name  # which hold them
+        del given, by_name, listed  # which hold them
         copies.clear()
         drop_bytes(casts)
     return result
@@ -354,8 +368,10 @@ def _at_home(
         for tensor in operands:
             tensor.owner.check_process()
             tensor.owner.homes.before_write(tensor)
+    listed = versions_of_list(args) if writes else []
     result = func(*args, **kwargs)
     if writes:
+        count_writes(listed)
         for tensor in operands:
             tensor.owner.homes.after_write(tensor)
     # ``buffer[:] = p`` returns nothing.

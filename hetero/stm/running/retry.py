@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hetero.stm.running.byvalues import depends_on_values
 from hetero.stm.tensors.fetch import plain
+from hetero.stm.tensors.listwrites import count_writes, versions_of_list
 
 __all__ = ["Explain", "Numbers", "Relieve", "Retry", "Uncapped"]
 
@@ -102,6 +103,7 @@ class Retry(TorchDispatchMode):
             is_uncapped = is_sure = False
             copies: list[torch.Tensor] = []
             runs_once = _writes_early(func)
+            listed = versions_of_list(args) if func._schema.is_mutable else []
             draw_again = self._numbers((kwargs or {}).get("generator")) if _draws(func) else None
             if runs_once:
                 ordinary = _ordinary_parameters((args, kwargs))
@@ -115,6 +117,7 @@ class Retry(TorchDispatchMode):
                     result = func(*args, **(kwargs or {}))
                     if copies and func._schema.is_mutable:  # autograd counts a write to what it was given
                         torch.autograd.graph.increment_version(copies)
+                    count_writes(listed)
                     return result
                 except RuntimeError as error:
                     if not self._is_shortage(error):
