@@ -49,8 +49,14 @@ def test_the_readmes_figures_of_the_demo_are_those_of_its_file() -> None:
         "lower_bound_bytes",
     ):
         assert f"{numbers[key] / 2**20:.1f} MiB" in text, key
+    assert f"| {numbers['managed_step_seconds'] / numbers['unmanaged_step_seconds']:.2f} |" in text
     assert numbers["bit_identical"] is True
     assert numbers["peak_device_bytes"] <= numbers["device_budget"] < numbers["model_data_bytes"]
+
+
+def test_the_readmes_plan_of_seven_billion_parameters_is_that_of_its_file() -> None:
+    printed = (ROOT / "benchmarks" / "results" / "plan_llama7b.txt").read_text()
+    assert printed in (ROOT / "README.md").read_text()
 
 
 def test_tables_and_figures_are_those_of_the_result_files() -> None:
