@@ -1,9 +1,7 @@
 """The plan of a step that nobody has run: what lives where, what moves, how long it takes.
 
-Owns `Forecast`, and how a `Reading` becomes an eviction trace under a budget: with some parameters on the device, with
-updates that begin in backward or do not. Everything is planned and simulated by `hetero.eviction`, as in training.
-Invariant: a forecast under a larger budget is of a plan that the smaller one could not have had, so what it needs of
-the device is never more than ``device_budget``.
+Owns `Forecast`, and the choice between updates that begin in backward and those that do not. Everything is planned and
+simulated by `hetero.eviction`, as in training.
 """
 
 from collections.abc import Sequence
@@ -13,22 +11,19 @@ from typing import Any
 
 from hetero.errors import BudgetError, PlanError
 from hetero.eviction import (
-    CapacityError,
     HomeCost,
     Links,
-    Moment,
     Schedule,
-    Send,
     Trace,
-    Updates,
     choose_placement,
     host_bytes,
     lower_bound,
-    on_their_way,
     plan_iteration,
 )
-from hetero.forecast.reading import Period, Reading, read
+from hetero.forecast.moments import StepMoments
+from hetero.forecast.reading import Reading, read
 from hetero.simulate import Machine
+from hetero.swap import links_of
 from hetero.trace import StepTrace, operator_seconds
 from hetero.units import format_bytes
 
@@ -103,8 +98,8 @@ def forecast(
     ``trace``: of a later step, whose optimizer has its states (``warmup=1`` of `trace_recipe`). Operators take the
     roofline's time (`hetero.trace.operator_seconds`): give a machine that is ``slowed`` by what kernels are expected
     to fall short of it. ``device_homes``: as for `hetero.manage`; ``thorough``: as for
-    `hetero.eviction.plan_iteration`. Raises `BudgetError` if the budget or
-    the host's memory cannot work, with what would.
+    `hetero.eviction.plan_iteration`. Raises `BudgetError` if the budget or the host's memory cannot work, with what
+    would.
     """
     seconds = operator_seconds(trace, machine)
     least = _least_budget(trace, seconds)
@@ -172,7 +167,7 @@ class _Job:
     @cached_property
     def unmanaged_seconds(self) -> float:
         compute = sum(period.seconds for period in self.reading.periods)
-        return compute + self._device_step(range(len(self.reading.parameters)))
+        return compute + self.moments.device_step(range(len(self.reading.parameters)))
 
     @property
     def everything_fits(self) -> bool:
@@ -180,12 +175,16 @@ class _Job:
 
     @cached_property
     def links(self) -> Links:
-        up, down = self.machine.h2d, self.machine.d2h
-        return Links(
-            h2d_bandwidth=1.0 / up.seconds_per_byte,
-            d2h_bandwidth=1.0 / down.seconds_per_byte,
-            latency=up.latency,
-            d2h_latency=down.latency,
+        return links_of(self.machine)
+
+    @cached_property
+    def moments(self) -> StepMoments:
+        return StepMoments(
+            reading=self.reading,
+            budget=self.budget,
+            links=self.links,
+            update_bandwidth=self.host.bandwidth,
+            device_bandwidth=self.machine.memory_bandwidth,
         )
 
     def settled(self) -> Forecast:
@@ -229,7 +228,7 @@ class _Job:
         }
 
         def plan(homes: tuple[int, ...], places: tuple[int, ...]) -> tuple[Trace, Schedule]:
-            trace = self._trace(homes, places, early=early)
+            trace = self.moments.trace(homes, places, early=early)
             schedule = plan_iteration(trace, links=self.links, host_room=self._room(), thorough=False)
             placed = sum(trace.sizes[x] for x in places)
             return trace, replace(schedule, fetched_bytes=schedule.fetched_bytes + placed)
@@ -246,131 +245,13 @@ class _Job:
             most_pairs=_MOST_PAIRS,
         )
         homes, places = placement.home.homes, placement.places
-        trace = self._trace(homes, places, early=early)
+        trace = self.moments.trace(homes, places, early=early)
         schedule = plan_iteration(trace, links=self.links, host_room=self._room(), thorough=self.thorough)
         return self._told(trace, schedule, homes, places, early=early)
 
     def _room(self) -> int:
         """Of the host, for activations."""
         return max(0, self.host.memory_bytes - sum(p.whole_bytes for p in self.reading.parameters))
-
-    def _trace(self, homes: tuple[int, ...], places: tuple[int, ...], *, early: bool) -> Trace:
-        """Raises `CapacityError` if ``homes`` and ``places`` leave too little."""
-        reading, count = self.reading, len(self.reading.parameters)
-        living, placed = frozenset(homes), frozenset(places)
-        beside = sum(reading.parameters[x].nbytes for x in places)
-        beside += sum(reading.parameters[x].nbytes + reading.parameters[x].state_bytes for x in homes)
-        operands, produced, ended = self._lives(count, living | placed)
-        free, gradients = list[int](), 0
-        for period in reading.periods:  # which counts the gradients that it makes
-            free.append(self.budget - beside - gradients - period.load)
-            gradients += sum(size for x, size, _ in period.sends if x in living)
-        reserves = self._reserves(living, free, operands)
-        moments = [
-            Moment(
-                operands=operands[place],
-                seconds=period.seconds,
-                capacity=free[place] - reserves[place],
-                dirties=produced[place],
-                produces=produced[place],
-                invalidates=ended[place],
-                sends=self._sent(period, living),
-                awaits=tuple(x for x in period.reads if x in placed),
-            )
-            for place, period in enumerate(reading.periods)
-        ]
-        moments.append(
-            Moment(
-                operands=(),
-                seconds=self._device_step(homes),
-                capacity=self.budget - beside - gradients - (reading.step_load if homes else 0),
-                invalidates=(
-                    *(
-                        x
-                        for x, p in enumerate(reading.parameters)
-                        if p.is_trained and x not in living | placed
-                    ),
-                    *ended[len(reading.periods)],
-                ),
-            )
-        )
-        worst = min(moments, key=lambda moment: moment.capacity)
-        if worst.capacity < 0:
-            raise CapacityError(
-                moment=moments.index(worst), needed=self.budget - worst.capacity, capacity=self.budget
-            )
-        sizes = [0 if x in living else p.nbytes for x, p in enumerate(reading.parameters)]
-        return Trace(
-            sizes=(*sizes, *(a.nbytes for a in reading.activations)),
-            moments=tuple(moments),
-            sending_bytes=max(reserves),
-            updates=self._updates(homes, places, step=len(moments) - 1, early=early),
-        )
-
-    def _lives(
-        self, first: int, elsewhere: frozenset[int]
-    ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], list[tuple[int, ...]]]:
-        """Operands and what is produced in each period, and what has ended before it; activations from ``first`` on."""
-        count = len(self.reading.periods)
-        operands = [[x for x in period.reads if x not in elsewhere] for period in self.reading.periods]
-        produced: list[list[int]] = [[] for _ in range(count)]
-        ended: list[list[int]] = [[] for _ in range(count + 1)]
-        for x, activation in enumerate(self.reading.activations, first):
-            for use in activation.uses:
-                operands[use].append(x)
-            produced[activation.begin].append(x)
-            ended[activation.end].append(x)
-        return [tuple(x) for x in operands], [tuple(x) for x in produced], [tuple(x) for x in ended]
-
-    def _sent(self, period: Period, living: frozenset[int]) -> tuple[Send, ...]:
-        return tuple(
-            Send(tensor=x, nbytes=size, seconds=seconds)
-            for x, size, seconds in period.sends
-            if x not in living
-        )
-
-    def _reserves(
-        self, living: frozenset[int], free: Sequence[int], operands: Sequence[Sequence[int]]
-    ) -> list[int]:
-        """For each period, room for gradients on their way, as in training: for two, or for as many as there are at
-        once; never more than the fullest period leaves beside its operands."""
-        periods, parameters = self.reading.periods, self.reading.parameters
-        sizes = [*(p.nbytes for p in parameters), *(a.nbytes for a in self.reading.activations)]
-        at_home = frozenset(range(len(parameters))).difference(living)
-        sends = [i for i, period in enumerate(periods) if any(x in at_home for x, _, _ in period.sends)]
-        if not sends:
-            return [0] * len(periods)
-        most = 2 * max(parameters[x].gradient_bytes for x in at_home)
-        ways = on_their_way(periods, self.links, at_home)
-        spare = [nbytes - sum(sizes[x] for x in operands[place]) for place, nbytes in enumerate(free)]
-        come = range(sends[0], sends[-1] + 1)
-        reserve = max(0, min([most, max(most // 2, *ways), *(spare[place] for place in come)]))
-        return [
-            reserve if place in come else max(0, min(ways[place], reserve, spare[place]))
-            for place in range(len(periods))
-        ]
-
-    def _updates(self, homes: Sequence[int], places: tuple[int, ...], *, step: int, early: bool) -> Updates:
-        parameters = self.reading.parameters
-        queued = [x for x, p in enumerate(parameters) if p.is_trained and x not in homes]
-        bandwidth = self.host.bandwidth
-        return Updates(
-            tensors=tuple(queued),
-            seconds=tuple(parameters[x].update_bytes / bandwidth for x in queued),
-            queued=step,
-            finished=step,
-            early=early,
-            copies=tuple(2 * (parameters[x].nbytes + parameters[x].state_bytes) / bandwidth for x in queued)
-            if early
-            else (),
-            places=places,
-        )
-
-    def _device_step(self, homes: Sequence[int]) -> float:
-        moved = sum(
-            p.update_bytes for x, p in enumerate(self.reading.parameters) if x in homes and p.is_trained
-        )
-        return moved / self.machine.memory_bandwidth
 
     def _told(
         self,

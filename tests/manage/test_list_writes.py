@@ -7,7 +7,7 @@ from loops import mlp
 from torch import nn
 from torch.optim.sgd import sgd
 from torch.utils.flop_counter import FlopCounterMode
-from twins import adamw, assert_same, device, plain
+from twins import assert_same, device, plain
 
 import hetero
 
@@ -96,18 +96,22 @@ def descend(model):
                 p.grad = None
 
 
+def losses_of(model, target, after_backward):
+    torch.manual_seed(1)
+    losses = []
+    for _ in range(6):
+        loss = model(torch.randn(8, WIDTH).to(target)).square().mean()
+        loss.backward()
+        after_backward(model)
+        losses.append(loss.detach())
+    return losses
+
+
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("write", WRITES)
 def test_a_momentum_encoder_in_forward_has_the_numbers_of_an_unmanaged_one(write, budget):
     def loop(model, target):
-        torch.manual_seed(1)
-        losses = []
-        for _ in range(6):
-            loss = model(torch.randn(8, WIDTH).to(target)).square().mean()
-            loss.backward()
-            descend(model)
-            losses.append(loss.detach())
-        return losses
+        return losses_of(model, target, descend)
 
     expected = outcome(lambda: Momentum(write), loop, None)
     assert_same(outcome(lambda: Momentum(write), loop, budget), expected, write.__name__)
@@ -116,84 +120,65 @@ def test_a_momentum_encoder_in_forward_has_the_numbers_of_an_unmanaged_one(write
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("write", WRITES)
 def test_so_has_one_that_the_loop_moves(write, budget):
+    def move(model):
+        descend(model)
+        model.follow(write)
+
     def loop(model, target):
-        torch.manual_seed(1)
-        losses = []
-        for _ in range(6):
-            loss = model(torch.randn(8, WIDTH).to(target)).square().mean()
-            loss.backward()
-            descend(model)
-            model.follow(write)
-            losses.append(loss.detach())
-        return losses
+        return losses_of(model, target, move)
 
     expected = outcome(Momentum, loop, None)
     assert_same(outcome(Momentum, loop, budget), expected, write.__name__)
 
 
+def fused_step(model):
+    """Torch's function, without an optimizer."""
+    parameters = list(model.parameters())
+    with torch.no_grad():
+        sgd(
+            parameters,
+            [p.grad for p in parameters],
+            [None] * len(parameters),
+            weight_decay=0.0,
+            momentum=0.0,
+            lr=0.5,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            fused=True,
+            grad_scale=None,
+            found_inf=None,
+        )
+    model.zero_grad()
+
+
 @pytest.mark.skipif(ON_CUDA, reason="a fused step at home has the host's arithmetic")
 @pytest.mark.parametrize("budget", ["128KiB", "1MiB"])
 def test_a_fused_kernel_that_the_user_calls_writes_parameters(budget):
-    def loop(model, target):
-        torch.manual_seed(1)
-        losses = []
-        for _ in range(6):
-            loss = model(torch.randn(8, WIDTH).to(target)).square().mean()
-            loss.backward()
-            parameters = list(model.parameters())
-            with torch.no_grad():
-                sgd(
-                    parameters,
-                    [p.grad for p in parameters],
-                    [None] * len(parameters),
-                    weight_decay=0.0,
-                    momentum=0.0,
-                    lr=0.5,
-                    dampening=0.0,
-                    nesterov=False,
-                    maximize=False,
-                    fused=True,
-                    grad_scale=None,
-                    found_inf=None,
-                )
-            model.zero_grad()
-            losses.append(loss.detach())
-        return losses
-
     def build():
         return mlp(depth=2, width=WIDTH)
+
+    def loop(model, target):
+        return losses_of(model, target, fused_step)
 
     assert_same(outcome(build, loop, budget), outcome(build, loop, None), "fused")
 
 
 @pytest.mark.parametrize("budget", ["100KiB", "125KiB", "200KiB", "1MiB"])
 def test_set_is_an_assignment_of_data(budget):
-    target = device()
+    def build():
+        return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
 
-    def run(budget):
-        torch.manual_seed(0)
-        model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
-        manager = None
-        if budget is None:
-            model.to(target)
-        optimizer = adamw(model)
-        if budget is not None:
-            manager = hetero.manage(model, optimizer, device=target, device_budget=budget, device_homes=False)
-        torch.manual_seed(1)
-        losses = []
-        for step in range(6):
-            loss = model(torch.randn(8, WIDTH).to(target)).square().mean()
-            loss.backward()
-            descend(model)
-            losses.append(loss.detach())
-            weight = model[1].weight
-            with torch.no_grad():
-                weight.set_(torch.full((WIDTH, WIDTH), 0.01 * (step + 1), device=weight.device))
-        if manager is not None:
-            manager.close()
-        return plain([losses, [p.detach().cpu() for p in model.parameters()]])
+    def assign(model):
+        descend(model)
+        weight = model[1].weight
+        with torch.no_grad():
+            weight.set_(weight.detach().sin() * 0.5)
 
-    assert_same(run(budget), run(None), "set_")
+    def loop(model, target):
+        return losses_of(model, target, assign)
+
+    assert_same(outcome(build, loop, budget), outcome(build, loop, None), "set_")
 
 
 def test_set_to_a_part_of_a_storage_is_refused_with_a_cure():

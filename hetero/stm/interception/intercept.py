@@ -29,9 +29,11 @@ from hetero.stm.activations.saved import may_save_again, part_saved_as_handles
 from hetero.stm.interception.arguments import tensors_in
 from hetero.stm.interception.casts import drop_bytes, kept_casts
 from hetero.stm.interception.draws import DRAWING
+from hetero.stm.interception.inplace import writes_in_place
 from hetero.stm.interception.outside import full_copies, keeps_its_type, note_outside, with_relief
 from hetero.stm.interception.parts import called_part, computes_on
 from hetero.stm.tensors.fetch import Fetch, plain
+from hetero.stm.tensors.graphpaths import marked
 from hetero.stm.tensors.listwrites import count_writes, versions_of_list
 from hetero.stm.tensors.managed import ManagedTensor
 from hetero.stm.tensors.owner import Owner
@@ -150,7 +152,7 @@ def run_operator(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
             with full_copies(operands) as copies:
                 kwargs = {key: replace_one(value, copies) for key, value in kwargs.items()}
                 call = partial(func, *_replace(args, copies), **kwargs)
-                is_once = _writes_in_place(func) or func in DRAWING
+                is_once = writes_in_place(func) or func in DRAWING
                 result = call() if is_once else with_relief(operands[0].owner, call)
                 return _restore(result, operands, copies)
         with outside(operands, args, kwargs):
@@ -247,7 +249,7 @@ def _run(
             break
         except torch.OutOfMemoryError as error:
             # An in-place operator may have done half its work; everything else can be tried again.
-            if _writes_in_place(func) or not may_save_again():
+            if writes_in_place(func) or not may_save_again():
                 raise
             relief = operands[0].owner.relief
             if not relief.relieve_after(error):
@@ -257,7 +259,7 @@ def _run(
             relief.note_answered()
             if draw_again is not None:
                 draw_again()
-    if listed and _writes_in_place(func):
+    if listed and writes_in_place(func):
         count_writes(listed)
     for tensor in operands:
         if tensor.is_written:
@@ -331,39 +333,12 @@ def run_at_home(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     return _at_home(func, operands, args, kwargs)
 
 
-_IN_PLACE = frozenset(
-    f"__{name}__"
-    for name in [
-        "iadd",
-        "isub",
-        "imul",
-        "idiv",
-        "itruediv",
-        "ifloordiv",
-        "imod",
-        "ipow",
-        "iand",
-        "ior",
-        "ixor",
-        "ilshift",
-        "irshift",
-        "setitem",
-        "set",
-    ]
-)
-
-
-def _writes_in_place(func: Callable[..., Any]) -> bool:
-    name = getattr(func, "__name__", "")
-    return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
-
-
 def _at_home(
     func: Callable[..., Any], operands: list[ManagedTensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     for tensor in operands:
         tensor.owner.homes.wait(tensor)
-    writes = _writes_in_place(func) or "out" in kwargs
+    writes = writes_in_place(func) or "out" in kwargs
     if writes:
         for tensor in operands:
             tensor.owner.check_process()
@@ -391,33 +366,14 @@ def _at_home(
     return result
 
 
-class _Mark:
-    """Lives as long as the nodes of a graph whose metadata hold it."""
-
-    __slots__ = ("__weakref__",)
-
-
 def note_use_at_home(operands: list[ManagedTensor], results: list[torch.Tensor]) -> None:
     """Autograd may now reach these parameters from ``results`` (gradients: [Note: unread gradients])."""
     # What ``detach()`` gives, in ``state_dict()``, does not.
     made = [value for value in results if value.requires_grad]
     if made and torch.is_grad_enabled():
-        mark = _mark(made)
+        mark = marked(made)
         for tensor in operands:
             tensor.paths.note_home_graph(mark)
-
-
-def _mark(results: list[torch.Tensor]) -> _Mark | None:
-    """Held by the nodes that made ``results``. None unless they are numbers, such as norms: views lead to a parameter's
-    accumulator, for hooks; and behind a view that was written to, it is its base that keeps the graph."""
-    mark = _Mark()
-    for value in results:
-        node = value.grad_fn
-        if node is None or value.dim() or value._is_view():
-            return None
-        metadata: dict[Any, Any] = node.metadata  # type: ignore[assignment]
-        metadata[_Mark] = mark
-    return mark
 
 
 def _belongs_on_device(

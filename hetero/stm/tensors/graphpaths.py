@@ -4,10 +4,12 @@ A gradient that comes by one path may be handed on as it is; what comes by sever
 """
 
 import weakref
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-__all__ = ["GraphPaths"]
+__all__ = ["GraphPaths", "marked"]
 
 
 class GraphPaths:
@@ -54,3 +56,22 @@ class GraphPaths:
             return False
         alive = [node for ref in self._fetch_nodes if (node := ref()) is not None]
         return len(alive) <= 1 or sum(map(torch._C._will_engine_execute_node, alive)) <= 1
+
+
+class _Mark:
+    """Lives as long as the nodes of a graph whose metadata hold it."""
+
+    __slots__ = ("__weakref__",)
+
+
+def marked(results: Sequence[torch.Tensor]) -> object | None:
+    """Held by the nodes that made ``results``. None unless they are numbers, such as norms: views lead to a parameter's
+    accumulator, for hooks; and behind a view that was written to, it is its base that keeps the graph."""
+    mark = _Mark()
+    for value in results:
+        node = value.grad_fn
+        if node is None or value.dim() or value._is_view():
+            return None
+        metadata: dict[Any, Any] = node.metadata  # type: ignore[assignment]
+        metadata[_Mark] = mark
+    return mark
