@@ -41,6 +41,7 @@ def verify(
             "enough that parameters have to leave, unless one of them is most of the model."
         ),
     ] = None,
+    every: Annotated[bool, typer.Option("--all", help="Print the tensors that are equal as well.")] = False,
     device: Annotated[
         str | None, typer.Option(help="Default: the machine's accelerator, else 'virtual'.")
     ] = None,
@@ -82,7 +83,7 @@ def verify(
         )
     unlimit_memory(place)
     differences = compare(managed, unmanaged)
-    _print_table(console, differences)
+    _print_table(console, differences, every=every)
     _print_summary(console, managed, unmanaged, budget)
     different = [row for row in differences if row.fault]
     if not different:
@@ -157,7 +158,8 @@ def _budget(asked: str | None, unmanaged: Outcome, place: torch.device) -> int:
     return budget
 
 
-def _print_table(console: Console, differences: list[Difference]) -> None:
+def _print_table(console: Console, differences: list[Difference], *, every: bool) -> None:
+    """Each loss, and the tensors that differ; with ``every``, those that do not as well."""
     kinds = list(dict.fromkeys(row.kind for row in differences))
     cells = {(row.kind, row.name): row for row in differences}
     losses = Table("step", "loss")
@@ -167,7 +169,10 @@ def _print_table(console: Console, differences: list[Difference]) -> None:
     console.print(losses)
     columns = [kind for kind in kinds if kind != "loss"]
     table = Table(Column("tensor", overflow="fold"), *columns)
-    for name in dict.fromkeys(row.name for row in differences if row.kind != "loss"):
+    shown = [row.name for row in differences if row.kind != "loss" and (every or row.fault)]
+    if not shown:
+        return
+    for name in dict.fromkeys(shown):
         found = [cells.get((kind, name)) for kind in columns]
         table.add_row(name, *("" if row is None else row.fault or "equal" for row in found))
     console.print(table)

@@ -97,17 +97,19 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("function", ["adam", "sgd_with_torch_loss", "two_batches"])
-def test_equal_training_exits_0_and_lists_every_tensor(source: Path, function: str) -> None:
-    result = RUN.invoke(app, ["verify", f"{source}:{function}", "--steps", "4"])
-    assert result.exit_code == 0, result.output + result.stderr
-    assert "bit-identical" in result.output
-    for name in ("0.weight", "8.bias", "gradient", "parameter", "buffer"):
-        assert name in result.output
-    assert "differ" not in result.output
+def test_equal_training_exits_0_and_lists_every_tensor_if_asked(source: Path, function: str) -> None:
+    for listed in (False, True):
+        arguments = ["verify", f"{source}:{function}", "--steps", "4", *["--all"][:listed]]
+        result = RUN.invoke(app, arguments)
+        assert result.exit_code == 0, result.output + result.stderr
+        assert "bit-identical" in result.output
+        for name in ("0.weight", "8.bias", "gradient", "parameter", "buffer"):
+            assert (name in result.output) is listed
+        assert "differ" not in result.output
 
 
 def test_a_hugging_face_model_with_tied_weights_is_equal(source: Path) -> None:
-    result = RUN.invoke(app, ["verify", f"{source}:tokens_and_tied_weights"])
+    result = RUN.invoke(app, ["verify", f"{source}:tokens_and_tied_weights", "--all"])
     assert result.exit_code == 0, result.output + result.stderr
     assert "transformer.h.1.mlp.c_fc.weight" in result.output
     assert "bit-identical" in result.output
