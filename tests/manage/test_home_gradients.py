@@ -12,13 +12,13 @@ from torch import nn
 from twins import adamw, assert_same, device, managed, unmanaged
 
 import hetero
-from hetero.eviction import Links
+from hetero.eviction import Links, on_their_way
 from hetero.msc import Period, PeriodTimes, Phase, Segment, SegmentKey
 from hetero.msc.periods import HandedOver
 from hetero.stm import Kind, Tier
 from hetero.stm.gradients import kept
 from hetero.stm.interception.intercept import is_managed, managed_of
-from hetero.stm.plans.rows import home_gradients, on_their_way, sends_to_come
+from hetero.stm.plans.rows import home_gradients, sends_to_come
 
 pytestmark = pytest.mark.usefixtures("homes_on_device")
 

@@ -125,7 +125,9 @@ def test_what_gaps_keep_from_an_operator_is_not_cured_by_a_larger_budget(target)
     accelerator = Accelerator(target)
     used = accelerator.used_bytes()
     told = [
-        str(no_room(accelerator, used + budget * MIB, "linear", error, held=0, saved=0, enough=None))
+        str(
+            no_room(accelerator, used + budget * MIB, "linear", error, held=0, saved=0, others=0, enough=None)
+        )
         for budget in (59, 60)
     ]
     assert "raise device_budget to more than" in told[0]
