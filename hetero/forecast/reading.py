@@ -8,6 +8,7 @@ makes or needs a large activation; what follows until the next one is its period
 period, the last: at run time they run on the host, or one parameter after another.
 """
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -105,12 +106,13 @@ class _Reader:
         }
         self.large = {x for x in self.movable if self.storages[x].nbytes >= large}
         by_name = {s.name: place for place, s in enumerate(self.parameters)}
-        # Of the new gradients: old ones go as the step begins.
-        self.gradients = {
-            s.id: by_name[s.name.removesuffix(".grad")]
-            for s in self.storages.values()
-            if s.kind == "gradient" and s.end == trace.span and s.name.removesuffix(".grad") in by_name
-        }
+        # The parameter of each that this step makes, whenever the loop drops the ones before: those begin last.
+        latest: dict[int, Storage] = {}
+        for s in sorted(self.storages.values(), key=lambda s: s.begin):
+            if s.kind == "gradient" and (owner := by_name.get(s.name.removesuffix(".grad"))) is not None:
+                latest[owner] = s
+        self.gradients = {s.id: owner for owner, s in latest.items()}
+        self.made = self._first_writes()
         self.by_name = by_name
         self.touching: dict[int, list[int]] = defaultdict(list)  # by movable activation
         for place, operator in enumerate(trace.operators):
@@ -140,6 +142,16 @@ class _Reader:
             for touched in (*operator.reads, *operator.writes):
                 first.setdefault(touched, place)
         return sorted(parameters, key=lambda s: (first.get(s.id, self.trace.span), s.id))
+
+    def _first_writes(self) -> dict[int, int]:
+        """The operators of backward that make each gradient, or begin to add to it."""
+        made: dict[int, int] = {}
+        for place, operator in enumerate(self.trace.operators):
+            if operator.phase == "backward":
+                for x in operator.writes:
+                    if x in self.gradients:
+                        made.setdefault(x, place)
+        return made
 
     def _parameters(self) -> tuple[Parameter, ...]:
         states: dict[int, int] = defaultdict(int)
@@ -184,7 +196,7 @@ class _Reader:
             period = periods[-1]
             period_of[place] = len(periods) - 1
             for x in operator.writes:
-                if x in self.gradients and self.storages[x].begin == place:
+                if self.made.get(x) == place:
                     period.sends.append(
                         (self.gradients[x], self.storages[x].nbytes, period.seconds + self.seconds[place])
                     )
@@ -196,7 +208,7 @@ class _Reader:
         uses = sorted({period_of[place] for place in self.touching[storage.id] if place in period_of})
         if not uses or uses[0] == uses[-1]:
             return None
-        last = max((place for place in self.places if place < storage.end), default=0)
+        last = self.places[max(bisect_left(self.places, storage.end) - 1, 0)]
         end = min(max(period_of.get(last, count - 1), uses[-1]) + 1, count)
         return Activation(nbytes=storage.nbytes, begin=uses[0], uses=tuple(uses), end=end)
 
@@ -205,10 +217,8 @@ class _Reader:
         load = self._load(lambda s: s.id not in self.movable or s.id in staying)
         for place, period in period_of.items():
             periods[period].load = max(periods[period].load, int(load[place]))
-        for x in self.gradients:
-            place = self.storages[x].begin
-            if place in period_of:
-                periods[period_of[place]].load += self.storages[x].nbytes
+        for x, place in self.made.items():
+            periods[period_of[place]].load += self.storages[x].nbytes
 
     def _step_load(self) -> int:
         load = self._load(lambda s: s.kind == "temporary")
