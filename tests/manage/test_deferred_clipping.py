@@ -68,7 +68,7 @@ def test_clipping_reads_no_gradient_and_has_the_same_bits(norm_type, norms_taken
 
 @pytest.mark.parametrize("others", [0, 1], ids=["alone", "with a parameter of the loss"])
 def test_clipping_does_not_wait(norms_taken, others):
-    model, optimizer, manager, target = managed_mlp()
+    model, optimizer, manager, target = managed_mlp(speculate=False)
     extra = [torch.ones(64, device=target, requires_grad=True) for _ in range(others)]
     clipped = [*extra, *model.parameters()]
 
@@ -81,6 +81,7 @@ def test_clipping_does_not_wait(norms_taken, others):
             backward_and_clip()
             optimizer.step()
             optimizer.zero_grad()
+        manager._stm.homes.finish_updates()  # the next forward would wait for them, and let all others run
         with stopped(manager), pytest.MonkeyPatch.context() as patch:
             patch.setattr(
                 manager._stm.gradients, "wait", lambda tensor: pytest.fail("a gradient was waited for")
@@ -118,7 +119,7 @@ def test_a_gradient_that_was_looked_at_changed_or_added_to_is_read_again(norms_t
         return [seen, list(model.parameters())]
 
     expected = at_home(lambda: mlp(depth=2), loop)
-    model, optimizer, manager, target = managed_mlp()
+    model, optimizer, manager, target = managed_mlp(speculate=False)
     with manager:
         torch.manual_seed(1)
         got = plain(loop(model, optimizer, target))
@@ -162,14 +163,14 @@ def test_clipping_raises_on_what_is_not_finite(norms_taken):
 
 def test_clipping_is_torchs_own_again_after_close():
     before = torch.nn.utils.clip_grad_norm_.__closure__[0].cell_contents
-    _, _, manager, _ = managed_mlp()
+    _, _, manager, _ = managed_mlp(speculate=False)
     assert torch.nn.utils.clip_grad_norm_.__closure__[0].cell_contents is not before
     manager.close()
     assert torch.nn.utils.clip_grad_norm_.__closure__[0].cell_contents is before
 
 
 def test_a_scaler_and_clipping_by_value_wait_for_nothing_on_the_host(norms_taken):
-    model, optimizer, manager, target = managed_mlp()
+    model, optimizer, manager, target = managed_mlp(speculate=False)
     scaler = torch.amp.GradScaler(target.type, init_scale=2.0**10)
 
     def scaled_step():

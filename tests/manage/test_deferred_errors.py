@@ -97,7 +97,7 @@ def test_an_error_within_the_step_leaves_nothing_queued():
         two_steps(model, optimizer, target)
         return [p.detach().clone() for p in list(model.parameters())[:1]]
 
-    model, optimizer, manager, target = managed_mlp()
+    model, optimizer, manager, target = managed_mlp(speculate=False)
     with manager:
         loop(model, optimizer, target)
         assert not manager._host_step.capture.queued
@@ -173,7 +173,7 @@ def test_an_error_in_the_queue_is_no_matter_of_another_manager():
         optimizer.step()
         optimizer.zero_grad()
         manager._stm.updates.finish_all()
-        another, steps, its_manager, _ = managed_mlp()  # looks at what tensors there are
+        another, steps, its_manager, _ = managed_mlp(speculate=False)  # looks at what tensors there are
         with its_manager:
             two_steps(another, steps, target)
         with pytest.raises(ValueError, match="half-way"):

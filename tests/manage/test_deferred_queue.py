@@ -76,7 +76,7 @@ def test_a_queue_runs_everything_once_and_what_is_waited_for_first():
 
 
 def test_a_fork_finds_nothing_queued():
-    model, optimizer, manager, target = managed_mlp()
+    model, optimizer, manager, target = managed_mlp(speculate=False)
     with manager:
         two_steps(model, optimizer, target)
         backward(model, target)
@@ -96,7 +96,7 @@ def test_a_fork_finds_nothing_queued():
 )
 def test_nothing_is_queued_while_anybody_compiles():
     """Optimizers compute otherwise, by a last bit, while `torch.compiler.is_compiling()`."""
-    model, optimizer, manager, target = managed_mlp()
+    model, optimizer, manager, target = managed_mlp(speculate=False)
     with manager:
         two_steps(model, optimizer, target)
         backward(model, target)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("late_queue")
 
 
 def test_step_and_zero_grad_do_not_wait():
-    model, optimizer, manager, target = managed_mlp()
+    model, optimizer, manager, target = managed_mlp(speculate=False)
     with manager:
         two_steps(model, optimizer, target)
         backward(model, target)
@@ -36,7 +36,7 @@ def test_step_and_zero_grad_do_not_wait():
 
 
 def test_a_use_waits_for_its_own_parameters_update_alone():
-    model, optimizer, manager, target = managed_mlp()
+    model, optimizer, manager, target = managed_mlp(speculate=False)
     with manager:
         two_steps(model, optimizer, target)
         backward(model, target)
@@ -156,7 +156,7 @@ def test_an_alias_taken_before_the_step_is_never_stale(name):
         return seen
 
     expected = at_home(lambda: mlp(depth=2), loop)
-    model, optimizer, manager, target = managed_mlp()
+    model, optimizer, manager, target = managed_mlp(speculate=False)
     with manager:
         torch.manual_seed(1)
         got = plain(loop(model, optimizer, target))
