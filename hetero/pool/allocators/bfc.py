@@ -9,6 +9,7 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass
 
 from hetero.errors import BudgetError, ConfigError, PlanError
+from hetero.pool.allocators.holdings import Holdings
 from hetero.pool.problem import BufferId
 
 __all__ = ["BfcAllocator"]
@@ -31,7 +32,7 @@ class _Chunk:
     following: "_Chunk | None"
 
 
-class BfcAllocator:
+class BfcAllocator(Holdings[_Chunk]):
     """TensorFlow BFC as of its source: 256-byte quantum, 21 bins, best fit in a bin, doubling regions.
 
     ``memory_limit``: bytes the allocator may reserve (None: no limit). ``allow_growth``: regions start at 2
@@ -42,6 +43,7 @@ class BfcAllocator:
     def __init__(
         self, *, memory_limit: int | None = None, allow_growth: bool = True, device_free: int | None = None
     ) -> None:
+        super().__init__()
         if not allow_growth and memory_limit is None:
             raise ConfigError(
                 "allow_growth=False reserves the whole memory_limit at once: set memory_limit in bytes"
@@ -53,21 +55,10 @@ class BfcAllocator:
         self._next_region = _FIRST_REGION if allow_growth or memory_limit is None else _rounded(memory_limit)
         self._bins: list[list[tuple[int, int]]] = [[] for _ in range(_BINS)]
         self._free_chunks: dict[int, _Chunk] = {}
-        self._held: dict[BufferId, tuple[_Chunk | None, int]] = {}
         self._regions: list[int] = []
         self._next_address = 0
         self._backed_off = False
-        self._requested = self._provided = self._reserved = 0
-
-    @property
-    def requested(self) -> int:
-        """Sum of the sizes asked for, bytes."""
-        return self._requested
-
-    @property
-    def provided(self) -> int:
-        """Sum of the chunks handed out, bytes."""
-        return self._provided
+        self._reserved = 0
 
     @property
     def reserved(self) -> int:
@@ -78,13 +69,6 @@ class BfcAllocator:
     def regions(self) -> tuple[int, ...]:
         """Sizes of the regions, oldest first, bytes."""
         return tuple(self._regions)
-
-    def address_of(self, id: BufferId) -> int:
-        """Address of the chunk that ``id`` holds, in the simulation's own address space."""
-        chunk, _ = self._held.get(id, (None, 0))
-        if chunk is None:
-            raise PlanError(f"{id!r} holds no chunk; allocate at least one byte for it first")
-        return chunk.address
 
     def allocate(self, id: BufferId, nbytes: int, *, stream: int = 0) -> None:
         """Serve ``nbytes`` for ``id``; raises `BudgetError` out of memory, `PlanError` if ``id`` holds some

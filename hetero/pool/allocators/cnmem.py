@@ -8,6 +8,7 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass
 
 from hetero.errors import BudgetError, ConfigError, PlanError
+from hetero.pool.allocators.holdings import Holdings
 from hetero.pool.problem import BufferId
 
 __all__ = ["CnmemAllocator"]
@@ -22,7 +23,7 @@ class _Block:
     starts_region: bool
 
 
-class CnmemAllocator:
+class CnmemAllocator(Holdings[_Block]):
     """CNMeM as of its source: 512-byte granularity, best fit over all free blocks, exact splits.
 
     ``initial``: bytes reserved at the start, which may be 0. A request that no free block holds reserves a region of
@@ -31,24 +32,14 @@ class CnmemAllocator:
     """
 
     def __init__(self, *, initial: int = 0, can_grow: bool = True) -> None:
+        super().__init__()
         if initial < 0:
             raise ConfigError(f"initial={initial} bytes: it cannot be negative")
         self._can_grow = can_grow
         self._free: list[tuple[int, _Block]] = []  # by address
-        self._held: dict[BufferId, tuple[_Block | None, int]] = {}
-        self._requested = self._provided = self._reserved = self._reach = 0
+        self._reserved = self._reach = 0
         if initial:
             self._reserve(_rounded(initial))
-
-    @property
-    def requested(self) -> int:
-        """Sum of the sizes asked for, bytes."""
-        return self._requested
-
-    @property
-    def provided(self) -> int:
-        """Sum of the blocks handed out, bytes."""
-        return self._provided
 
     @property
     def reserved(self) -> int:
@@ -59,15 +50,6 @@ class CnmemAllocator:
     def reach(self) -> int:
         """The highest end of a block ever handed out, from the start of the first region, bytes."""
         return self._reach
-
-    def address_of(self, id: BufferId) -> int:
-        """Address of the block that ``id`` holds, in the simulation's own address space, where regions follow one
-        another.
-        """
-        block, _ = self._held.get(id, (None, 0))
-        if block is None:
-            raise PlanError(f"{id!r} holds no block; allocate at least one byte for it first")
-        return block.address
 
     def allocate(self, id: BufferId, nbytes: int, *, stream: int = 0) -> None:
         """Serve ``nbytes`` for ``id``; raises `BudgetError` out of memory, `PlanError` if ``id`` holds some

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from hetero.errors import BudgetError, ConfigError, PlanError
 from hetero.pool.allocators.blocks import Block, FreeList, Segment, merge, split_off
 from hetero.pool.allocators.expandable import grow, unmap_free_pages
+from hetero.pool.allocators.holdings import Holdings
 from hetero.pool.problem import BufferId
 
 __all__ = ["CachingSettings", "CudaCachingAllocator"]
@@ -49,29 +50,18 @@ class CachingSettings:
             raise ConfigError(f"roundup_power2_divisions={divisions}: must be a power of two, 1 for none")
 
 
-class CudaCachingAllocator:
+class CudaCachingAllocator(Holdings[Block]):
     """The allocator behind ``torch.cuda``, block by block; ``device_nbytes`` is what ``cudaMalloc`` can
     give (None: any).
     """
 
     def __init__(self, settings: CachingSettings | None = None, *, device_nbytes: int | None = None) -> None:
+        super().__init__()
         self.settings = settings or CachingSettings()
         self._device_nbytes = device_nbytes
         self._free_lists: dict[tuple[int, bool], FreeList] = {}
         self._segments: list[Segment] = []
-        self._held: dict[BufferId, tuple[Block | None, int]] = {}
         self._next_address = 0
-        self._requested = self._provided = 0
-
-    @property
-    def requested(self) -> int:
-        """Sum of the sizes asked for, bytes (``requested_bytes`` of ``torch.cuda.memory_stats``)."""
-        return self._requested
-
-    @property
-    def provided(self) -> int:
-        """Sum of the blocks handed out, bytes (``torch.cuda.memory_allocated``)."""
-        return self._provided
 
     @property
     def reserved(self) -> int:
@@ -87,13 +77,6 @@ class CudaCachingAllocator:
             (segment.mapped, tuple((block.size, not block.free) for block in segment if block.mapped))
             for segment in self._segments
         )
-
-    def address_of(self, id: BufferId) -> int:
-        """Address of the block that ``id`` holds, in the simulation's own address space."""
-        block, _ = self._held.get(id, (None, 0))
-        if block is None:
-            raise PlanError(f"{id!r} holds no block; allocate at least one byte for it first")
-        return block.address
 
     def allocate(self, id: BufferId, nbytes: int, *, stream: int = 0) -> None:
         """Serve ``nbytes`` for ``id``; raises `BudgetError` out of memory, `PlanError` if ``id`` holds some
