@@ -15,6 +15,7 @@ from hetero.eviction import lower_bound
 from hetero.msc import Period, PeriodStats, period_stats
 from hetero.report.text import as_text
 from hetero.stm import Kind, StatefulTensorMgr, Tier
+from hetero.stm.plans.cycles import Followed
 from hetero.units import format_bytes, format_seconds
 
 __all__ = ["MemoryStats", "collect_stats"]
@@ -34,8 +35,9 @@ class MemoryStats:
         device_model_bytes, host_model_bytes: model data by where it is now, copies included.
         bytes_moved: over both directions in the last complete iteration; 0 while everything fits.
         lower_bound_bytes: what any schedule would have had to move in that iteration under this budget (interval
-            linear program, Berger et al. 2018), gradients included, with the same parameters living on the device. None
-            where that is not known: where the iteration did not follow a plan, or found other copies than it left.
+            linear program, Berger et al. 2018), gradients included, with the same parameters living on the device, had
+            it left the copies that it found; less those that it did not leave. None where the iteration followed no
+            plan, or moved less than that, because something was not there to be moved.
         predicted_seconds: simulated time of a planned iteration; 0.0 before there is a plan.
         total_fetched_bytes, total_written_bytes: host to device and device to host since `hetero.manage`.
         activation_out_bytes, activation_in_bytes: saved tensors that left the device, and that came back, since
@@ -88,7 +90,7 @@ class MemoryStats:
             ("moved per iteration", format_bytes(self.bytes_moved)),
             (
                 "lower bound, with gradients",
-                "not known: the iteration followed no plan, or found other copies than it left"
+                "not known: the iteration was not as planned"
                 if self.lower_bound_bytes is None
                 else format_bytes(self.lower_bound_bytes),
             ),
@@ -150,12 +152,11 @@ def collect_stats(
     stm.settle()
     ledger, total = stm.ledger, stm.collector.total
     segments = stm.plans.last_sampled
-    moved: list[Period] = []
+    moved = 0
     bound: int | None = 0
     if not everything_fits:
-        moved = [period for segment in stm.plans.last_segments for period in segment.periods]
-        plan = stm.cycles.closed
-        bound = None if plan is None else lower_bound(plan.whole_trace) + plan.gradient_bytes
+        moved = sum(_moved(period) for segment in stm.plans.last_segments for period in segment.periods)
+        bound = _least(stm.cycles.followed, moved)
     plan = stm.plans.shown
     copies = ledger.nbytes(Tier.DEVICE, Kind.PARAMETER) + ledger.nbytes(Tier.DEVICE, Kind.GRADIENT)
     saved, saved_on_host = ledger.activation_bytes
@@ -171,7 +172,7 @@ def collect_stats(
         - stm.trials.snapshot_bytes,
         device_model_bytes=ledger.device_bytes - saved,
         host_model_bytes=ledger.host_bytes - saved_on_host,
-        bytes_moved=sum(_moved(period) for period in moved),
+        bytes_moved=moved,
         lower_bound_bytes=bound,
         predicted_seconds=0.0 if plan is None else plan.schedule.predicted_seconds,
         total_fetched_bytes=total.fetched_bytes,
@@ -190,6 +191,14 @@ def collect_stats(
         },
         periods=period_stats(segments),
     )
+
+
+def _least(followed: Followed | None, moved: int) -> int | None:
+    """`MemoryStats.lower_bound_bytes` of an iteration that has ``moved`` so many."""
+    if followed is None or moved < followed.plan.moved_bytes - followed.missing_bytes:
+        return None
+    least = lower_bound(followed.plan.whole_trace) + followed.plan.gradient_bytes
+    return max(0, least - followed.missing_bytes)
 
 
 def _moved(period: Period) -> int:

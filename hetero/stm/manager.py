@@ -157,6 +157,7 @@ class StatefulTensorMgr:
             warmup_bytes=config.warmup_bytes,
             headroom=self.collector.headroom,
             activation_bytes=lambda: self.activations.device_bytes,
+            copies=lambda: {index: t.device_nbytes for index, t in self.residency.resident.items()},
             ends_with_backward=not has_optimizer,
         )
         self.executor = Executor(

@@ -60,6 +60,60 @@ def test_nothing_moves_less_than_the_bound_that_is_told(budget):
         assert known > 4
 
 
+def penalised(model, x):
+    """The gradient of a loss is part of the loss: a penalty on it."""
+    (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    return gradient.norm(2, 1).mean()
+
+
+def with_gradients_of_parameters(model, x):
+    """Gradients go home twice, first with a graph."""
+    loss = model(x).square().mean()
+    gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    return loss + 0.01 * sum(gradient.square().sum() for gradient in gradients).to(x.device)
+
+
+@pytest.mark.parametrize("budget", ["768KiB", "1MiB"])
+@pytest.mark.parametrize("loss_of", [penalised, with_gradients_of_parameters])
+def test_nor_where_gradients_are_differentiated(loss_of, budget):
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with hetero.manage(model, optimizer, device=device(), device_budget=budget) as manager:
+        known = 0
+        for _ in range(12):
+            x = torch.randn(4, 64).to(manager.device).requires_grad_()
+            loss_of(model, x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            stats = manager.stats
+            if stats.lower_bound_bytes is not None:
+                known += 1
+                assert 0 < stats.lower_bound_bytes <= stats.bytes_moved
+        assert known > 4
+
+
+def test_nor_where_gradients_are_sparse():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(64, 32, sparse=True), torch.nn.Flatten(), *mlp(width=128))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    dense = sum(p.nbytes for p in list(model.parameters())[1:])
+    with hetero.manage(
+        model, optimizer, device=device(), device_budget="768KiB", device_homes=False
+    ) as manager:
+        for _ in range(12):
+            before = manager.stats.total_written_bytes
+            model(torch.randint(0, 64, (4, 4)).to(manager.device)).sum().backward()
+            sparse = model[0].weight.grad
+            # Of 16 tokens, rather than all rows.
+            content = sparse._indices().nbytes + sparse._values().nbytes
+            assert manager.stats.total_written_bytes - before >= dense + content
+            optimizer.step()
+            optimizer.zero_grad()
+            stats = manager.stats
+            assert stats.lower_bound_bytes is None or stats.lower_bound_bytes <= stats.bytes_moved
+        assert stats.lower_bound_bytes > 0
+
+
 def test_updates_begun_in_backward_are_told_of_where_there_were_any():
     with hetero.manage(mlp(), device=device(), device_budget="64MiB") as manager:
         stats = manager.stats

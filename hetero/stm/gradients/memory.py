@@ -10,7 +10,7 @@ from hetero.devices import HostArena
 from hetero.stm.tensors.managed import ManagedTensor
 from hetero.stm.tensors.state import Kind, Ledger, StatefulTensor, Tier
 
-__all__ = ["GradientMemory", "as_home", "owns_memory"]
+__all__ = ["GradientMemory", "as_home", "content_nbytes", "owns_memory"]
 
 
 class GradientMemory:
@@ -64,6 +64,15 @@ class GradientMemory:
 def owns_memory(gradient: torch.Tensor, *, is_shared: bool) -> bool:
     """It can be kept as it is: nobody else holds it (``is_shared``), and it is no view of more, nor expanded."""
     return not is_shared and gradient.untyped_storage().nbytes() == gradient.nbytes
+
+
+def content_nbytes(gradient: torch.Tensor) -> int:
+    """Of what is copied when it moves; of compressed sparse layouts, of the values alone."""
+    if gradient.layout is torch.strided:
+        return gradient.nbytes
+    if gradient.layout is torch.sparse_coo:
+        return gradient._indices().nbytes + gradient._values().nbytes
+    return gradient.values().nbytes
 
 
 def as_home(gradient: torch.Tensor, home: torch.Tensor) -> torch.Tensor:

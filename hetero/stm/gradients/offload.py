@@ -24,7 +24,7 @@ from hetero.stm.copies.uploads import TransferMeter
 from hetero.stm.gradients.additions import Additions, can_be_added
 from hetero.stm.gradients.changes import Change, Changes
 from hetero.stm.gradients.kept import KeptGradients, has_gradient
-from hetero.stm.gradients.memory import GradientMemory, as_home
+from hetero.stm.gradients.memory import GradientMemory, as_home, content_nbytes
 from hetero.stm.gradients.norms import GradientNorms
 from hetero.stm.tensors.exposure import gradient_is_plain, gradient_is_private
 from hetero.stm.tensors.fetch import plain
@@ -97,7 +97,7 @@ class Gradients:
             self.have_graphs = self.have_graphs or torch.is_grad_enabled()
             # Double backward differentiates through the move; sparse gradients have no flat memory to copy.
             self.wait(tensor)  # autograd adds to what may be on its way
-            return gradient.to(home.device).to(home.dtype)
+            return self._move_at_once(gradient, home)
         own = as_home(gradient, home)
         is_shared = is_shared and own is gradient
         gradient = own
@@ -111,7 +111,7 @@ class Gradients:
             return None
         if gradient.dtype is not home.dtype and not expands(gradient, home.dtype):
             self.wait(tensor)
-            return gradient.to(home.device).to(home.dtype)
+            return self._move_at_once(gradient, home)
         host = self._memory.host_tensor(tensor, gradient)
         place = host if gradient.dtype is home.dtype else landing_place(host, gradient.dtype)
         event = self._engine.download(gradient, place)
@@ -206,6 +206,11 @@ class Gradients:
         # Whoever has the array reads it without asking us, and is not counted among those who hold it.
         if not gradient.untyped_storage().resizable():
             self._foreign[tensor.index] = gradient.detach()
+
+    def _move_at_once(self, gradient: torch.Tensor, home: torch.Tensor) -> torch.Tensor:
+        """``gradient`` on the host, as torch copies it."""
+        self._meter.count_eviction(0, content_nbytes(gradient))
+        return gradient.to(home.device).to(home.dtype)
 
     def _wait(self, tensor: ManagedTensor) -> None:
         # With no ``p.grad`` autograd has not taken it over yet: there is nothing to be read.

@@ -16,7 +16,7 @@ from hetero.stm.plans.plan import CyclePlan
 from hetero.stm.plans.planbook import Keys, PlanBook
 from hetero.stm.plans.succession import Succession
 
-__all__ = ["Cycles", "Place"]
+__all__ = ["Cycles", "Followed", "Place"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +40,16 @@ class Place:
     number: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Followed:
+    """What the last complete iteration followed from end to end. It cannot have moved less than this plan's lower
+    bound, which is about iterations that leave what they find, minus ``missing_bytes``: of copies that it has found and
+    not left."""
+
+    plan: CyclePlan
+    missing_bytes: int
+
+
 # Segments without a step in between (a closure that runs the model, forwards whose graphs are dropped): give up
 # waiting for the iteration's end.
 _LONGEST_CYCLE = 1024
@@ -55,6 +65,7 @@ class _History:
     has_more: bool = False
     is_outdated: bool = False
     omitted: set[int] = field(default_factory=set)
+    found: dict[int, int] = field(default_factory=dict)  # copies there when it began, and their bytes
 
     def clear(self) -> None:
         """Nothing has come yet."""
@@ -64,7 +75,12 @@ class _History:
 
 class Cycles:
     """Of one manager. ``headroom``: of so many bytes, what is free; ``activation_bytes``: of saved tensors that we
-    hold on the device; ``ends_with_backward``: there is no optimizer whose step would end an iteration."""
+    hold on the device; ``copies``: those of parameters that are there, or on their way, and their bytes;
+    ``ends_with_backward``: there is no optimizer whose step would end an iteration.
+
+    Attributes:
+        followed: None if the last complete iteration followed no plan.
+    """
 
     def __init__(
         self,
@@ -74,6 +90,7 @@ class Cycles:
         warmup_bytes: int,
         headroom: Callable[[int], int],
         activation_bytes: Callable[[], int],
+        copies: Callable[[], dict[int, int]],
         ends_with_backward: bool,
     ) -> None:
         self._book = book
@@ -81,6 +98,7 @@ class Cycles:
         self._warmup_bytes = warmup_bytes
         self._headroom = headroom
         self._activation_bytes = activation_bytes
+        self._copies = copies
         self._ends_with_backward = ends_with_backward
         self._training = _History()
         self._inference = _History()
@@ -91,10 +109,7 @@ class Cycles:
         # There are too many kinds that differ in the order of their micro-batches; `hetero.stm.modelcalls` sets this.
         self.coarsen: Callable[[], None] = lambda: None
         self._coming: Keys | None = None  # the keys that the iteration under way is expected to have
-        # What the last complete iteration followed from end to end; and the same if it has found the copies that it has
-        # left: then it cannot have moved less than this plan's lower bound.
-        self._followed: CyclePlan | None = None
-        self.closed: CyclePlan | None = None
+        self.followed: Followed | None = None
 
     @property
     def is_under_way(self) -> bool:
@@ -115,6 +130,8 @@ class Cycles:
         history = self._current
         if len(history.keys) >= _LONGEST_CYCLE:
             self.abandon()
+        if not history.keys:
+            history.found = self._copies()
         history.keys.append(key)
         book = self._book
         if len(book) > 1 and history is self._training and len(history.keys) == 1:
@@ -171,7 +188,6 @@ class Cycles:
     def abandon(self) -> None:
         """The current cycle was left by an exception: forget how far it went."""
         self._current.clear()
-        self._followed = None
 
     def finish(self) -> None:
         """Close the cycle if its last segment is over."""
@@ -194,13 +210,15 @@ class Cycles:
             if not over:
                 return
         keys, segments = tuple(history.keys), history.segments
-        earlier, follows = self._followed, not (history.has_strayed or history.is_outdated)
+        follows, found = not (history.has_strayed or history.is_outdated), history.found
         has_departed = len(segments) == len(keys) and self._has_departed(keys, history)
         leaves_out = not (history.is_outdated or history.has_more)
         self.abandon()
         if len(segments) == len(keys):
-            self._followed = self._book.get(keys) if follows else None
-            self.closed = self._followed if _leave_the_same(earlier, self._followed) else None
+            plan = self._book.get(keys) if follows else None
+            left = self._copies()
+            missing = sum(nbytes for index, nbytes in found.items() if index not in left)
+            self.followed = None if plan is None else Followed(plan=plan, missing_bytes=missing)
             if history is self._training:
                 self._succession.add(keys)
                 self._count_put_together(keys)
@@ -233,13 +251,6 @@ class Cycles:
                 keys, lost=parameters if history.is_outdated else lost, parameters=parameters
             )
         return self._departures.note_less(keys, frozenset(history.omitted))
-
-
-def _leave_the_same(first: CyclePlan | None, second: CyclePlan | None) -> bool:
-    """Iterations that follow these end with the same copies on the device."""
-    if first is None or second is None:
-        return False
-    return first is second or set(first.expected) == set(second.expected)
 
 
 def _is_guarded(plan: CyclePlan, place: int) -> bool:

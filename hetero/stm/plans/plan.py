@@ -98,6 +98,11 @@ class CyclePlan:
         return self.schedule.fetched_bytes + sum(self.trace.sizes[x] for x in self.places)
 
     @property
+    def moved_bytes(self) -> int:
+        """Over both directions, in an iteration that follows it."""
+        return self.schedule.moved_bytes + sum(self.trace.sizes[x] for x in self.places) + self.gradient_bytes
+
+    @property
     def gradient_bytes(self) -> int:
         """That go home in an iteration: those of what does not live on the device."""
         return sum(send.nbytes for moment in self.trace.moments for send in moment.sends)
