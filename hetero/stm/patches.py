@@ -33,7 +33,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
@@ -61,10 +61,11 @@ from hetero.stm.interception.intercept import (
     substituted,
     write_back,
 )
-from hetero.stm.interception.onethread import run_on_device_thread
+from hetero.stm.interception.onethread import await_device_thread, run_on_device_thread
 from hetero.stm.interception.outside import full_copies, keeps_its_type
 from hetero.stm.interception.parts import look_again
 from hetero.stm.running import guard, staying
+from hetero.stm.running.segments import Segments
 from hetero.stm.settled.who import before_change, note_optimizer
 from hetero.stm.tensors import hostcopies
 from hetero.stm.tensors.fetch import plain
@@ -100,23 +101,9 @@ _checkpoint: Any = torch.utils.checkpoint
 _make_saved_tensor: Any = getattr(_checkpoint, "_make_saved_tensor", None)  # not in every version
 
 
-class BackwardListener(Protocol):
-    """Who wants to know of every backward (`hetero.stm.running.segments.Segments`)."""
-
-    def backward(self, *, captures: bool) -> contextlib.AbstractContextManager[None]:
-        """Surrounds a backward; ``captures``: it returns gradients instead of accumulating them."""
-
-    @property
-    def mixed_device(self) -> torch.device | None:
-        """The device, where graphs may have nodes at home as well."""
-
-    def capture_within(self) -> contextlib.AbstractContextManager[None]:
-        """Surrounds a backward within a backward that returns gradients instead of accumulating them."""
-
-
 _lock = threading.RLock()  # of what follows: managers come, rest and wake on whatever thread
 _managers = 0
-_listeners: list[BackwardListener] = []  # of those managers that do not rest
+_listeners: list[Segments] = []  # of those managers that do not rest
 _step_hooks: list[RemovableHandle] = []
 _registration_hooks: list[RemovableHandle] = []
 # What stood in the places that are taken over now; `_INHERITED`: nothing of their own.
@@ -125,7 +112,7 @@ _replaced_always: list[tuple[Any, str, Any]] = []
 _INHERITED = object()
 
 
-def install(listener: BackwardListener) -> None:
+def install(listener: Segments) -> None:
     """One more manager is active."""
     global _managers
     with _lock:
@@ -137,7 +124,7 @@ def install(listener: BackwardListener) -> None:
         _managers += 1
 
 
-def remove(listener: BackwardListener) -> None:
+def remove(listener: Segments) -> None:
     """One manager fewer."""
     global _managers
     with _lock:
@@ -149,7 +136,7 @@ def remove(listener: BackwardListener) -> None:
         interrupts.remove()  # last: from now on they come at once
 
 
-def wake(listener: BackwardListener) -> None:
+def wake(listener: Segments) -> None:
     """A manager intercepts operators."""
     with _lock:
         if not _listeners:
@@ -160,7 +147,7 @@ def wake(listener: BackwardListener) -> None:
         _listeners.append(listener)
 
 
-def rest(listener: BackwardListener) -> None:
+def rest(listener: Segments) -> None:
     """It does not any more, for the time being or for good."""
     with _lock:
         if listener not in _listeners:
@@ -212,10 +199,15 @@ def _announced_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
     with contextlib.ExitStack() as stack:
         for listener in listeners:
             stack.enter_context(listener.backward(captures=captures))
-        for listener in listeners:
-            if (device := listener.mixed_device) is not None:
-                return run_on_device_thread(device, lambda: _run(outputs, args, kwargs))
-        return _run(outputs, args, kwargs)
+        try:
+            for listener in listeners:
+                if listener.have_nodes_at_home:
+                    return run_on_device_thread(listener.device, lambda: _run(outputs, args, kwargs))
+            return _run(outputs, args, kwargs)
+        except BaseException:
+            for device in {listener.device for listener in listeners}:
+                await_device_thread(device)
+            raise
 
 
 def _run(outputs: Any, args: Any, kwargs: Any) -> Any:

@@ -1,6 +1,7 @@
 """Graphs with nodes at home and on the device give the same bits as all on the device, whichever thread is faster."""
 
 import random
+import threading
 import time
 
 import pytest
@@ -142,3 +143,45 @@ def test_a_penalty_of_what_was_written_into_a_buffer(budget):
         return seen
 
     assert_twins(mlp, loop, budget=budget)
+
+
+class _Slow(torch.autograd.Function):
+    """A node of the device's thread that takes its time; ``events`` tells when it is there."""
+
+    @staticmethod
+    def forward(ctx, x, events):
+        ctx.events = events
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        begun, done = ctx.events
+        begun.set()
+        time.sleep(0.2)
+        done.set()
+        return gradient, None
+
+
+class _Interrupted(torch.autograd.Function):
+    """A node of the caller's thread that is interrupted while the other one is within `_Slow`."""
+
+    @staticmethod
+    def forward(ctx, x, events):
+        ctx.events = events
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        assert ctx.events[0].wait(timeout=10)
+        raise KeyboardInterrupt
+
+
+def test_who_is_interrupted_in_backward_finds_it_over():
+    model, events = mlp(), (threading.Event(), threading.Event())
+    at_home = torch.ones(3, requires_grad=True)
+    with hetero.manage(model, device=device(), device_budget="1MiB") as manager:
+        on_device = _Slow.apply(model(batch(manager.device)), events).sum()
+        with pytest.raises(KeyboardInterrupt):
+            torch.autograd.backward([on_device, _Interrupted.apply(at_home, events).sum()])
+        assert events[1].is_set()
+        losses(model, torch.optim.SGD(model.parameters(), lr=0.1), manager.device, 3)  # it can go on

@@ -1,20 +1,24 @@
-"""A backward in which nodes at home and on the device run on one thread, in autograd's own order.
+"""Autograd's thread for the device: a backward that runs on it alone, in autograd's own order, and its end.
 
-Owns that way of running one. Autograd has a thread for each device and uses the caller's for the host; whichever of two
+Owns both. Autograd has a thread for each device and uses the caller's for the host; whichever of two
 contributions to a gradient is there first is added first, and the sum of three depends on the order in its last bit.
 Unmanaged, all nodes are on the device, and one thread takes them by their sequence numbers. Managed, a loss on
 parameters' gradients (``create_graph=True``) or on parameters at home (a penalty) has nodes on both.
 
 A backward that is begun within a node of the device's thread runs on that thread, nodes of the host included, in the
 order of one queue. So here it is: torch's own way for reentrant backward, used as it is.
+
+Whoever is interrupted, or raises, on the caller's thread is out of backward at once; the device's thread finishes the
+node that it is in, which may read copies that what comes next drops and fills again.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-__all__ = ["run_on_device_thread"]
+__all__ = ["await_device_thread", "run_on_device_thread"]
 
 
 class _Begin(torch.autograd.Function):
@@ -35,6 +39,7 @@ class _Begin(torch.autograd.Function):
 # Straight to the C implementation, as for `hetero.stm.tensors.fetch.Fetch`.
 _apply_begin = super(torch.autograd.function._SingleLevelFunction, _Begin).apply
 _autograd: Any = torch.autograd
+_engine: Any = torch.autograd.Variable._execution_engine
 _run_backward = _autograd._engine_run_backward  # before it is replaced by `hetero.stm.patches`
 
 
@@ -46,3 +51,15 @@ def run_on_device_thread(device: torch.device, call: Callable[[], Any]) -> Any:
         root = _apply_begin(anchor, call, box)
     _run_backward((root,), (root.detach(),), False, False, (), allow_unreachable=True, accumulate_grad=True)
     return box[0]
+
+
+def await_device_thread(device: torch.device) -> None:
+    """Return once autograd's thread for ``device``, if there is one, is out of every node: what a backward that failed
+    had still to do, it leaves out by itself. Not within a backward."""
+    without_thread = contextlib.suppress(RuntimeError)  # it came late, or this is a forked child
+    with without_thread, torch._C._DisableTorchDispatch(), torch.inference_mode(False), torch.enable_grad():
+        root = torch.empty(0, device=device, requires_grad=True).clone()
+        # Not by Python's function: an interrupt is let through there (`hetero.stm.interception.interrupts`).
+        _engine.run_backward(
+            (root,), (root.detach(),), False, False, (), allow_unreachable=True, accumulate_grad=True
+        )

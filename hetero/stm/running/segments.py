@@ -214,10 +214,14 @@ class Segments:
         return segment is not None and segment.key.phase is Phase.STEP and not segment.complete
 
     @property
-    def mixed_device(self) -> torch.device | None:
-        """The device, where graphs may have nodes at home as well (`hetero.stm.interception.onethread`)."""
-        mixed = self._gradients.have_graphs or any(tensor.paths.lead_home for tensor in self._tensors)
-        return self._tensors[0].owner.device if mixed else None
+    def device(self) -> torch.device:
+        """That of the manager."""
+        return self._tensors[0].owner.device
+
+    @property
+    def have_nodes_at_home(self) -> bool:
+        """Graphs may, beside those on the device (`hetero.stm.interception.onethread`)."""
+        return self._gradients.have_graphs or any(tensor.paths.lead_home for tensor in self._tensors)
 
     @contextlib.contextmanager
     def capture_within(self) -> Iterator[None]:
