@@ -231,3 +231,30 @@ def test_an_error_within_a_recurrent_backward_is_that_backwards_alone(
     # The thread of the device has no error left over, which would be taken for the next operator's.
     with Fails(100):
         (torch.ones(2, device=device, requires_grad=True) * 2).sum().backward()
+
+
+class SendsHome(TorchDispatchMode):
+    """Matrix products bring ``x`` to the host first, and note how much more was in use on the device then."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        super().__init__()
+        self.x = x
+        self.grown: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            before = torch.accelerator.memory_allocated()
+            home = self.x.cpu()
+            assert torch.equal(home, torch.ones(1024))
+            self.grown.append(torch.accelerator.memory_allocated() - before)
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_goes_home_from_within_a_recurrent_layer_takes_no_device_memory(device: torch.device) -> None:
+    """There who makes room for one of its operators would find none."""
+    x = torch.ones(1024, device=device)
+    layer = nn.GRU(8, 8).to(device)
+    with SendsHome(x) as mode:
+        layer(torch.randn(3, 2, 8, device=device))[0].sum().backward()
+    assert len(mode.grown) > 6
+    assert not any(mode.grown)

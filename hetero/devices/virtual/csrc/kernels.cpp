@@ -7,6 +7,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/_local_scalar_dense_native.h>
 #include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/_to_copy_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/view_native.h>
@@ -92,6 +93,15 @@ Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
   return copy_from(from, to, false);
 }
 
+// A tensor that is brought to the host lies there, even where a kernel that allocates on the device is in progress: who
+// makes room when such a kernel finds none sends tensors home from within it.
+Tensor to_copy(const Tensor& t, std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout,
+               std::optional<at::Device> device, std::optional<bool> pin_memory, bool non_blocking,
+               std::optional<at::MemoryFormat> format) {
+  AllocateOnHost on_host;
+  return at::native::_to_copy(t, dtype, layout, device, pin_memory, non_blocking, format);
+}
+
 at::Scalar local_scalar_dense(const Tensor& t) {
   Stream& s = stream(current_stream());
   record_uses(s, {use_of(t, false)});
@@ -157,6 +167,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty_strided", &empty_strided);
   m.impl("_copy_from", &copy_from);
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
+  m.impl("_to_copy", &to_copy);
   m.impl("_local_scalar_dense", &local_scalar_dense);
   m.impl("resize_", &resize_);
   m.impl("as_strided", &as_strided);

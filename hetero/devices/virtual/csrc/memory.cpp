@@ -8,6 +8,7 @@
 #include <cstring>
 #include <map>
 #include <unordered_map>
+#include <utility>
 
 #include "streams.h"
 
@@ -530,6 +531,9 @@ std::pair<size_t, size_t> reserved_and_peak() {
 
 AllocateOnDevice::AllocateOnDevice() { ++tls_on_device; }
 AllocateOnDevice::~AllocateOnDevice() { --tls_on_device; }
+
+AllocateOnHost::AllocateOnHost() : before(std::exchange(tls_on_device, 0)) {}
+AllocateOnHost::~AllocateOnHost() { tls_on_device = before; }
 
 c10::Allocator* cpu_allocator() { return steered; }
 

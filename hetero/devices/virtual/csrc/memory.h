@@ -76,6 +76,13 @@ struct AllocateOnDevice {
   AllocateOnDevice();
   ~AllocateOnDevice();
 };
+
+// While one of these lives, they do not, whatever surrounds it.
+struct AllocateOnHost {
+  AllocateOnHost();
+  ~AllocateOnHost();
+  int before;
+};
 c10::Allocator* cpu_allocator();  // the one that AllocateOnDevice steers
 void install_cpu_allocator();
 
