@@ -3,6 +3,7 @@
 import copy
 import gc
 import itertools
+import sys
 
 import pytest
 import small_transformers
@@ -77,6 +78,28 @@ def test_parameters_are_ordinary_ones_on_the_device():
     assert originals == (torch.autograd._engine_run_backward, torch.optim.Optimizer.zero_grad)
     assert all(p.device.type == "cpu" and type(p) is nn.Parameter for p in model.parameters())
     assert races() == []
+
+
+def hooks(model, optimizer):
+    """How many of torch's hooks a step would call: of modules, parameters, saved tensors and optimizers."""
+    homes = [sys.modules["torch.nn.modules.module"], sys.modules["torch.optim.optimizer"], optimizer]
+    homes += model.modules()
+    kinds = [
+        v for home in homes for k, v in vars(home).items() if k.endswith("_hooks") and "registration" not in k
+    ]
+    kinds += [v for p in model.parameters() for v in (p._backward_hooks, p._post_accumulate_grad_hooks)]
+    assert len(kinds) > 40
+    saving = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return sum(len(each or ()) for each in kinds) + (saving is not None)
+
+
+def test_no_hook_is_set():
+    model, optimizer, manager, target = managed_mlp()
+    with manager:
+        step(model, optimizer, target)
+        assert hooks(model, optimizer) > 0
+        settle(model, optimizer, manager, target)
+        assert hooks(model, optimizer) == 0
 
 
 def test_no_operator_is_hooked_and_what_is_left_is_one_check_of_the_forward():
