@@ -40,7 +40,7 @@ def too_small(
     if enough is None:
         cure = (
             f"more than {format_bytes(operands)}, because what it allocates itself has not been measured and comes on "
-            f"top ({operands} bytes)"
+            f"top ({operands} bytes){_WHOLE}"
         )
     else:
         enough = max(enough, operands)
@@ -70,7 +70,7 @@ def no_room(
     cure = "raise device_budget"
     if wanted is not None:
         least = max(used + wanted, enough or 0)
-        cure += f" to more than {format_bytes(least)} ({least} bytes)"
+        cure += f" to more than {format_bytes(least)} ({least} bytes){'' if enough else _WHOLE}"
         if least <= budget:
             cure = (
                 "leave more of the device to this process: that would be within the budget, and is not there in one "
@@ -105,6 +105,8 @@ def _kept(nbytes: int, budget: int) -> str:
 
 
 _HOST = "raise host_budget, "
+# Where nothing has been measured, this operator is all that is known of.
+_WHOLE = "; `hetero plan` tells what the other operators need"
 
 
 def least_bytes(accelerator: Accelerator, error: RuntimeError) -> int | None:
