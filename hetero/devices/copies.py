@@ -76,7 +76,7 @@ class CopyEngine:
         return self._copy(self._up, source, destination)
 
     def download(self, source: torch.Tensor, destination: torch.Tensor) -> torch.Event:
-        """Start copying ``source`` (device) to ``destination`` (host). Keep ``source`` until `free_after`."""
+        """Start copying ``source`` (device) to ``destination`` (host). Keep ``source`` until `free_after_download`."""
         if Wait.DOWN_AFTER_COMPUTE not in self.left_out:
             self._down.wait_event(self.mark_compute())
         return self._copy(self._down, source, destination)

@@ -78,7 +78,7 @@ class StatefulTensorMgr:
         self._closed = False
         self.is_in_child = False
         self._budget = config.device_budget
-        # Learns of modules that are called by themselves; `hetero.stm.modelcalls` sets this.
+        # Learns of modules that are called by themselves; `hetero.manager` sets this.
         self.part_called: Callable[[nn.Module], None] = lambda part: None
         # May begin a parameter's update as soon as its gradient leaves; `hetero.stm.step.speculation` sets this.
         self.try_early: Callable[[ManagedTensor, torch.Tensor], None] | None = None

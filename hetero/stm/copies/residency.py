@@ -64,7 +64,7 @@ class Residency:
         self._starting: torch.Tensor | None = None  # the destination of a copy that is being started
 
     def holds(self, operands: Sequence[ManagedTensor], *, limit: int) -> bool:
-        """`require` would have nothing to do, nor would `trim`."""
+        """`require` would have nothing to do, nor would `Room.trim`."""
         self._clock = clock = self._clock + 1
         for tensor in operands:
             if not tensor.can_be_read:

@@ -1,7 +1,7 @@
 """Random numbers of functions that are tried again.
 
 Owns which functions draw some before they allocate the last of their memory: those made of several operators, and
-dropout. What is a single operator draws the same again by itself (`hetero.stm.running.guard`).
+dropout. What is a single operator draws the same again by itself (`hetero.stm.running.retry`).
 """
 
 import torch

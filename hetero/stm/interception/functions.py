@@ -1,7 +1,7 @@
 """What to do with functions that are not operators.
 
 Owns the table `hetero.stm.interception.intercept.HANDLERS`: metadata moves nothing, ``p.grad`` waits, ``p.data`` is
-watched, ``p.device`` is where the parameter computes. Importing this module fills the table.
+watched, ``p.device`` is home, or the device for who asks while it computes. Importing this module fills the table.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,8 @@
 """Putting device copies in the place of managed parameters, operator by operator.
 
-Owns the parameter class, the fetch node, the saved-tensor handles and the table of functions that are not
-operators. Invariant: an operator that runs on the device receives a copy whose bytes are those of home; a
-function that only asks about a parameter moves nothing.
+Owns the parameter class, what an operator on one is given, and the empty table of functions that are no operators
+(filled by `hetero.stm.interception.functions`). Invariant: an operator that runs on the device receives a copy whose
+bytes are those of home; a function that only asks about a parameter moves nothing.
 
 Parameters are intercepted per operator and not per module, because modules lie: ``nn.MultiheadAttention`` never
 calls ``out_proj.forward``, a tied head uses another module's weight, parametrizations hide the leaf.

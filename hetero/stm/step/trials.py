@@ -70,8 +70,8 @@ class Trial:
     """Of one parameter's update.
 
     ``gradient``: an alias of what is to become ``p.grad``, at ``arrival``, whose version was ``version`` then.
-    ``settings``, ``fused``: its group's, by `hetero.stm.updates.optimizers.hyper_parameters`, and those the kernel
-    gets. ``uploads``: copies that may be reading home.
+    ``settings``: its group's, by `hetero.stm.updates.optimizers.hyper_parameters`. ``uploads``: copies that may be
+    reading home.
     """
 
     engine: CopyEngine

@@ -3,8 +3,8 @@
 Owns the answer, by reference counts. A write that is done later must not be seen to come late: whoever reads
 through the parameter, ``p.grad`` or ``optimizer.state`` waits for it, but an alias that was taken earlier
 (``p.data``, ``state_dict()``, a NumPy array, an element of ``optimizer.state``) is an ordinary tensor. Invariant:
-`is_private` is True only if there is none. A reference more than there should be makes it False: that costs
-time, never a number.
+what ends in ``_is_private`` is True only if there is none. A reference more than there should be makes it False: that
+costs time, never a number.
 
 [Note: how many there should be]
 It is measured, because it differs between versions of Python and torch, each in the way in which it is asked for. And

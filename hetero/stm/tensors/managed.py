@@ -7,7 +7,7 @@ is one, holds what `home` held at `loaded_clock`, plus the writes counted by its
 [Note: identity] Autograd must see one node per parameter and graph, wherever and however often its bytes are fetched:
 with a node per fetch, the gradients of a weight that is used three times would be added in another order than without
 hetero, and differ in the last bit. So the device copy that operators receive, the *identity*, is one non-leaf tensor
-(the output of `hetero.stm.interception.intercept.Fetch`) whose storage is exchanged by ``identity.data =``: an empty
+(the output of `hetero.stm.tensors.fetch.Fetch`) whose storage is exchanged by ``identity.data =``: an empty
 one when the copy is evicted, a new one when it is fetched again. That is safe only while nobody else holds the tensor
 itself; whoever does (a tensor saved outside our hooks, a custom Function's ``ctx.w``) makes `is_held` true and the copy
 stays. Whoever holds a view keeps the storage alive, and counts as well.
