@@ -73,11 +73,6 @@ class HostArena:
         # Of the slabs that there are.
         self.nbytes = 0
 
-    @property
-    def pinned(self) -> bool:
-        """Whether tensors cut from now on are page-locked."""
-        return self._pin
-
     def expect(self, nbytes: int) -> None:
         """Tensors of ``nbytes`` in total follow: make slabs that large, and no larger."""
         self._expected_nbytes += nbytes

@@ -120,16 +120,6 @@ class StepTrace:
         """Every device on which the step holds storages, sorted."""
         return tuple(sorted({storage.device for storage in self.storages}))
 
-    def allocated_by(self, index: int) -> tuple[Storage, ...]:
-        """The storages that operator ``index`` allocates (for 0: also those that were there before)."""
-        return tuple(storage for storage in self.storages if storage.begin == index)
-
-    def freed_after(self, index: int) -> tuple[Storage, ...]:
-        """The storages that are freed after operator ``index`` and before the next one."""
-        if index == self.span - 1:
-            return ()
-        return tuple(storage for storage in self.storages if storage.end == index + 1)
-
     def live_at(self, index: int, *, device: str | None = None) -> tuple[Storage, ...]:
         """The storages alive while operator ``index`` runs, largest first."""
         on = device or self.device

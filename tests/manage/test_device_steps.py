@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from twins import adamw, assert_twins, device
 
 import hetero
-from hetero.stm.step.devicehomes import DeviceHomes, can_step_on_device
+from hetero.stm.step.devicehomes import DeviceHomes
+from hetero.stm.updates.temporaries import is_measured
 
 pytestmark = pytest.mark.usefixtures("homes_on_device", "late_queue")
 
@@ -172,7 +173,7 @@ def test_the_books_follow_what_comes_to_the_device_at_once(monkeypatch):
 
 @pytest.mark.parametrize(
     ("info", "keywords"),
-    [case for case in configurations() if can_step_on_device(object.__new__(case.values[0].optim_cls))],
+    [case for case in configurations() if is_measured(object.__new__(case.values[0].optim_cls))],
 )
 def test_every_optimizer_and_configuration(info, keywords):
     both(info, keywords, steps=8)

@@ -44,7 +44,6 @@ __all__ = [
     "is_managed",
     "managed_of",
     "outside",
-    "plain",
     "scope",
     "substituted",
 ]

@@ -8,11 +8,11 @@ nothing else, and asks the device nothing in other iterations.
 """
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from hetero.eviction import Links
-from hetero.msc import Cause, CopyTime, IterationTimes, PeriodTimes, Segment, SegmentKey, read_times
+from hetero.msc import CopyTime, IterationTimes, PeriodTimes, Segment, SegmentKey, read_times
 
 __all__ = ["Timing", "Timings", "fit_links"]
 
@@ -27,8 +27,8 @@ _SETTLING = 2  # iterations that are not, after a plan that lets something else 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
     """``periods``: of each segment. ``queued``: parameters that the host updates later, which takes ``host_seconds``
-    a byte, and ``copy_seconds`` more if it begins in backward. ``measured_seconds``: of the whole iteration;
-    ``waited``: of these, by cause. ``typical_seconds``: of an iteration, the median of all rounds."""
+    a byte, and ``copy_seconds`` more if it begins in backward. ``measured_seconds``: of the whole iteration.
+    ``typical_seconds``: of an iteration, the median of all rounds."""
 
     periods: tuple[tuple[PeriodTimes, ...], ...]
     links: Links
@@ -36,7 +36,6 @@ class Timing:
     host_seconds: float
     copy_seconds: float
     measured_seconds: float
-    waited: Mapping[Cause, float]
     typical_seconds: float
 
 
@@ -158,7 +157,6 @@ def _middle(
         host_seconds=host or (0.0 if before is None else before.host_seconds),
         copy_seconds=copies or (0.0 if before is None else before.copy_seconds),
         measured_seconds=one.seconds,
-        waited=one.waited,
         typical_seconds=statistics.median(each.seconds for each in rounds),
     )
 

@@ -410,7 +410,7 @@ class Executor:
         """What has to stay free for gradients that will be on their way before the next moment."""
         if self._course.plan is None or not self._is_backward():
             return 0
-        return max(0, self._gradients.in_flight_limit - self._gradients.in_flight_bytes)
+        return self._gradients.room_left
 
     def _measure_drift(self, position: int) -> int:
         """How much more non-model data there is than when this moment was measured: tensors the caller keeps, a

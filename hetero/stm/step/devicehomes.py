@@ -29,14 +29,9 @@ from hetero.stm.updates.kernels import same_layout, will_take_fused
 from hetero.stm.updates.optimizers import lacks_states
 from hetero.stm.updates.temporaries import is_measured, temporaries
 
-__all__ = ["DeviceHomes", "DeviceUpdate", "can_step_on_device"]
+__all__ = ["DeviceHomes", "DeviceUpdate"]
 
 _Group = dict[str, Any]
-
-
-def can_step_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """One of torch's own that steps each parameter by itself, beside which it is known what its updates need."""
-    return is_measured(optimizer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +311,7 @@ class DeviceHomes:
             return False  # a fused kernel will unscale ``p.grad`` in place
         # Which parameters are stepped there depends on measured speeds, and a real device rounds in its own way.
         reproducible = torch.are_deterministic_algorithms_enabled() and self._stm.device.type != "virtual"
-        return self._allowed and not reproducible and can_step_on_device(self._optimizer)
+        return self._allowed and not reproducible and is_measured(self._optimizer)
 
     def _with_states(self, groups: dict[int, _Group]) -> set[int]:
         """`stepped`, by groups that are at hand."""
