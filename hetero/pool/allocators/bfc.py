@@ -8,7 +8,7 @@ holds numbers only, no memory.
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 
-from hetero.errors import BudgetError, ConfigError, PlanError
+from hetero.errors import BudgetError, ConfigError
 from hetero.pool.allocators.holdings import Holdings
 from hetero.pool.problem import BufferId
 
@@ -76,10 +76,9 @@ class BfcAllocator(Holdings[_Chunk]):
 
         ``stream`` is of no importance here: TensorFlow has one compute stream.
         """
-        if id in self._held:
-            raise PlanError(f"allocation of {id!r}: it is allocated already; free it first")
+        self._check_absent(id)
         if nbytes == 0:
-            self._held[id] = None, 0
+            self._hold(id, None, 0)
             return
         rounded = _rounded(nbytes)
         chunk = self._find(rounded)
@@ -91,19 +90,13 @@ class BfcAllocator(Holdings[_Chunk]):
                 f"use, limit {self._limit}; raise memory_limit"
             )
         chunk.free = False
-        self._held[id] = chunk, nbytes
-        self._requested += nbytes
-        self._provided += chunk.size
+        self._hold(id, chunk, nbytes)
 
     def free(self, id: BufferId) -> None:
         """Take the chunk of ``id`` back and merge it with free neighbours."""
-        if id not in self._held:
-            raise PlanError(f"free of {id!r}: it is not allocated; the trace may be truncated")
-        chunk, nbytes = self._held.pop(id)
+        chunk = self._take_back(id)
         if chunk is None:
             return
-        self._requested -= nbytes
-        self._provided -= chunk.size
         chunk.free = True
         following, previous = chunk.following, chunk.previous
         if following is not None and following.free:

@@ -7,7 +7,7 @@ neighbours of one region are merged. Regions are never returned. It holds number
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 
-from hetero.errors import BudgetError, ConfigError, PlanError
+from hetero.errors import BudgetError, ConfigError
 from hetero.pool.allocators.holdings import Holdings
 from hetero.pool.problem import BufferId
 
@@ -57,10 +57,9 @@ class CnmemAllocator(Holdings[_Block]):
 
         ``stream`` is of no importance here: the paper's framework uses one.
         """
-        if id in self._held:
-            raise PlanError(f"allocation of {id!r}: it is allocated already; free it first")
+        self._check_absent(id)
         if nbytes == 0:
-            self._held[id] = None, 0
+            self._hold(id, None, 0)
             return
         rounded = _rounded(nbytes)
         # The smallest that fits; of equal ones the lowest.
@@ -76,20 +75,14 @@ class CnmemAllocator(Holdings[_Block]):
         if best.size > rounded:
             insort(self._free, self._entry(_Block(best.address + rounded, best.size - rounded, False)))
             best.size = rounded
-        self._held[id] = best, nbytes
-        self._requested += nbytes
-        self._provided += rounded
+        self._hold(id, best, nbytes)
         self._reach = max(self._reach, best.address + rounded)
 
     def free(self, id: BufferId) -> None:
         """Take the block of ``id`` back and merge it with free neighbours of its region."""
-        if id not in self._held:
-            raise PlanError(f"free of {id!r}: it is not allocated; the trace may be truncated")
-        block, nbytes = self._held.pop(id)
+        block = self._take_back(id)
         if block is None:
             return
-        self._requested -= nbytes
-        self._provided -= block.size
         place = self._place(block)
         if place < len(self._free) and _follows(self._free[place][1], block):
             block.size += self._free.pop(place)[1].size

@@ -8,7 +8,7 @@ and every free block is in its pool's list. Pages of expandable segments belong 
 
 from dataclasses import dataclass
 
-from hetero.errors import BudgetError, ConfigError, PlanError
+from hetero.errors import BudgetError, ConfigError
 from hetero.pool.allocators.blocks import Block, FreeList, Segment, merge, split_off
 from hetero.pool.allocators.expandable import grow, unmap_free_pages
 from hetero.pool.allocators.holdings import Holdings
@@ -82,10 +82,9 @@ class CudaCachingAllocator(Holdings[Block]):
         """Serve ``nbytes`` for ``id``; raises `BudgetError` out of memory, `PlanError` if ``id`` holds some
         already.
         """
-        if id in self._held:
-            raise PlanError(f"allocation of {id!r}: it is allocated already; free it first")
+        self._check_absent(id)
         if nbytes == 0:
-            self._held[id] = None, 0
+            self._hold(id, None, 0)
             return
         size = self.round_size(nbytes)
         free_list = self._free_list(stream, small=size <= _SMALL_SIZE)
@@ -98,19 +97,13 @@ class CudaCachingAllocator(Holdings[Block]):
         if self._should_split(block, size):
             free_list.add(split_off(block, size))
         block.free = False
-        self._held[id] = block, nbytes
-        self._requested += nbytes
-        self._provided += block.size
+        self._hold(id, block, nbytes)
 
     def free(self, id: BufferId) -> None:
         """Take the block of ``id`` back and merge it with free neighbours; its segment stays."""
-        if id not in self._held:
-            raise PlanError(f"free of {id!r}: it is not allocated; the trace may be truncated")
-        block, nbytes = self._held.pop(id)
+        block = self._take_back(id)
         if block is None:
             return
-        self._requested -= nbytes
-        self._provided -= block.size
         block.free = True
         free_list = block.segment.free_list
         for neighbour in (block.previous, block.following):

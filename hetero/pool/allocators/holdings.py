@@ -43,3 +43,24 @@ class Holdings(Generic[_Block]):
         if block is None:
             raise PlanError(f"{id!r} holds no block; allocate at least one byte for it first")
         return block.address
+
+    def _check_absent(self, id: BufferId) -> None:
+        if id in self._held:
+            raise PlanError(f"allocation of {id!r}: it is allocated already; free it first")
+
+    def _hold(self, id: BufferId, block: _Block | None, nbytes: int) -> None:
+        """``block``, as large as it stays, serves the ``nbytes`` that were asked for; None, if these are 0."""
+        self._held[id] = block, nbytes
+        if block is not None:
+            self._requested += nbytes
+            self._provided += block.size
+
+    def _take_back(self, id: BufferId) -> _Block | None:
+        """The block that ``id`` held, and holds no more."""
+        if id not in self._held:
+            raise PlanError(f"free of {id!r}: it is not allocated; the trace may be truncated")
+        block, nbytes = self._held.pop(id)
+        if block is not None:
+            self._requested -= nbytes
+            self._provided -= block.size
+        return block
