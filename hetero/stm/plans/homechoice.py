@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 from hetero.eviction import choose_placement, choose_places
 from hetero.msc import Phase, Segment
 from hetero.stm.plans.plan import CyclePlan
-from hetero.stm.plans.planbook import Keys, PlanBook
+from hetero.stm.plans.planbook import PlanBook
+from hetero.stm.plans.timings import Keys
 from hetero.stm.tensors.managed import ManagedTensor
 
 __all__ = ["HomeChoice"]

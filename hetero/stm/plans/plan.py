@@ -27,7 +27,7 @@ from hetero.eviction import (
     spare_bytes,
     without_places,
 )
-from hetero.msc import Phase, Segment, SegmentKey
+from hetero.msc import Phase, Segment
 from hetero.stm.plans.lives import Lives, read_lives
 from hetero.stm.plans.rows import (
     Rows,
@@ -37,7 +37,7 @@ from hetero.stm.plans.rows import (
     sends_to_come,
 )
 from hetero.stm.plans.samples import Samples
-from hetero.stm.plans.timings import Timing, Timings
+from hetero.stm.plans.timings import Keys, Timing, Timings
 from hetero.stm.tensors.managed import ManagedTensor
 
 __all__ = ["CyclePlan", "PlanMaker"]
@@ -60,7 +60,7 @@ class CyclePlan:
     been updated.
     """
 
-    keys: tuple[SegmentKey, ...]
+    keys: Keys
     bounds: tuple[int, ...]
     operands: tuple[tuple[int, ...], ...]
     undisturbed: tuple[list[ManagedTensor] | None, ...]
@@ -178,7 +178,7 @@ class PlanMaker:
 
     def make(
         self,
-        keys: tuple[SegmentKey, ...],
+        keys: Keys,
         samples: Samples,
         margin: int,
         homes: tuple[int, ...],
@@ -262,7 +262,7 @@ class PlanMaker:
             left=tuple(_left(samples[key]) for key in keys),
         )
 
-    def _timing(self, keys: tuple[SegmentKey, ...], samples: Samples) -> Timing | None:
+    def _timing(self, keys: Keys, samples: Samples) -> Timing | None:
         """Times of iterations that followed a plan, if they had the periods that were measured."""
         timing = self.timings.get(keys)
         counts = [len(samples[key][-1].periods) for key in keys]
@@ -271,7 +271,7 @@ class PlanMaker:
     def _updates(
         self,
         timing: Timing,
-        keys: tuple[SegmentKey, ...],
+        keys: Keys,
         bounds: Sequence[int],
         operands: Sequence[tuple[int, ...]],
         homes: tuple[int, ...],
@@ -330,7 +330,7 @@ class PlanMaker:
         self,
         homes: tuple[int, ...],
         costs: Mapping[int, HomeCost],
-        keys: tuple[SegmentKey, ...],
+        keys: Keys,
         samples: Samples,
     ) -> tuple[list[int], int]:
         """What ``homes`` take in each period, and the most that the update of one of them takes more."""
@@ -344,13 +344,11 @@ class PlanMaker:
         most = max((cost.step_nbytes for cost in known.values()), default=0)
         return [always + nbytes for nbytes in gradients], most
 
-    def _whole_gradients(self, keys: tuple[SegmentKey, ...], samples: Samples) -> list[int]:
+    def _whole_gradients(self, keys: Keys, samples: Samples) -> list[int]:
         trained = {t.index: t.full_nbytes for t in self._tensors if t.parameter.requires_grad}
         return self._home_gradients(keys, samples, trained)
 
-    def _home_gradients(
-        self, keys: tuple[SegmentKey, ...], samples: Samples, sizes: Mapping[int, int]
-    ) -> list[int]:
+    def _home_gradients(self, keys: Keys, samples: Samples, sizes: Mapping[int, int]) -> list[int]:
         return home_gradients(
             [samples[key] for key in keys],
             sizes,
@@ -360,7 +358,7 @@ class PlanMaker:
 
     def _gradient_reserves(
         self,
-        keys: tuple[SegmentKey, ...],
+        keys: Keys,
         samples: Samples,
         at_home: frozenset[int],
         timing: Timing | None,
@@ -392,7 +390,7 @@ class PlanMaker:
 
     def _spare_bytes(
         self,
-        keys: tuple[SegmentKey, ...],
+        keys: Keys,
         samples: Samples,
         margin: int,
         placed: Sequence[int],

@@ -14,10 +14,9 @@ from hetero.stm.plans.fits import Kind, kind_of
 from hetero.stm.plans.outgrown import Outgrown
 from hetero.stm.plans.plan import CyclePlan, PlanMaker
 from hetero.stm.plans.samples import Samples
+from hetero.stm.plans.timings import Keys
 
 __all__ = ["Keys", "PlanBook"]
-
-Keys = tuple[SegmentKey, ...]
 
 # Kinds of iterations: with more, a kind is planned when it comes the second time; the most that have a plan, and the
 # most of those without that are remembered.

@@ -14,9 +14,11 @@ from dataclasses import dataclass, field, replace
 from hetero.eviction import Links
 from hetero.msc import CopyTime, IterationTimes, PeriodTimes, Segment, SegmentKey, read_times
 
-__all__ = ["Timing", "Timings", "fit_links"]
+__all__ = ["Keys", "Timing", "Timings", "fit_links"]
 
 Keys = tuple[SegmentKey, ...]
+"""What kind of iteration it is: that of each of its segments."""
+
 Work = tuple[int, float]  # bytes of parameters that somebody is done with, and the seconds that took
 
 _AT_LAST = 3  # iterations timed under the plan that is to stay; the middle one counts

@@ -31,11 +31,9 @@ from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.managed import ManagedTensor
 from hetero.stm.updates.captured import ParameterUpdate, device_update, home_update, settings_of
 from hetero.stm.updates.kernels import split
-from hetero.stm.updates.optimizers import at_home, is_known, make_shell
+from hetero.stm.updates.optimizers import Group, at_home, is_known, make_shell
 
 __all__ = ["Capture"]
-
-Group = dict[str, Any]
 
 
 class _Followed(list[Group]):

@@ -17,12 +17,10 @@ from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.homes import set_memory
 from hetero.stm.tensors.managed import ManagedTensor
 from hetero.stm.updates.kernels import has_momentum, is_open, split, takes_fused
-from hetero.stm.updates.optimizers import calls_closure_first
+from hetero.stm.updates.optimizers import Entry, Group, calls_closure_first
 from hetero.stm.updates.temporaries import temporaries
 
 __all__ = ["OwnStep", "step_bytes"]
-
-_Group = dict[str, Any]
 
 
 def step_bytes(optimizer: torch.optim.Optimizer, sizes: dict[int, int]) -> int:
@@ -41,7 +39,7 @@ def step_bytes(optimizer: torch.optim.Optimizer, sizes: dict[int, int]) -> int:
     return most
 
 
-def _is_for_loop(optimizer: torch.optim.Optimizer, group: _Group) -> bool:
+def _is_for_loop(optimizer: torch.optim.Optimizer, group: Group) -> bool:
     if type(optimizer) in (torch.optim.Adafactor, torch.optim.Muon):  # unless ``foreach`` is asked for
         return not group.get("foreach")
     # Where the choice is ours, a gradient of another layout than its parameter's is stepped by a for-loop.
@@ -59,7 +57,7 @@ class OwnStep:
         self._moved: list[ManagedTensor] = []  # whose count of steps has gone to the device
         self._method: Any = None
         self._before: Any = None
-        self._groups: list[_Group] | None = None
+        self._groups: list[Group] | None = None
         self._written: list[torch.Tensor] = []
         # By the number of the group: its parameters with the strides that their gradients have to have; None: to be
         # looked at anew in each step.
@@ -119,7 +117,7 @@ class OwnStep:
 
     # -- helpers --------------------------------------------------------------------------------------
 
-    def _takes_fused(self, tensor: ManagedTensor, entry: dict[str, Any] | None, device: torch.device) -> bool:
+    def _takes_fused(self, tensor: ManagedTensor, entry: Entry | None, device: torch.device) -> bool:
         step = (entry or {}).get("step")
         if isinstance(step, torch.Tensor) and step.device != device:
             set_memory(step, step.detach().to(device), f"{tensor.name}.step")
@@ -171,7 +169,7 @@ class OwnStep:
     def _choose(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._groups is not None:  # a step that calls another class's, hooks and all
             return
-        given: list[_Group] = []
+        given: list[Group] = []
         for number, group in enumerate(optimizer.param_groups):
             known = self._open.get(number)
             if known is None or not _is_as_known(optimizer, group, known):
@@ -193,7 +191,7 @@ class OwnStep:
 
 
 def _is_as_known(
-    optimizer: torch.optim.Optimizer, group: _Group, known: list[tuple[torch.Tensor, tuple[int, ...]]]
+    optimizer: torch.optim.Optimizer, group: Group, known: list[tuple[torch.Tensor, tuple[int, ...]]]
 ) -> bool:
     """Autograd lays gradients out as their parameters; the user may not, and may drop states that fused kernels want
     for all parameters of a call or for none."""

@@ -13,7 +13,7 @@ from hetero.stm.activations.slots import HostSlots
 from hetero.stm.step.trials import tensors_of
 from hetero.stm.tensors.managed import ManagedTensor
 from hetero.stm.tensors.state import Kind, Ledger, StatefulTensor, Tier
-from hetero.stm.updates.slices import Entry
+from hetero.stm.updates.optimizers import Entry
 
 __all__ = ["Snapshots"]
 

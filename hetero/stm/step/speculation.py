@@ -35,8 +35,7 @@ from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.managed import ManagedTensor
 from hetero.stm.updates.captured import home_update, settings_of
 from hetero.stm.updates.forecast import Forecast
-from hetero.stm.updates.optimizers import hyper_parameters, make_shell, steps_alone
-from hetero.stm.updates.slices import Entry, Group
+from hetero.stm.updates.optimizers import Entry, Group, hyper_parameters, make_shell, steps_alone
 
 __all__ = ["Speculation"]
 

@@ -21,8 +21,7 @@ from hetero.stm.gradients.changes import Change, Wish
 from hetero.stm.step.jobs import Captured, Surroundings, make_job, wait
 from hetero.stm.tensors.managed import ManagedTensor
 from hetero.stm.updates.captured import ParameterUpdate
-from hetero.stm.updates.optimizers import is_known
-from hetero.stm.updates.slices import Entry, Group
+from hetero.stm.updates.optimizers import Entry, Group, is_known
 
 __all__ = ["Snapshot", "Trial", "complete", "same_value", "tensors_of"]
 

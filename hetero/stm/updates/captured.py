@@ -13,8 +13,8 @@ from torch import nn
 
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.updates.kernels import is_open, takes_fused
-from hetero.stm.updates.optimizers import hyper_parameters, is_known, raw_step
-from hetero.stm.updates.slices import Entry, Group, leaf, may_slice, slices, take_numbers
+from hetero.stm.updates.optimizers import Entry, Group, hyper_parameters, is_known, raw_step
+from hetero.stm.updates.slices import leaf, may_slice, slices, take_numbers
 
 __all__ = ["ParameterUpdate", "device_update", "home_update", "run_together", "settings_of"]
 

@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from hetero.stm.updates.optimizers import Entry, Group
+
 __all__ = [
     "GroupKernels",
     "as_if_managed",
@@ -31,8 +33,6 @@ __all__ = [
     "takes_fused",
     "will_take_fused",
 ]
-
-Group = dict[str, Any]
 
 _FULL = frozenset({torch.float32, torch.float64})
 _HALF = frozenset({torch.float16, torch.bfloat16})
@@ -71,7 +71,7 @@ def takes_fused(
     optimizer: torch.optim.Optimizer,
     parameter: torch.Tensor,
     gradient: torch.Tensor | None,
-    entry: dict[str, Any] | None,
+    entry: Entry | None,
 ) -> bool:
     """Whether the fused kernel computes this update as the for-loop would, up to rounding; for a group that
     `is_open`. Call without dispatch.
@@ -86,7 +86,7 @@ def takes_fused(
 
 
 def will_take_fused(
-    optimizer: torch.optim.Optimizer, group: Group, parameter: torch.Tensor, entry: dict[str, Any] | None
+    optimizer: torch.optim.Optimizer, group: Group, parameter: torch.Tensor, entry: Entry | None
 ) -> bool:
     """Whether they are chosen once the number of steps lies where it has to, for a gradient laid out as the
     parameter."""
@@ -174,6 +174,6 @@ def count_kernels(
     return GroupKernels(fused=fused, others=len(ours) - fused, chosen=True)
 
 
-def has_momentum(entry: dict[str, Any] | None) -> bool:
+def has_momentum(entry: Entry | None) -> bool:
     """Of SGD's, which makes it at the first step with momentum."""
     return entry is not None and entry.get("momentum_buffer") is not None

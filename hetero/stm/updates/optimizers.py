@@ -20,6 +20,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 __all__ = [
     "ELEMENTWISE",
+    "Entry",
+    "Group",
     "at_home",
     "calls_closure_first",
     "hyper_parameters",
@@ -32,6 +34,10 @@ __all__ = [
 ]
 
 Group = dict[str, Any]
+"""One of ``optimizer.param_groups``: its settings, and its parameters under ``"params"``."""
+
+Entry = dict[str, Any]
+"""What ``optimizer.state`` keeps of one parameter, by name."""
 
 ELEMENTWISE = frozenset(
     {
@@ -91,7 +97,7 @@ def is_known(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer) in _KNOWN
 
 
-def lacks_states(optimizer: torch.optim.Optimizer, group: Group, entry: dict[str, Any] | None) -> bool:
+def lacks_states(optimizer: torch.optim.Optimizer, group: Group, entry: Entry | None) -> bool:
     """Whether the next step of a parameter makes states; for one of torch's own. ``entry``: what is kept of it."""
     if type(optimizer) is torch.optim.SGD:
         return bool(group.get("momentum")) and (entry or {}).get("momentum_buffer") is None

@@ -19,12 +19,9 @@ import torch
 from torch import nn
 
 from hetero.stm.updates.kernels import same_layout
-from hetero.stm.updates.optimizers import ELEMENTWISE, make_shell, raw_step
+from hetero.stm.updates.optimizers import ELEMENTWISE, Entry, Group, make_shell, raw_step
 
-__all__ = ["Entry", "Group", "leaf", "may_slice", "slices", "take_numbers"]
-
-Group = dict[str, Any]
-Entry = dict[str, Any]
+__all__ = ["leaf", "may_slice", "slices", "take_numbers"]
 
 # Elements of one slice for each thread; with gradient, states and temporaries, about what its cache holds.
 _ELEMENTS = 1 << 17

@@ -8,13 +8,12 @@ the shape (2.13).
 """
 
 from math import ceil
-from typing import Any
 
 import torch
 
-__all__ = ["is_measured", "temporaries"]
+from hetero.stm.updates.optimizers import Group
 
-_Group = dict[str, Any]
+__all__ = ["is_measured", "temporaries"]
 
 _MOST = 7
 
@@ -43,7 +42,7 @@ def is_measured(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer) in _OWN or type(optimizer) in (torch.optim.Adafactor, torch.optim.Muon)
 
 
-def temporaries(optimizer: torch.optim.Optimizer, group: _Group, parameter: torch.Tensor, nbytes: int) -> int:
+def temporaries(optimizer: torch.optim.Optimizer, group: Group, parameter: torch.Tensor, nbytes: int) -> int:
     """Of an update of ``parameter``, a copy of which takes ``nbytes``, by ``optimizer`` as ``group`` is set now."""
     if type(optimizer) is torch.optim.Adafactor:
         return ceil(_of_adafactor(group, parameter) * nbytes)
@@ -52,7 +51,7 @@ def temporaries(optimizer: torch.optim.Optimizer, group: _Group, parameter: torc
     return _copies(optimizer, group) * nbytes
 
 
-def _of_adafactor(group: _Group, parameter: torch.Tensor) -> float:
+def _of_adafactor(group: Group, parameter: torch.Tensor) -> float:
     """In copies. It decays the parameter, not the gradient."""
     own = 2.0  # of a vector: the square, and the update
     if parameter.dim() > 1:
@@ -63,7 +62,7 @@ def _of_adafactor(group: _Group, parameter: torch.Tensor) -> float:
     return own + bool(group.get("maximize"))
 
 
-def _of_muon(group: _Group, parameter: torch.Tensor) -> float:
+def _of_muon(group: Group, parameter: torch.Tensor) -> float:
     """In copies. The iteration is in bfloat16, whatever the parameter is in: with the matrix, old and new, there are
     two of its products with itself, which are squares of the shorter side."""
     short, long = sorted(parameter.shape[-2:])
@@ -74,7 +73,7 @@ def _of_muon(group: _Group, parameter: torch.Tensor) -> float:
     return max(bool(group.get("nesterov")) + iteration, least)
 
 
-def _copies(optimizer: torch.optim.Optimizer, group: _Group) -> int:
+def _copies(optimizer: torch.optim.Optimizer, group: Group) -> int:
     if group.get("fused"):
         return 0
     values = [value for key, value in group.items() if key not in ("params", "betas")]
@@ -86,7 +85,7 @@ def _copies(optimizer: torch.optim.Optimizer, group: _Group) -> int:
     return _OWN.get(type(optimizer), _MOST) + _changed(group)
 
 
-def _changed(group: _Group) -> int:
+def _changed(group: Group) -> int:
     """Copies of the gradient: a product or a sum each, at most."""
     decays = bool(group.get("weight_decay")) and not group.get("decoupled_weight_decay")
     return decays + bool(group.get("nesterov")) + bool(group.get("maximize"))
