@@ -49,8 +49,6 @@ _TRANSITIONS = (
     (State.HOLD, State.COMPUTE),
     (State.COMPUTE, State.HOLD),
 )
-# The same as rows, because every operator asks twice and hashing an enum member is slow.
-_ALLOWED = tuple(tuple((old, new) in _TRANSITIONS for new in State) for old in State)
 # Looking up a member of an enum, and indexing with one, is slow in some versions of Python.
 _FREE, _HOLD, _COMPUTE = State
 _TIERS = tuple(Tier)
@@ -138,10 +136,7 @@ class StatefulTensor:
     def begin_compute(self) -> None:
         """An operator starts using it."""
         if self.users == 0:
-            if self.state is _HOLD:
-                self._recount(_COMPUTE)
-            else:
-                self.transition(_COMPUTE)
+            self.transition(_COMPUTE)
         self.users += 1
 
     def end_compute(self) -> None:
@@ -160,13 +155,12 @@ class StatefulTensor:
 
     def transition(self, new: State) -> None:
         """Change state. Raises `StateError` if the table does not allow it; then nothing has changed."""
-        old = self.state
-        if not _ALLOWED[old][new]:
-            raise StateError(f"{self.name}: {old.name} -> {new.name} is not allowed")
+        if (self.state, new) not in _TRANSITIONS:
+            raise StateError(f"{self.name}: {self.state.name} -> {new.name} is not allowed")
         self._recount(new)
 
     def _recount(self, new: State) -> None:
-        """An allowed transition; by itself because every operator makes two."""
+        """An allowed transition."""
         old, self.state = self.state, new
         host, device = self._tiers
         host_cells, device_cells = self._cells
