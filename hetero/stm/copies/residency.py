@@ -15,10 +15,11 @@ import torch
 from hetero.devices import Accelerator, CopyEngine
 from hetero.errors import ManageError
 from hetero.eviction import Policy
+from hetero.msc import MemStatsCollector
 from hetero.stm.copies.following import refresh, written_twice
 from hetero.stm.copies.orders import Orders
 from hetero.stm.copies.room import Room
-from hetero.stm.copies.uploads import TransferMeter, Uploads
+from hetero.stm.copies.uploads import Uploads
 from hetero.stm.deferred import UpdateQueue
 from hetero.stm.tensors.managed import ManagedTensor, refused_write
 from hetero.stm.tensors.precision import Master
@@ -39,7 +40,7 @@ class Residency:
         accelerator: Accelerator,
         engine: CopyEngine,
         ledger: Ledger,
-        meter: TransferMeter,
+        meter: MemStatsCollector,
         policy: Policy,
         device_budget: int,
         updates: UpdateQueue,

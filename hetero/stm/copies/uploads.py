@@ -4,31 +4,15 @@ Owns who they are. Invariant: whoever writes a home has waited, through here, fo
 started from it.
 """
 
-import contextlib
 from collections import deque
 from collections.abc import Iterable
-from typing import Protocol
 
 import torch
 
 from hetero.devices import CopyEngine
 from hetero.stm.tensors.managed import ManagedTensor
 
-__all__ = ["TransferMeter", "Uploads"]
-
-
-class TransferMeter(Protocol):
-    """Who wants to know what moved (`hetero.msc.MemStatsCollector`)."""
-
-    def count_fetch(self, nbytes: int) -> None: ...
-
-    def count_eviction(self, nbytes: int, written_back: int) -> None: ...
-
-    def count_stall(self, seconds: float) -> None: ...
-
-    def count_stale(self, index: int) -> None: ...
-
-    def waiting_for_host(self) -> contextlib.AbstractContextManager[None]: ...
+__all__ = ["Uploads"]
 
 
 class Uploads:

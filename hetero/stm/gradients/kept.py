@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from hetero.devices import CopyEngine
-from hetero.stm.copies.uploads import TransferMeter
+from hetero.msc import MemStatsCollector
 from hetero.stm.gradients.changes import Changes
 from hetero.stm.gradients.memory import GradientMemory, as_home, owns_memory
 from hetero.stm.gradients.norms import GradientNorms
@@ -51,7 +51,7 @@ class KeptGradients:
         memory: GradientMemory,
         changes: Changes,
         norms: GradientNorms,
-        meter: TransferMeter,
+        meter: MemStatsCollector,
     ) -> None:
         self._engine = engine
         self._memory = memory

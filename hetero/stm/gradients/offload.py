@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from hetero.devices import CopyEngine, HostArena
-from hetero.stm.copies.uploads import TransferMeter
+from hetero.msc import MemStatsCollector
 from hetero.stm.gradients.additions import Additions, can_be_added
 from hetero.stm.gradients.changes import Change, Changes
 from hetero.stm.gradients.kept import KeptGradients, has_gradient
@@ -50,7 +50,7 @@ class Gradients:
         engine: CopyEngine,
         arena: HostArena,
         ledger: Ledger,
-        meter: TransferMeter,
+        meter: MemStatsCollector,
         additions: Additions,
     ) -> None:
         self._engine = engine
