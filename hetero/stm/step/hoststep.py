@@ -43,7 +43,7 @@ from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.managed import ManagedTensor
 from hetero.stm.updates.captured import ParameterUpdate
 from hetero.stm.updates.kernels import GroupKernels, count_kernels, is_open
-from hetero.stm.updates.optimizers import calls_closure_first, steps_alone
+from hetero.stm.updates.optimizers import calls_closure_first, give_step_back, innermost, steps_alone
 
 __all__ = ["HostStep"]
 
@@ -149,12 +149,7 @@ class HostStep:
         self.speculation.close()
         if self._load_hook is not None:
             self._load_hook.remove()
-        # A scheduler made since then has wrapped our step: then it stays, and hands on.
-        if optimizer.__dict__.get("step") is self._step_method is not None:
-            if self._own_step is None:
-                del optimizer.__dict__["step"]
-            else:
-                optimizer.__dict__["step"] = self._own_step
+        give_step_back(optimizer, self._step_method, self._own_step)  # else ours stays, and hands on
         state = optimizer.state
         if isinstance(state, WatchedState) and sys.getrefcount(state) == _STATE_REFERENCES:
             optimizer.state = state.plain()
@@ -219,21 +214,15 @@ class HostStep:
         self._stm.segments.begin_step()
         self._stm.steps.running = self._optimizer
         self.capture.commit()
-        optimizer = self._optimizer
-        before = optimizer.register_step_pre_hook(self._before)
-        after = optimizer.register_step_post_hook(self._after)
-        hooks: Any = optimizer._optimizer_step_post_hooks
-        hooks.move_to_end(after.id, last=False)
         complete = False
         self._stepped_now = set()
         self._is_inside = True
         try:
-            result = inner(*args, **kwargs)
+            with innermost(self._optimizer, self._before, self._after):
+                result = inner(*args, **kwargs)
             complete = True
         finally:
             self._is_inside = False
-            before.remove()
-            after.remove()
             self._stm.steps.running = None
             self._end_unfinished()
             if not complete:

@@ -17,7 +17,7 @@ from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.homes import set_memory
 from hetero.stm.tensors.managed import ManagedTensor
 from hetero.stm.updates.kernels import has_momentum, is_open, split, takes_fused
-from hetero.stm.updates.optimizers import Entry, Group, calls_closure_first
+from hetero.stm.updates.optimizers import Entry, Group, calls_closure_first, give_step_back, innermost
 from hetero.stm.updates.temporaries import temporaries
 
 __all__ = ["OwnStep", "step_bytes"]
@@ -93,11 +93,7 @@ class OwnStep:
     def end(self) -> None:
         """They go back to us."""
         optimizer = self._optimizer
-        if self._method is not None and optimizer.__dict__.get("step") is self._method:
-            if self._before is None:
-                del optimizer.__dict__["step"]
-            else:
-                optimizer.__dict__["step"] = self._before
+        give_step_back(optimizer, self._method, self._before)
         self._method = None
         self._open.clear()
         for tensor in self._moved:
@@ -153,17 +149,12 @@ class OwnStep:
                 self._step(inner, (), {})
             return loss
         # What surrounds a step is to see the groups as they are: we come last, and go first.
-        before = optimizer.register_step_pre_hook(self._choose)
-        after = optimizer.register_step_post_hook(self._restore)
-        hooks: Any = optimizer._optimizer_step_post_hooks
-        hooks.move_to_end(after.id, last=False)
         self._is_inside = True
         try:
-            return inner()
+            with innermost(optimizer, self._choose, self._restore):
+                return inner()
         finally:
             self._is_inside = False
-            before.remove()
-            after.remove()
             self._restore()
 
     def _choose(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:

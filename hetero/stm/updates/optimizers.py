@@ -11,8 +11,9 @@ of trials would prove it, so it is stepped whole, unless the class itself (not a
 time.
 """
 
+import contextlib
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,7 +25,9 @@ __all__ = [
     "Group",
     "at_home",
     "calls_closure_first",
+    "give_step_back",
     "hyper_parameters",
+    "innermost",
     "is_known",
     "lacks_states",
     "make_shell",
@@ -76,6 +79,33 @@ def calls_closure_first(optimizer: torch.optim.Optimizer) -> bool:
         or len(_global_optimizer_post_hooks) > 1
     )
     return is_known(optimizer) and not is_hooked
+
+
+@contextlib.contextmanager
+def innermost(
+    optimizer: torch.optim.Optimizer, before: Callable[..., None], after: Callable[..., None]
+) -> Iterator[None]:
+    """Within it, ``before`` is the last of the pre-hooks of ``optimizer``'s steps and ``after`` the first of their
+    post-hooks."""
+    last = optimizer.register_step_pre_hook(before)
+    first = optimizer.register_step_post_hook(after)
+    hooks: Any = optimizer._optimizer_step_post_hooks
+    hooks.move_to_end(first.id, last=False)
+    try:
+        yield
+    finally:
+        last.remove()
+        first.remove()
+
+
+def give_step_back(optimizer: torch.optim.Optimizer, ours: object, own: Any) -> None:
+    """``optimizer.step`` is ``own`` again (None: its class's) if it is still ``ours``: a scheduler made since then has
+    wrapped that, and stays."""
+    if ours is not None and optimizer.__dict__.get("step") is ours:
+        if own is None:
+            del optimizer.__dict__["step"]
+        else:
+            optimizer.__dict__["step"] = own
 
 
 _DECLARATION = "steps_parameters_independently"
