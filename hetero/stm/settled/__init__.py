@@ -4,5 +4,6 @@ Invariant: while settled, model and optimizer are what ``model.to(device)`` woul
 the unmanaged run's. What stays is one check at each forward of the model.
 
 Read `state` (the way there and back), `check` (what a forward finds), `attempts` (when one may settle), `fitting`
-(whether everything fits), `parameters` (what becomes of them), `who` (which parameters are settled).
+(whether everything fits), `parameters` (what becomes of them), `exchange` (their two implementations), `who`
+(which parameters are settled).
 """

@@ -1,6 +1,6 @@
 """What becomes of the parameters: each exchanges its implementation for one on the device, and back.
 
-Owns the implementations that wait at home meanwhile (`hetero.stm.interception.exchange`).
+Owns the implementations that wait at home meanwhile (`hetero.stm.settled.exchange`).
 """
 
 import gc
@@ -12,8 +12,8 @@ from torch import nn
 from hetero.devices import Accelerator
 from hetero.stm.copies.residency import Residency
 from hetero.stm.gradients.kept import KeptGradients
-from hetero.stm.interception.exchange import exchange, is_like, let_go, redirect
 from hetero.stm.interception.functions import give_back, take_over
+from hetero.stm.settled.exchange import exchange, is_like, let_go, redirect
 from hetero.stm.settled.who import forget, note
 from hetero.stm.tensors.managed import ManagedTensor
 

@@ -13,12 +13,12 @@ import torch
 from hetero.devices import Accelerator
 from hetero.errors import ManageError
 from hetero.stm.interception.compiled import CompiledCalls
-from hetero.stm.interception.exchange import may_go_back
 from hetero.stm.interception.intercept import in_scope
 from hetero.stm.manager import StatefulTensorMgr
 from hetero.stm.plans.fits import Kind
 from hetero.stm.settled.attempts import Attempts
 from hetero.stm.settled.check import Check
+from hetero.stm.settled.exchange import may_go_back
 from hetero.stm.settled.fitting import Fitting
 from hetero.stm.settled.parameters import OwnParameters
 from hetero.stm.settled.who import settled_now
