@@ -22,7 +22,7 @@ import torch
 
 from hetero.stm.living import Living
 
-__all__ = ["Attempt", "Kin", "Trial", "Update", "UpdateQueue", "finish_everything"]
+__all__ = ["Attempt", "Kin", "Trial", "TrialCounts", "Update", "UpdateQueue", "finish_everything"]
 
 Run = Callable[[], None]
 
@@ -111,6 +111,15 @@ class Attempt(Update):
     def forget(self) -> None:
         """The trial is settled, one way or the other: hold nothing of its."""
         del self.trial
+
+
+@dataclass(slots=True)
+class TrialCounts:
+    """Updates that were begun in backward, and those of them that were taken back; what their snapshots take."""
+
+    tried: int = 0
+    taken_back: int = 0
+    snapshot_bytes: int = 0
 
 
 def _nothing() -> None:

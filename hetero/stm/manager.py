@@ -23,7 +23,7 @@ from hetero.stm.activations.offload import Activations
 from hetero.stm.activations.saved import modified_in_place
 from hetero.stm.activations.slots import HostSlots
 from hetero.stm.copies.residency import Residency
-from hetero.stm.deferred import Update, UpdateQueue
+from hetero.stm.deferred import TrialCounts, Update, UpdateQueue
 from hetero.stm.forks import in_child, watch
 from hetero.stm.gradients.access import GradientAccess
 from hetero.stm.gradients.additions import Additions
@@ -46,7 +46,6 @@ from hetero.stm.tensors.managed import ManagedTensor
 from hetero.stm.tensors.owner import SettledState
 from hetero.stm.tensors.registry import Registry
 from hetero.stm.tensors.state import Ledger, begin_compute, end_compute
-from hetero.stm.updates.forecast import TrialCounts
 from hetero.units import format_bytes
 
 __all__ = ["StatefulTensorMgr"]

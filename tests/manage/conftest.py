@@ -16,9 +16,9 @@ from hetero.stm.deferred import Update, UpdateQueue
 from hetero.stm.plans import homechoice
 from hetero.stm.plans.timings import Timings
 from hetero.stm.step.devicehomes import DeviceHomes
+from hetero.stm.step.expectation import Expectation
 from hetero.stm.step.speculation import Speculation
 from hetero.stm.updates import captured
-from hetero.stm.updates.forecast import Forecast
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -83,7 +83,7 @@ def places(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "choose_places", most)
     monkeypatch.setattr(placement, "_refined", lambda pairs, coarse, *limits: coarse)
     monkeypatch.setattr(
-        Forecast, "is_habit", property(lambda self: True, lambda self, value: None), raising=False
+        Expectation, "is_habit", property(lambda self: True, lambda self, value: None), raising=False
     )
 
 

@@ -13,8 +13,8 @@ from torch import nn
 from twins import adamw, assert_same, at_home, device, plain
 
 import hetero
+from hetero.stm.step.expectation import Expectation
 from hetero.stm.step.speculation import Speculation
-from hetero.stm.updates.forecast import Forecast
 
 pytestmark = pytest.mark.usefixtures("speculates")
 speculating = pytest.mark.usefixtures("speculating")
@@ -440,18 +440,18 @@ def test_a_loop_that_clips_every_time_is_never_tried(monkeypatch):
         assert manager.stats.tried_updates > 0
 
 
-def test_a_forecast_needs_one_backward_a_step():
-    forecast = Forecast()
+def test_an_expectation_needs_one_backward_a_step():
+    expectation = Expectation()
     for backwards in (1, 1, 2, 1):
         for _ in range(backwards):
-            forecast.note_backward()
-        forecast.note_clipping(changes=False)
-        forecast.note_step(deferred=True, pays=True)
-    assert forecast.is_open
-    forecast.note_backward()
-    assert forecast.is_open
-    forecast.note_backward()
-    assert not forecast.is_open
+            expectation.note_backward()
+        expectation.note_clipping(changes=False)
+        expectation.note_step(deferred=True, pays=True)
+    assert expectation.is_open
+    expectation.note_backward()
+    assert expectation.is_open
+    expectation.note_backward()
+    assert not expectation.is_open
 
 
 @speculating
@@ -480,14 +480,14 @@ def test_an_interrupt_between_backward_and_step_takes_everything_back():
 
 def test_plans_do_not_follow_what_comes_and_goes():
     """Whether trials pay is measured: about the threshold, it changes from one iteration to the next."""
-    forecast, changes, was = Forecast(), 0, False
+    expectation, changes, was = Expectation(), 0, False
     for number in range(2000):
-        forecast.note_backward()
-        forecast.note_clipping(changes=False)
-        forecast.note_step(deferred=True, pays=number // 10 % 2 == 0)
-        changes, was = changes + (forecast.is_habit is not was), forecast.is_habit
+        expectation.note_backward()
+        expectation.note_clipping(changes=False)
+        expectation.note_step(deferred=True, pays=number // 10 % 2 == 0)
+        changes, was = changes + (expectation.is_habit is not was), expectation.is_habit
     assert changes == 2  # there, and away; then it does not last long enough again
     for _ in range(16):
-        forecast.note_backward()
-        forecast.note_step(deferred=True, pays=True)
-    assert forecast.is_habit
+        expectation.note_backward()
+        expectation.note_step(deferred=True, pays=True)
+    assert expectation.is_habit

@@ -27,6 +27,7 @@ from hetero.stm.gradients.changes import Wish
 from hetero.stm.interception.intercept import is_managed, managed_of
 from hetero.stm.manager import StatefulTensorMgr
 from hetero.stm.step.devicehomes import DeviceHomes
+from hetero.stm.step.expectation import Expectation
 from hetero.stm.step.jobs import Captured, Surroundings, make_update
 from hetero.stm.step.snapshots import Snapshots
 from hetero.stm.step.trials import Snapshot, Trial, complete, same_value
@@ -34,7 +35,6 @@ from hetero.stm.tensors.exposure import gradient_has_one_name, state_is_private
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.managed import ManagedTensor
 from hetero.stm.updates.captured import home_update, settings_of
-from hetero.stm.updates.forecast import Forecast
 from hetero.stm.updates.optimizers import Entry, Group, hyper_parameters, make_shell, steps_alone
 
 __all__ = ["Speculation"]
@@ -77,7 +77,7 @@ class Speculation:
         self._task = -1
         self._surroundings: Surroundings | None = None
         self._wishes: list[Wish] = []  # what the last step was clipped with
-        self.forecast = Forecast()
+        self.expectation = Expectation()
         self.snapshots = Snapshots(
             stm.ledger,
             stm.host_slots,
@@ -88,11 +88,11 @@ class Speculation:
         self._allowed = allowed
         if allowed:
             # Weakly, for the reason that `DeviceHomes` has; what is pending can be taken back without us.
-            me, forecast = weakref.ref(self), self.forecast
+            me, expectation = weakref.ref(self), self.expectation
             stm.try_early = lambda tensor, gradient: (
                 None if (here := me()) is None else here.try_early(tensor, gradient)
             )
-            stm.residency.orders.roll_back = lambda tensor: _roll_back(stm, forecast, tensor)
+            stm.residency.orders.roll_back = lambda tensor: _roll_back(stm, expectation, tensor)
             stm.plans.timings.copy_work = self.snapshots.work
             stm.home_choice.updates_early = lambda: False if (here := me()) is None else here.is_habit
             homes = weakref.ref(device_homes)
@@ -103,7 +103,7 @@ class Speculation:
     @property
     def is_habit(self) -> bool:
         """Plans should count on updates that begin in backward."""
-        return self.forecast.is_habit and all(tensor.low is None for tensor in self._stm.tensors)
+        return self.expectation.is_habit and all(tensor.low is None for tensor in self._stm.tensors)
 
     # -- in backward ----------------------------------------------------------------------------------
 
@@ -113,7 +113,7 @@ class Speculation:
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task = task
-            self.forecast.note_backward()
+            self.expectation.note_backward()
         if not (self._is_expected() and self._stm.gradients.kept.keeps):
             return
         arrival = self._stm.gradients.unread_arrival(tensor)
@@ -136,7 +136,7 @@ class Speculation:
         self._begin(tensor, gradient, arrival, setting, settings, entry, buffers)
 
     def _is_expected(self) -> bool:
-        return self.forecast.is_open and self._stm.executor.follows_plan
+        return self.expectation.is_open and self._stm.executor.follows_plan
 
     def _begin(
         self,
@@ -216,8 +216,8 @@ class Speculation:
         and trials stand that do what it would do."""
         wishes, self._wishes = self._wishes, []
         changes = any([not wish.changes_nothing(self._stm.engine) for wish in wishes])
-        self.forecast.note_clipping(changes=changes)
-        if not self.forecast.is_open and all(tensor.pending is None for tensor in self._stm.tensors):
+        self.expectation.note_clipping(changes=changes)
+        if not self.expectation.is_open and all(tensor.pending is None for tensor in self._stm.tensors):
             self.snapshots.release()
             self._stm.trials.snapshot_bytes = 0
         if defers:
@@ -282,7 +282,7 @@ class Speculation:
         wishes = {id(w): w for item in captured for w in item.arrivals.changes if isinstance(w, Wish)}
         self._wishes = list(wishes.values())
         host = sum(item.tensor.home.nbytes for item in captured)
-        self.forecast.note_step(deferred=bool(captured), pays=self._pays(host))
+        self.expectation.note_step(deferred=bool(captured), pays=self._pays(host))
 
     def close(self) -> None:
         """No step follows: hold nothing of the last one's, which lies on the device."""
@@ -293,7 +293,7 @@ class Speculation:
         """On the queue's thread."""
         if not right:
             self._stm.trials.taken_back += 1
-            self.forecast.note_taken_back()
+            self.expectation.note_taken_back()
 
     def _pays(self, nbytes: int) -> bool:
         """Updates of ``nbytes`` of parameters take longer than a good part of the forward that could hide them."""
@@ -302,7 +302,7 @@ class Speculation:
         return forward is not None and seconds is not None and seconds > _HIDDEN * forward
 
 
-def _roll_back(stm: StatefulTensorMgr, forecast: Forecast, tensor: ManagedTensor) -> None:
+def _roll_back(stm: StatefulTensorMgr, expectation: Expectation, tensor: ManagedTensor) -> None:
     """As if its update had not been tried."""
     attempt, residency = tensor.pending, stm.residency
     assert isinstance(attempt, Attempt)
@@ -316,7 +316,7 @@ def _roll_back(stm: StatefulTensorMgr, forecast: Forecast, tensor: ManagedTensor
         attempt.forget()
         tensor.pending = None
     stm.trials.taken_back += 1
-    forecast.note_taken_back()
+    expectation.note_taken_back()
 
 
 def _is_same_gradient(parameter: torch.Tensor, trial: Trial) -> bool:

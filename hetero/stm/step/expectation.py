@@ -3,25 +3,14 @@
 Owns the answer (`hetero.stm.step.speculation`: [Note: what is expected]). It knows no tensors.
 """
 
-from dataclasses import dataclass
-
-__all__ = ["Forecast", "TrialCounts"]
+__all__ = ["Expectation"]
 
 _LONGEST = 64  # iterations that are watched after one that came otherwise
 _TRUSTED = 16  # right ones in a row after which the next that is not counts as the first
 _UNLEARNT = 8  # iterations in a row without trials, after which plans do not count on them, the first time
 
 
-@dataclass(slots=True)
-class TrialCounts:
-    """Updates that were begun in backward, and those of them that were taken back; what their snapshots take."""
-
-    tried: int = 0
-    taken_back: int = 0
-    snapshot_bytes: int = 0
-
-
-class Forecast:
+class Expectation:
     """Of one optimizer's iterations.
 
     Attributes:
