@@ -22,7 +22,7 @@ import torch
 
 from hetero.stm.living import Living
 
-__all__ = ["Attempt", "Kin", "Trial", "TrialCounts", "Update", "UpdateQueue", "finish_everything"]
+__all__ = ["Attempt", "Early", "Kin", "TrialCounts", "Update", "UpdateQueue", "finish_everything"]
 
 Run = Callable[[], None]
 
@@ -71,7 +71,7 @@ class Update:
         return True
 
 
-class Trial(Protocol):
+class Early(Protocol):
     """What an `Attempt` does early."""
 
     def can_begin(self) -> bool:
@@ -92,7 +92,7 @@ class Attempt(Update):
 
     __slots__ = ("is_claimed", "rank", "tentative", "trial", "was_tried")
 
-    def __init__(self, trial: Trial, rank: int) -> None:
+    def __init__(self, trial: Early, rank: int) -> None:
         super().__init__(_nothing)
         self.trial = trial
         self.rank = rank

@@ -18,7 +18,7 @@ that, and there finds `_roll_back`.
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -238,7 +238,7 @@ class Speculation:
                         continue
                     settings = hyper_parameters(group) if settings is None else settings
                     shell = make_shell(optimizer) if shell is None else shell
-                    trial: Any = attempt.trial
+                    trial = _trial_of(attempt)
                     if (
                         surroundings == trial.surroundings
                         and _is_same_gradient(parameter, trial)
@@ -257,7 +257,7 @@ class Speculation:
         attempt = item.tensor.pending
         if not isinstance(attempt, Attempt) or not attempt.tentative:
             return make_update(self._stm.engine, item, surroundings, self._device_homes.note_seconds)
-        trial: Any = attempt.trial
+        trial = _trial_of(attempt)
         trial.changes = item.arrivals.changes
         attempt.confirm(
             complete(
@@ -302,6 +302,11 @@ class Speculation:
         return forward is not None and seconds is not None and seconds > _HIDDEN * forward
 
 
+def _trial_of(attempt: Attempt) -> Trial:
+    """All attempts of this manager's queue are ours."""
+    return cast(Trial, attempt.trial)
+
+
 def _roll_back(stm: StatefulTensorMgr, expectation: Expectation, tensor: ManagedTensor) -> None:
     """As if its update had not been tried."""
     attempt, residency = tensor.pending, stm.residency
@@ -311,8 +316,7 @@ def _roll_back(stm: StatefulTensorMgr, expectation: Expectation, tensor: Managed
         if tensor.is_resident:
             residency.drop(tensor)
         residency.uploads.wait(tensor, tensor.home)
-        trial: Any = attempt.trial
-        trial.undo()
+        _trial_of(attempt).undo()
         attempt.forget()
         tensor.pending = None
     stm.trials.taken_back += 1
