@@ -36,7 +36,7 @@ from hetero.stm.interception.functions import give_back, take_over
 from hetero.stm.interception.parts import forget_model, note_model
 from hetero.stm.interception.whereabouts import DeviceProperties
 from hetero.stm.modelcalls import ModelCalls
-from hetero.stm.running.staying import leave
+from hetero.stm.running.staying import take_away_what_is_over
 from hetero.stm.settled.state import Settled
 from hetero.stm.step.hoststep import HostStep
 from hetero.stm.updates.kernels import GroupKernels
@@ -286,7 +286,7 @@ class Manager:
         if self._closed:
             return
         self._stm.executor.take_from_caller()
-        leave()
+        take_away_what_is_over()
         with torch.inference_mode(False):
             self._abandon.detach()
             self._everything_fitted = self._settled.is_on

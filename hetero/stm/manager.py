@@ -38,7 +38,7 @@ from hetero.stm.plans.planbook import PlanBook
 from hetero.stm.running.executor import Executor
 from hetero.stm.running.relief import Relief
 from hetero.stm.running.segments import Segments
-from hetero.stm.running.staying import leave
+from hetero.stm.running.staying import take_away_what_is_over
 from hetero.stm.running.steps import Steps
 from hetero.stm.tensors.exposure import measure_incoming
 from hetero.stm.tensors.fetch import make_identity
@@ -371,7 +371,7 @@ class StatefulTensorMgr:
         try:
             if not self._closed and not self.is_in_child:
                 self.executor.take_from_caller()
-                leave()  # for the child, whose operators are nobody's to guard
+                take_away_what_is_over()  # for the child, whose operators are nobody's to guard
                 self.homes.end_updates()
                 self.residency.write_back_all(unseen=True)
                 for tensor in self.tensors:

@@ -26,7 +26,7 @@ from hetero.stm.running.course import Course
 from hetero.stm.running.guard import arm, guarded, lifted
 from hetero.stm.running.relief import Relief
 from hetero.stm.running.retry import Retry
-from hetero.stm.running.staying import stay
+from hetero.stm.running.staying import guard_caller
 from hetero.stm.tensors.managed import ManagedTensor
 
 __all__ = ["Executor"]
@@ -267,7 +267,7 @@ class Executor:
             self._cap(False)
         elif self._is_capped:
             self._end_guard_of_caller()
-            self._end_guard_of_caller = stay(self._retry())
+            self._end_guard_of_caller = guard_caller(self._retry())
 
     def take_from_caller(self) -> None:
         """What comes now is not the caller's."""

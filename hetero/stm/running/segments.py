@@ -17,7 +17,7 @@ from hetero.stm.activations.offload import Activations
 from hetero.stm.copies.residency import Residency
 from hetero.stm.gradients.offload import Gradients
 from hetero.stm.running.executor import Executor
-from hetero.stm.running.staying import leave
+from hetero.stm.running.staying import take_away_what_is_over
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.managed import ManagedTensor
 
@@ -71,7 +71,7 @@ class Segments:
             if trains:
                 self._activations.begin_forward(len(self._pending_forwards))
             self._executor.begin_segment(key, is_open=is_open)
-            leave()
+            take_away_what_is_over()
             self._executor.homes_overtook(self._written())
             if trains:
                 self._pending_forwards.append(key)
@@ -127,7 +127,7 @@ class Segments:
             self._residency.write_back_all()  # through views that are held
             self._residency.follow_unknown_writes(self._tensors)  # before any copy is stepped in its place
             self._executor.begin_segment(SegmentKey(Phase.STEP, True, None))
-            leave()
+            take_away_what_is_over()
             self._pending_forwards.clear()
             self._clocks = {}
             self._gradients.reclaim(0)
@@ -158,7 +158,7 @@ class Segments:
         # Only at home does autograd read parameters, and add to gradients, without telling us.
         with self._lock:
             self._executor.take_from_caller()
-            leave()
+            take_away_what_is_over()
             if not self._backwards:
                 self._residency.follow_unknown_writes(self._tensors)
             for tensor in self._tensors:

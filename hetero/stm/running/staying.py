@@ -12,21 +12,21 @@ import torch
 from hetero.stm.running import modes
 from hetero.stm.running.retry import Retry
 
-__all__ = ["REPLACEMENTS", "leave", "stay"]
+__all__ = ["REPLACEMENTS", "guard_caller", "take_away_what_is_over"]
 
 _exit = torch.inference_mode.__exit__
 
 
-def stay(retry: Retry) -> Callable[[], None]:
+def guard_caller(retry: Retry) -> Callable[[], None]:
     """From now on operators of this thread are tried again by ``retry``, whoever calls them, until what is returned is
-    called, on whatever thread; `leave` then takes it away."""
-    leave()
+    called, on whatever thread; `take_away_what_is_over` then takes it away."""
+    take_away_what_is_over()
     retry.begin()
     modes.put_below(retry)
     return retry.end
 
 
-def leave() -> None:
+def take_away_what_is_over() -> None:
     """Take what has stayed, and is over, from this thread. Where the user has called us, because whoever leaves
     inference mode, or enters it, has torch restore that there were modes."""
     over = [retry for retry in modes.active(Retry) if retry.is_over]
