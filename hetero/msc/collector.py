@@ -336,7 +336,7 @@ def period_stats(segments: list[Segment]) -> list[PeriodStats]:
             rows.append(
                 PeriodStats(
                     index=len(rows),
-                    operator=period.label,
+                    operator=str(period.name),
                     phase=segment.key.phase.value,
                     device_model_bytes=period.model_bytes - period.activation_bytes,
                     device_activation_bytes=period.activation_bytes,

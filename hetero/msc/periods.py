@@ -147,11 +147,6 @@ class Period:
     handed_over: list[HandedOver] = field(default_factory=list)
 
     @property
-    def label(self) -> str:
-        """``linear(layer.weight)``; made when asked for, because most periods are never printed."""
-        return self.name if isinstance(self.name, str) else getattr(self.name, "__name__", str(self.name))
-
-    @property
     def is_sampled(self) -> bool:
         """Its memory was measured."""
         return self.peak_bytes >= 0
