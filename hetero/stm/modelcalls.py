@@ -27,13 +27,14 @@ from hetero.stm.activations.saved import part_saved_as_handles, saved_tensors_as
 from hetero.stm.checkpoints import refuse_export
 from hetero.stm.interception.arguments import any_on
 from hetero.stm.interception.compiled import (
-    IS_OURS,
     SLOT,
     CompiledCalls,
     check_called_eagerly,
     is_compiling,
+    is_ours,
     mark_as_ours,
     run_eagerly,
+    set_slot,
 )
 from hetero.stm.interception.intercept import in_scope, scope
 from hetero.stm.interception.parts import look_again
@@ -58,14 +59,7 @@ class _Replaced(NamedTuple):
         """Unless somebody else has replaced it since."""
         module = self.module()
         if module is not None and module.__dict__.get(SLOT) is self.call:
-            if self.own is None:
-                del module.__dict__[SLOT]
-            else:
-                module.__dict__[SLOT] = self.own
-
-
-def _is_ours(call: _Call | None) -> bool:
-    return getattr(call, IS_OURS, False)
+            set_slot(module, self.own)
 
 
 def _find(model: nn.Module, name: str) -> nn.Module | None:
@@ -128,7 +122,7 @@ class ModelCalls:
 
     def add_part(self, part: nn.Module) -> None:
         """It is being called by itself."""
-        if self._precision is None and part is not self._model and not _is_ours(part.__dict__.get(SLOT)):
+        if self._precision is None and part is not self._model and not is_ours(part.__dict__.get(SLOT)):
             for name, module in self._model.named_modules():
                 if module is part:
                     self._parts[name] = True
@@ -159,11 +153,11 @@ class ModelCalls:
 
     def _wrap_part(self, name: str, part: nn.Module) -> None:
         own = part.__dict__.get(SLOT)
-        if not _is_ours(own):
+        if not is_ours(own):
             self._put(part, own, self._of_part(name, part, own))
 
     def _put(self, module: nn.Module, own: _Call | None, call: _Call) -> None:
-        module.__dict__[SLOT] = mark_as_ours(run_eagerly(call))
+        set_slot(module, mark_as_ours(run_eagerly(call)))
         self._replaced.append(_Replaced(weakref.ref(module), own, call))
 
     # -- what they do ---------------------------------------------------------------------------------

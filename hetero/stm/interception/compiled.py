@@ -32,15 +32,16 @@ from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.managed import ManagedTensor
 
 __all__ = [
-    "IS_OURS",
     "SLOT",
     "CompiledCalls",
     "check_called_eagerly",
     "compile_module",
     "is_compiling",
+    "is_ours",
     "mark_as_ours",
     "note_registered",
     "run_eagerly",
+    "set_slot",
 ]
 
 # In inference these take one fused kernel for the whole module, unless a parameter is intercepted.
@@ -50,7 +51,7 @@ _FAST_IN_EVAL = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 _FRAMES: Any = torch._C._dynamo.eval_frame
 
 SLOT = "_compiled_call_impl"  # torch's own slot for a replaced call; it is not copied nor pickled
-IS_OURS = "_is_ours"  # of a call there that does not make its module a compiled one
+_IS_OURS = "_is_ours"  # of a call there that does not make its module a compiled one
 
 
 # Those that are attached: torch tells which module is compiled, not whose model it belongs to.
@@ -84,8 +85,22 @@ def run_eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def mark_as_ours(call: Callable[..., Any]) -> Callable[..., Any]:
     """``call``, in a module's slot, does not make it a compiled one (`hetero.stm.modelcalls`)."""
-    setattr(call, IS_OURS, True)
+    setattr(call, _IS_OURS, True)
     return call
+
+
+def is_ours(call: Callable[..., Any] | None) -> bool:
+    """`mark_as_ours` has been called with it."""
+    return getattr(call, _IS_OURS, False)
+
+
+def set_slot(module: nn.Module, call: Callable[..., Any] | None) -> None:
+    """``call`` is what calling ``module`` does; None: what its class does. Past the ``__setattr__`` of OptimizedModule,
+    which would set it on the original."""
+    if call is None:
+        module.__dict__.pop(SLOT, None)
+    else:
+        module.__dict__[SLOT] = call
 
 
 @run_eagerly
@@ -106,7 +121,7 @@ def check_called_eagerly(module: nn.Module, name: str) -> None:
         )
 
 
-def refuse_late_compile(name: str) -> ManageError:
+def _refuse_late_compile(name: str) -> ManageError:
     """The error for a forward that was compiled, as a function, while it was managed."""
     return ManageError(
         f"the forward of {name} was replaced by a compiled function while managed, which cannot be noticed in time: "
@@ -144,9 +159,7 @@ class CompiledCalls:
                 inference_only=isinstance(submodule, _FAST_IN_EVAL),
                 is_paused=lambda: self._is_paused,
             )
-            submodule.__dict__[SLOT] = (
-                call  # past OptimizedModule's __setattr__, which would set it on the original
-            )
+            set_slot(submodule, call)
             self._wrapped.append((submodule, own, call))
 
     def own_call(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -171,7 +184,7 @@ class CompiledCalls:
                 known = [self._model, *(submodule for submodule, _, _ in self._wrapped)]
                 for name, submodule in self._model.named_modules():
                     if _is_compiled(submodule) and submodule not in known:
-                        raise refuse_late_compile(name) from error
+                        raise _refuse_late_compile(name) from error
             raise
 
     def covers(self, module: nn.Module) -> bool:
@@ -211,36 +224,29 @@ class CompiledCalls:
         if not any(wrapped is submodule for wrapped, _, _ in self._wrapped):
             self._wrapped.append((submodule, own, mark_as_ours(run_eagerly(call))))
             if not self._is_paused:
-                _set_slot(submodule, call)
+                set_slot(submodule, call)
 
     def pause(self) -> None:
         """Calls are the user's own until `resume`; one that somebody has wrapped since hands on."""
         self._is_paused = True
         for submodule, own, call in self._wrapped:
             if submodule.__dict__.get(SLOT) is call:
-                _set_slot(submodule, own)
+                set_slot(submodule, own)
 
     def resume(self) -> None:
         """They are ours again."""
         self._is_paused = False
         for submodule, own, call in self._wrapped:
             if submodule.__dict__.get(SLOT) is own:
-                _set_slot(submodule, call)
+                set_slot(submodule, call)
 
     def detach(self) -> None:
         """Give back the calls as they were, where nobody has replaced ours since."""
         _ATTACHED.discard(self)
         for submodule, own, call in self._wrapped:
             if submodule.__dict__.get(SLOT) is call:
-                _set_slot(submodule, own)
+                set_slot(submodule, own)
         self._wrapped.clear()
-
-
-def _set_slot(module: nn.Module, call: Callable[..., Any] | None) -> None:
-    if call is None:
-        module.__dict__.pop(SLOT, None)
-    else:
-        module.__dict__[SLOT] = call
 
 
 def _outermost_compiled(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
@@ -255,7 +261,7 @@ def _is_compiled(module: nn.Module) -> bool:
     own = module.__dict__
     compiled_forward = hasattr(own.get("forward"), "_torchdynamo_orig_callable")
     call = own.get(SLOT)
-    replaced = call is not None and not getattr(call, IS_OURS, False)
+    replaced = call is not None and not is_ours(call)
     return compiled_forward or replaced or _is_optimized(module)
 
 
