@@ -216,7 +216,7 @@ class Manager:
             has_optimizer=optimizer is not None,
             keeps=self,
         )
-        self._stm.part_called = _weakly(self._calls.add_part)
+        self._stm.note_part = _weakly(self._calls.add_part)
         self._compiled.release, self._compiled.wrap = _weakly(self._calls.unwrap), _weakly(self._calls.wrap)
         try:
             self._attach()

@@ -78,7 +78,7 @@ class StatefulTensorMgr:
         self.is_in_child = False
         self._budget = config.device_budget
         # Learns of modules that are called by themselves; `hetero.manager` sets this.
-        self.part_called: Callable[[nn.Module], None] = lambda part: None
+        self.note_part: Callable[[nn.Module], None] = lambda part: None
         # May begin a parameter's update as soon as its gradient leaves; `hetero.stm.step.speculation` sets this.
         self.try_early: Callable[[ManagedTensor, torch.Tensor], None] | None = None
         self.trials = TrialCounts()
@@ -200,10 +200,6 @@ class StatefulTensorMgr:
             return {} if plan is None else plan.first_uses
 
     # -- what interception calls (`hetero.stm.tensors.owner.Owner`) ---------------------------------------
-
-    def note_part(self, part: nn.Module) -> None:
-        """A module of the model has been called by itself."""
-        self.part_called(part)
 
     def begin_outside(self) -> None:
         """Autograd records an operator outside of the model's forward."""
