@@ -72,7 +72,7 @@ class StatefulTensorMgr:
         self.ledger = Ledger()
         self.collector = MemStatsCollector(accelerator, self.ledger, config.device_budget)
         self._accelerator = accelerator
-        self.lock = self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self.settled: SettledState | None = None  # `hetero.stm.settled`
         self._closed = False
         self.is_in_child = False
@@ -107,13 +107,13 @@ class StatefulTensorMgr:
             self.updates,
             engine,
             self.collector,
-            lock=self._lock,
+            lock=self.lock,
             check_process=self.check_process,
         )
         self.grads = GradientAccess(
             self.gradients,
             self.residency,
-            lock=self._lock,
+            lock=self.lock,
             parameters=lambda: len(self.tensors),
             roll_back=self.homes.roll_back,
         )
@@ -123,7 +123,7 @@ class StatefulTensorMgr:
             slots,
             self.ledger,
             self.collector,
-            lock=self._lock,
+            lock=self.lock,
             device_budget=config.device_budget,
         )
         self.relief = Relief(
@@ -133,7 +133,7 @@ class StatefulTensorMgr:
             self.gradients,
             self.activations,
             self.collector,
-            lock=self._lock,
+            lock=self.lock,
             device_budget=config.device_budget,
             ask=lambda nbytes, urgent: ask(self, nbytes, urgent=urgent),
         )
@@ -179,7 +179,7 @@ class StatefulTensorMgr:
             self.activations,
             self.collector,
             self.executor,
-            lock=self._lock,
+            lock=self.lock,
             has_optimizer=has_optimizer,
         )
         self.steps = Steps(self.segments, lambda: self.settled)
@@ -190,12 +190,12 @@ class StatefulTensorMgr:
 
     def device_homes(self) -> frozenset[int]:
         """Parameters that the plans want to live on the device, by index."""
-        with self._lock:
+        with self.lock:
             return frozenset(self.plans.device_homes)
 
     def by_first_use(self) -> dict[int, int]:
         """Rank of each parameter by when the planned iteration first uses it; by index. Empty without a plan."""
-        with self._lock:
+        with self.lock:
             plan = self.plans.last
             return {} if plan is None else plan.first_uses
 
@@ -209,7 +209,7 @@ class StatefulTensorMgr:
         """The pre-op sampling moment; operands are resident and in COMPUTE afterwards."""
         if self.is_in_child:
             raise in_child()
-        with self._lock:
+        with self.lock:
             # Else another thread has settled since these parameters were looked at: they are there, as themselves.
             if self.settled is None or not self.settled.is_on:
                 if _current_graph_task_id() != -1:
@@ -219,7 +219,7 @@ class StatefulTensorMgr:
 
     def end_operator(self, operands: list[ManagedTensor]) -> None:
         """The operator is done."""
-        with self._lock:
+        with self.lock:
             end_compute(operands)
 
     def note_unguarded(self) -> None:
@@ -235,14 +235,14 @@ class StatefulTensorMgr:
         if not tensor.parameter.requires_grad:
             return tensor.data
         if tensor.identity is None:
-            with self._lock:
+            with self.lock:
                 make_identity(tensor)
         assert tensor.identity is not None
         return tensor.identity
 
     def load_saved(self, tensor: ManagedTensor, version: int) -> torch.Tensor:
         """A saved parameter is about to be read by backward: its copy, after autograd's version check."""
-        with self._lock:
+        with self.lock:
             if self._closed:  # a graph from before: the parameter is wherever it lives now
                 return tensor.parameter.detach().to(self.device)
             if self.settled is not None and self.settled.is_on:  # likewise
@@ -264,7 +264,7 @@ class StatefulTensorMgr:
         self, tensor: ManagedTensor, gradient: torch.Tensor, *, is_shared: bool
     ) -> torch.Tensor | None:
         """A parameter's gradient is complete on the device; what autograd should take for it at home, if anything."""
-        with self._lock:
+        with self.lock:
             if self._closed:
                 return gradient.to(tensor.parameter.device).to(tensor.parameter.dtype)
             if self.settled is not None and self.settled.is_on:  # a graph from before: it ends at home
@@ -290,7 +290,7 @@ class StatefulTensorMgr:
 
     def give(self, nbytes: int, *, urgent: bool) -> int:
         """`hetero.stm.neighbours`"""
-        if not self._lock.acquire(blocking=False):
+        if not self.lock.acquire(blocking=False):
             return 0
         try:
             if self._closed or self.is_in_child:
@@ -299,23 +299,23 @@ class StatefulTensorMgr:
                 return 0
             return self.relief.give(nbytes, urgent=urgent)
         finally:
-            self._lock.release()
+            self.lock.release()
 
     def make_room(self, nbytes: int) -> None:
         """`hetero.stm.neighbours`"""
-        if not self._lock.acquire(blocking=False):
+        if not self.lock.acquire(blocking=False):
             return
         try:
             if not (self._closed or self.is_in_child or (self.settled is not None and self.settled.is_on)):
                 self.relief.make_room(nbytes)
         finally:
-            self._lock.release()
+            self.lock.release()
 
     # -- iterations -----------------------------------------------------------------------------------
 
     def trim(self, device_budget: int | None) -> int:
         """Leave the device's other bytes to others (`Manager.trim`); returns what the process has given back."""
-        with self._lock:
+        with self.lock:
             self.settle()
             before = self._accelerator.reserved_bytes()
             needs = self.plans.needs()
@@ -335,7 +335,7 @@ class StatefulTensorMgr:
 
     def settle(self) -> None:
         """Close the books of the iteration if its last segment is over, so that they can be read."""
-        with self._lock:
+        with self.lock:
             self.activations.settle()
             segment = self.executor.segment
             if segment is not None and segment.key.phase is Phase.STEP and segment.complete:
@@ -363,7 +363,7 @@ class StatefulTensorMgr:
 
     def begin_fork(self) -> None:
         """Finish what is under way and let nothing begin until `end_fork`. An update's error waits."""
-        self._lock.acquire()
+        self.lock.acquire()
         try:
             if not self._closed and not self.is_in_child:
                 self.executor.take_from_caller()
@@ -381,13 +381,13 @@ class StatefulTensorMgr:
     def end_fork(self) -> None:
         """In parent and child."""
         self.updates.release()
-        self._lock.release()
+        self.lock.release()
 
     # -- the end --------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Homes are true, nothing is on its way, no copy is left."""
-        with self._lock:
+        with self.lock:
             self.homes.end_updates()
             self.executor.finish_segment()
             self.collector.peaks.close()

@@ -186,7 +186,7 @@ def test_whatever_leaves_whenever_the_numbers_and_errors_are_the_same(ops, stops
     activations, ledger = manager._stm.activations, manager._stm.ledger
 
     def shed():
-        with manager._stm._lock:
+        with manager._stm.lock:
             activations.shed(1 << 60)
 
     model.shed = shed

@@ -295,7 +295,7 @@ def test_what_is_on_its_way_back_ahead_of_its_use_leaves_where_memory_is_short()
         loss = model(x.to(target)).square().mean()
         shed_all(manager)
         there = activations.device_bytes  # held by the loss
-        with manager._stm._lock:
+        with manager._stm.lock:
             for record in [reference() for reference in activations._live]:
                 if record.aliases is None:
                     activations._start_back(record)
@@ -415,7 +415,7 @@ def test_a_graph_dropped_while_a_copy_is_on_its_way_is_freed_after_it():
         for brings in (False, True):
             before = manager._stm.ledger.nbytes(Tier.DEVICE, Kind.ACTIVATION)
             out = model(torch.randn(ROWS, WIDTH).to(target))
-            with manager._stm._lock:
+            with manager._stm.lock:
                 records = [reference() for reference in activations._live]
                 assert sum(activations._leave(record, at_once=False) for record in records) > 0
                 if brings:

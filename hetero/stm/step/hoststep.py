@@ -66,7 +66,7 @@ class HostStep:
         uses_device: bool,
         speculates: bool | None,
     ) -> None:
-        self.optimizer = self._optimizer = optimizer
+        self.optimizer = optimizer
         self._stm = manager
         self._kept_ids = kept_ids
         self._own_step: Any = None
@@ -117,7 +117,7 @@ class HostStep:
 
     def attach(self) -> None:
         """Take the place of ``optimizer.step``."""
-        optimizer = self._optimizer
+        optimizer = self.optimizer
         self._own_step = optimizer.__dict__.get("step")
         inner = optimizer.step
         host_step = self
@@ -138,11 +138,11 @@ class HostStep:
         """Learn of whoever looks at ``optimizer.state`` from now on, if that can be. Its loading has put another one in
         its place."""
         if self._attached:
-            self._watch(self._optimizer)
+            self._watch(self.optimizer)
 
     def detach(self) -> None:
         """Give it back. Nothing may be queued."""
-        optimizer = self._optimizer
+        optimizer = self.optimizer
         if self._attached:
             self.capture.commit()
         self._attached = False
@@ -156,7 +156,7 @@ class HostStep:
 
     def can_pause(self) -> bool:
         """Nothing is left for it to do but what the optimizer does by itself: `hetero.stm.settled`."""
-        state = self._optimizer.state
+        state = self.optimizer.state
         if isinstance(state, WatchedState) and state.watcher is not self:
             return False
         return self._attached and sys.getrefcount(state) == _STATE_REFERENCES
@@ -181,9 +181,9 @@ class HostStep:
     @property
     def kernels(self) -> list[GroupKernels]:
         """What steps each of the optimizer's groups now, as far as its parameters are ours and live at home."""
-        groups = self._optimizer.param_groups
+        groups = self.optimizer.param_groups
         with plain():
-            return [count_kernels(self._optimizer, group, self._is_at_home) for group in groups]
+            return [count_kernels(self.optimizer, group, self._is_at_home) for group in groups]
 
     def _is_at_home(self, parameter: torch.Tensor) -> bool:
         return self.capture.is_ours(parameter) and not managed_of(parameter).stays
@@ -201,7 +201,7 @@ class HostStep:
         self._stm.check_process()
         closure = args[0] if args else kwargs.get("closure")
         if closure is not None:
-            if not calls_closure_first(self._optimizer):
+            if not calls_closure_first(self.optimizer):
                 # It runs the model: interception has to stay on. Steps of this kind are rare (LBFGS).
                 return self._step_with_closure(inner, closure, args, kwargs)
             with torch.enable_grad():
@@ -212,13 +212,13 @@ class HostStep:
                 self.step_settled(inner, (), {})
             return loss
         self._stm.segments.begin_step()
-        self._stm.steps.running = self._optimizer
+        self._stm.steps.running = self.optimizer
         self.capture.commit()
         complete = False
         self._stepped_now = set()
         self._is_inside = True
         try:
-            with innermost(self._optimizer, self._before, self._after):
+            with innermost(self.optimizer, self._before, self._after):
                 result = inner(*args, **kwargs)
             complete = True
         finally:
@@ -240,7 +240,7 @@ class HostStep:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        optimizer = self._optimizer
+        optimizer = self.optimizer
 
         def evaluate() -> Any:
             loss = closure()
@@ -404,7 +404,7 @@ class HostStep:
                 self.device_homes.keep_home(managed_of(parameter))
 
     def _bring_states_home(self) -> None:
-        if self._has_looked or not isinstance(self._optimizer.state, WatchedState):
+        if self._has_looked or not isinstance(self.optimizer.state, WatchedState):
             self._has_looked = False
             for tensor in self.capture.managed():
                 self.device_homes.keep_home(tensor)
