@@ -332,7 +332,7 @@ def period_stats(segments: list[Segment]) -> list[PeriodStats]:
         for period in segment.periods:
             if not period.is_sampled:
                 continue
-            period.settle()
+            period.read_events()
             rows.append(
                 PeriodStats(
                     index=len(rows),

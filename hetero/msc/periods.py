@@ -107,8 +107,8 @@ class Period:
     evicted in its middle; ``lost_own``: among them what will be there again, which it had saved itself or others have.
 
     ``seconds``: its own time ([Note: own time]). ``waits`` and ``gradients``: in the order in which they came;
-    ``sends``: of each gradient parameter, bytes and seconds of own time until then, once settled; ``handed_over``: the
-    same gradients, and what there was beside them.
+    ``sends``: of each gradient parameter, bytes and seconds of own time until then, after `read_events`;
+    ``handed_over``: the same gradients, and what there was beside them.
 
     Saved tensors go by (which forward, which record of it): ``saved`` with their bytes, ``used`` by backward and
     ``dropped`` within the period, ``held_saved`` by somebody else when it began.
@@ -164,7 +164,7 @@ class Period:
             most = max(most, stayed + min(beside, self.non_model_bytes))
         return max(most, self.non_model_bytes + sum(n for x, n in staying.items() if x not in seen))
 
-    def settle(self) -> None:
+    def read_events(self) -> None:
         """Turn the events into seconds; waits for the device to reach the period's end."""
         if self.begin is not None and self.end is not None:
             self.read_times(self.end)

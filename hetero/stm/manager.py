@@ -336,7 +336,7 @@ class StatefulTensorMgr:
     def settle(self) -> None:
         """Close the books of the iteration if its last segment is over, so that they can be read."""
         with self.lock:
-            self.activations.settle()
+            self.activations.close_gone()
             segment = self.executor.segment
             if segment is not None and segment.key.phase is Phase.STEP and segment.complete:
                 self.executor.finish_segment()

@@ -199,7 +199,7 @@ def test_whatever_leaves_whenever_the_numbers_and_errors_are_the_same(ops, stops
         assert_same([ONE_OF_SEVERAL if n in told else g for n, g in enumerate(got)], expected, "seen")
         wait_for_backward_ends(target)
         gc.collect()  # an error and the frames that it passed hold each other, and the graph
-        activations.settle()
+        activations.close_gone()
         moved = manager.stats.activation_out_bytes
         event("moved" if moved else "stayed")
         assert ledger.nbytes(Tier.DEVICE, Kind.ACTIVATION) == 0

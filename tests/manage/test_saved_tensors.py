@@ -42,7 +42,7 @@ def same_with_everything_shed(build, run, **keywords):
     with manage_for(model, **keywords) as manager:
         torch.manual_seed(1)
         got = plain(run(model, device(), lambda: moved.append(shed_all(manager))))
-        manager._stm.activations.settle()
+        manager._stm.activations.close_gone()
         ledger = manager._stm.ledger
         assert ledger.nbytes(Tier.DEVICE, Kind.ACTIVATION) == ledger.nbytes(Tier.HOST, Kind.ACTIVATION) == 0
     assert_same(got, expected, "observed")
@@ -214,7 +214,7 @@ def test_views_of_one_storage_move_once_and_come_back_as_they_were():
         x = torch.randn(128, WIDTH).to(device())
         loss = model(x).square().mean()
         qkv = 128 * 3 * WIDTH * 4
-        manager._stm.activations.settle()
+        manager._stm.activations.close_gone()
         records = [account.device_nbytes for account in manager._stm.activations._live.values()]
         assert records.count(qkv) == 1
         shed_all(manager)
@@ -322,7 +322,7 @@ def test_what_the_user_holds_stays_and_has_its_values():
         shed_all(manager)
         assert seen[0].data_ptr() == address
         assert torch.equal(seen[0], values)
-        manager._stm.activations.settle()
+        manager._stm.activations.close_gone()
         held = manager._stm.activations.held()
         assert len(held) >= 1
         loss.backward()
@@ -396,7 +396,7 @@ def test_a_dropped_graph_frees_device_and_host():
             del loss
             while manager._stm.relief.relieve():
                 pass
-            activations.settle()
+            activations.close_gone()
             assert ledger.nbytes(Tier.DEVICE, Kind.ACTIVATION) == 0
             assert ledger.nbytes(Tier.HOST, Kind.ACTIVATION) == 0
             assert torch.accelerator.memory_allocated() == base
@@ -425,7 +425,7 @@ def test_a_graph_dropped_while_a_copy_is_on_its_way_is_freed_after_it():
                             activations._start_back(record)
             del out, records
             record = None
-            activations.settle()
+            activations.close_gone()
             assert activations._flights
             activations.reclaim(1 << 60)
             assert manager._stm.ledger.nbytes(Tier.DEVICE, Kind.ACTIVATION) == before

@@ -128,7 +128,7 @@ class Activations:
 
     def _register(self, storage_key: int, nbytes: int) -> Activation:
         if self._gone:
-            self.settle()
+            self.close_gone()
         ordinal = self._ordinal
         self._ordinal = ordinal + 1
         device_nbytes = self._accelerator.allocated_size(nbytes)
@@ -151,7 +151,7 @@ class Activations:
 
     def begin_iteration(self) -> None:
         """What is left over from the one before is the caller's."""
-        self.settle()
+        self.close_gone()
         self._by_index.clear()
         for account in self._live.values():
             account.retire()
@@ -159,7 +159,7 @@ class Activations:
     def begin_forward(self, number: int) -> None:
         """Forward ``number`` of those that wait for their backward begins. An earlier one of that number, whose graph
         was kept, is the caller's from now on."""
-        self.settle()
+        self.close_gone()
         for account in self._live.values():
             if account.key[0] == number:
                 account.retire()
@@ -172,7 +172,7 @@ class Activations:
 
     def held(self) -> tuple[Key, ...]:
         """The records that cannot leave now, because somebody besides the graph holds them."""
-        self.settle()
+        self.close_gone()
         self._may_be_held = {
             account: reference
             for account, reference in self._may_be_held.items()
@@ -180,12 +180,12 @@ class Activations:
         }
         return tuple(account.key for account in self._may_be_held)
 
-    def settle(self) -> None:
+    def close_gone(self) -> None:
         """Close the accounts of records that are gone. Cheap if there are none."""
         if self._gone:
-            self._settle()
+            self._close_gone()
 
-    def _settle(self) -> None:
+    def _close_gone(self) -> None:
         while self._gone:
             reference = self._gone.popleft()
             account = self._live.pop(reference, None)
@@ -254,7 +254,7 @@ class Activations:
 
     def shed(self, nbytes: int) -> int:
         """Free at least ``nbytes`` if idle records have as many, the first saved first; returns how many."""
-        self.settle()
+        self.close_gone()
         freed = self.reclaim(nbytes)
         for reference in list(self._live):
             if freed >= nbytes:
@@ -280,7 +280,7 @@ class Activations:
     @property
     def has_records(self) -> bool:
         """A graph is alive that has saved some."""
-        self.settle()
+        self.close_gone()
         return bool(self._live)
 
     @property
@@ -290,7 +290,7 @@ class Activations:
 
     def without_host_room(self) -> int:
         """Bytes on the device of records that could leave, had the host's budget room for them."""
-        self.settle()
+        self.close_gone()
         records = [record for reference in self._live if (record := reference()) is not None]
         idle = [
             r for r in records if r.aliases is not None and r.account.flight is None and not self._is_held(r)
@@ -304,7 +304,7 @@ class Activations:
 
     def close(self) -> None:
         """Nothing is on its way. Graphs that are left can still be read."""
-        self.settle()
+        self.close_gone()
         for flight in list(self._flights.values()):
             self._land(flight)
         for account in self._live.values():

@@ -6,7 +6,8 @@ Moves nothing: that is `hetero.stm.activations.offload`.
 [Note: who owns what]
 An autograd node holds a `Saved`, that holds the `Activation`, that holds the memory. Nothing of ours holds an
 `Activation`, so a graph that is dropped frees all of it at once. Its `Account`, the bytes it has on each tier, is
-ours, and is closed when the record is gone (`settle`), or, if a copy is on its way then, when that has ended.
+ours, and is closed when the record is gone (`Activations.close_gone`), or, if a copy is on its way then, when that has
+ended.
 """
 
 from dataclasses import dataclass

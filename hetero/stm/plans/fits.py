@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from hetero.msc import Phase, SegmentKey
 from hetero.stm.plans.plan import CyclePlan
 
-__all__ = ["Growth", "Kind", "KindGrowth", "kind_of", "read_growth"]
+__all__ = ["ForwardKind", "Growth", "KindGrowth", "kind_of", "read_growth"]
 
 _SPARE = 2  # times as much as was measured has to be there, where that is no bound
 
-Kind = tuple[bool, Hashable]
+ForwardKind = tuple[bool, Hashable]
 """Of a forward: whether gradients are recorded, and the signature of its inputs."""
 
 
@@ -34,10 +34,10 @@ class Growth:
     iterations. ``by_kind``: of a forward of that kind."""
 
     peak: int
-    by_kind: dict[Kind, KindGrowth]
+    by_kind: dict[ForwardKind, KindGrowth]
 
 
-def kind_of(key: SegmentKey) -> Kind:
+def kind_of(key: SegmentKey) -> ForwardKind:
     """Of a forward's segment: its key without the number of forwards that wait for their backward."""
     signature = key.signature
     return key.trains, signature[0] if isinstance(signature, tuple) else signature
@@ -46,7 +46,7 @@ def kind_of(key: SegmentKey) -> Kind:
 def read_growth(plans: Iterable[CyclePlan], *, budget: int, gradient_bytes: int, step_bytes: int) -> Growth:
     """``gradient_bytes``: of all gradients; ``step_bytes``: what the optimizer's own step allocates for a while. Saved
     tensors and gradients count as long as they live."""
-    peak, by_kind = 0, dict[Kind, KindGrowth]()
+    peak, by_kind = 0, dict[ForwardKind, KindGrowth]()
     for plan in plans:
         saved = _saved_bytes(plan)
         needs = _needs(plan, budget, step_bytes, saved)

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from hetero.eviction import CapacityError, HomeCost, Schedule, Trace
 from hetero.msc import Phase, Segment, SegmentKey
-from hetero.stm.plans.fits import Kind, kind_of
+from hetero.stm.plans.fits import ForwardKind, kind_of
 from hetero.stm.plans.outgrown import Outgrown
 from hetero.stm.plans.plan import CyclePlan, PlanMaker
 from hetero.stm.plans.samples import Samples
@@ -140,7 +140,7 @@ class PlanBook:
         self.timings.forget(keys)
         self.samples.forget(keys, for_good=for_good)
 
-    def note_settled(self, kind: Kind, passed: int, *, model_bytes: int) -> None:
+    def note_settled(self, kind: ForwardKind, passed: int, *, model_bytes: int) -> None:
         """While nothing was intercepted and model data of ``model_bytes`` was on the device, the budget was passed by
         so many bytes, in an iteration with a forward of this kind."""
         for keys, plan in self._plans.items():

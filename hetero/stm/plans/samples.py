@@ -53,7 +53,7 @@ class Samples(Mapping[SegmentKey, Sequence[Segment]]):
 
     def add(self, segment: Segment) -> None:
         """It is over, and was complete."""
-        _settle(segment)
+        _read_events(segment)
         if segment.key in self._outdated:
             self._outdated.discard(segment.key)
             del self._kept[segment.key]
@@ -83,7 +83,7 @@ class Samples(Mapping[SegmentKey, Sequence[Segment]]):
             kept = self._kept[segment.key]
             if segment in kept or len(segment.periods) != len(kept[-1].periods):
                 continue
-            _settle(segment)
+            _read_events(segment)
             if segment.key.phase is Phase.FORWARD:
                 last = len(segment.periods) - 1
                 grown = max(grown, segment.periods[last].non_model_bytes - non_model_peak(kept, last))
@@ -96,7 +96,7 @@ class Samples(Mapping[SegmentKey, Sequence[Segment]]):
         if not _are_longer(segments, [self._kept[segment.key][-1] for segment in segments]):
             return False
         for segment in segments:
-            _settle(segment)
+            _read_events(segment)
             self._kept[segment.key] = [segment]
         return True
 
@@ -132,6 +132,6 @@ def _saved(segment: Segment) -> int:
     return sum(len(period.saved) for period in segment.periods)
 
 
-def _settle(segment: Segment) -> None:
+def _read_events(segment: Segment) -> None:
     for period in segment.periods:
-        period.settle()
+        period.read_events()

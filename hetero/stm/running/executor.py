@@ -152,7 +152,7 @@ class Executor:
 
     def before_operator(self, operands: list[ManagedTensor], name: object) -> None:
         """The pre-op sampling moment: measure, then change the layout as planned, then make operands resident."""
-        self._activations.settle()
+        self._activations.close_gone()
         self._limit_gradients()
         collector = self._collector
         if self._is_in_place(operands):

@@ -16,7 +16,7 @@ from torch import nn
 from hetero.devices import Accelerator
 from hetero.msc import Phase
 from hetero.stm.manager import StatefulTensorMgr
-from hetero.stm.plans.fits import Growth, Kind, kind_of
+from hetero.stm.plans.fits import ForwardKind, Growth, kind_of
 from hetero.stm.settled.attempts import Attempts
 from hetero.stm.updates.optimizers import without_momentum
 
@@ -50,18 +50,18 @@ class Check:
         self._growth = Growth(peak=0, by_kind={})
         self._limit = 0
         self._seen_failures = self._seen_peak = 0
-        self._last: Kind | None = None  # kind of the last forward that ran settled
+        self._last: ForwardKind | None = None  # kind of the last forward that ran settled
         # A trained parameter, which tells of steps and of gradients that are added up.
         self._probe: nn.Parameter | None = None
         # Kinds of training forwards since what the iteration takes from there on was last seen to be free, and what the
         # probe was then.
-        self._since: list[Kind] = []
+        self._since: list[ForwardKind] = []
         self._then: _State = (0, None)
         self._frozen: list[nn.Parameter] = []
         # Groups of the optimizer: there is no room for the states that the step makes once it is on.
         self._without_momentum: list[dict[str, Any]] = []
 
-    def begin(self, kind: Kind, growth: Growth, limit: int) -> None:
+    def begin(self, kind: ForwardKind, growth: Growth, limit: int) -> None:
         """It has settled for a forward of such a kind. ``growth``: what iterations need beside model data; ``limit``:
         the bytes that all may take together, which is the budget less what was given to others, until `Manager.trim`.
         """
@@ -80,7 +80,7 @@ class Check:
         """No forward comes here any more."""
         self._frozen, self._probe, self._since, self._without_momentum = [], None, [], []
 
-    def admits(self, kind: Kind) -> bool:
+    def admits(self, kind: ForwardKind) -> bool:
         """Such a forward is about to begin: whether what it begins fits beside what there is."""
         # Written out, because it is all that runs of ours: of a training step, this and what calls it.
         used, peak, failures = self._accelerator.pressure()
@@ -103,7 +103,7 @@ class Check:
             self._since, self._then = [kind], _state_of(self._probe)
         return admits
 
-    def foresees(self, kind: Kind) -> bool:
+    def foresees(self, kind: ForwardKind) -> bool:
         """Less is free than an iteration takes from such a forward on, because it is one of several in one, and what
         those before it have made is still there; that it all fits was seen at the first. To leave in between would be
         in vain, and gradients of the graphs that there are would be added up by themselves: other bits."""

@@ -10,7 +10,7 @@ import operator
 from hetero.devices import Accelerator
 from hetero.errors import BudgetError
 from hetero.stm.manager import StatefulTensorMgr
-from hetero.stm.plans.fits import Growth, Kind, read_growth
+from hetero.stm.plans.fits import ForwardKind, Growth, read_growth
 from hetero.stm.plans.plan import CyclePlan
 from hetero.stm.step.hoststep import HostStep
 from hetero.stm.step.ownstep import step_bytes
@@ -107,6 +107,6 @@ class Fitting:
         return True
 
 
-def _autocasts(kind: Kind) -> bool:
+def _autocasts(kind: ForwardKind) -> bool:
     signature = kind[1]
     return isinstance(signature, tuple) and len(signature) > 1 and signature[1] is not False

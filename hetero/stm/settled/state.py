@@ -15,7 +15,7 @@ from hetero.errors import ManageError
 from hetero.stm.interception.compiled import CompiledCalls
 from hetero.stm.interception.intercept import in_scope
 from hetero.stm.manager import StatefulTensorMgr
-from hetero.stm.plans.fits import Kind
+from hetero.stm.plans.fits import ForwardKind
 from hetero.stm.settled.attempts import Attempts
 from hetero.stm.settled.check import Check
 from hetero.stm.settled.exchange import may_go_back
@@ -103,13 +103,13 @@ class Settled:
 
     # -- there ----------------------------------------------------------------------------------------
 
-    def _try(self, kind: Kind) -> bool:
+    def _try(self, kind: ForwardKind) -> bool:
         if self._stm.plans.last is None or not self._attempts.is_due() or not self._settle(kind):
             return False
         self._attempts.note_success()
         return True
 
-    def _settle(self, kind: Kind) -> bool:
+    def _settle(self, kind: ForwardKind) -> bool:
         stm = self._stm
         if in_scope() or torch._C._current_graph_task_id() != -1:
             return False
