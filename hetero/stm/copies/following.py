@@ -15,6 +15,8 @@ Home can be written without our learning of it at once, through ``p.data`` or a 
 copy then follows at the next forward, or the next operator on the parameter.
 """
 
+from typing import NoReturn
+
 import torch
 
 from hetero.devices import CopyEngine
@@ -22,7 +24,7 @@ from hetero.errors import ManageError
 from hetero.stm.copies.uploads import Uploads
 from hetero.stm.tensors.managed import ManagedTensor
 
-__all__ = ["refresh", "written_twice"]
+__all__ = ["refresh", "refuse_written_twice"]
 
 
 def refresh(tensor: ManagedTensor, engine: CopyEngine, uploads: Uploads) -> None:
@@ -32,7 +34,7 @@ def refresh(tensor: ManagedTensor, engine: CopyEngine, uploads: Uploads) -> None
     data = tensor.data
     assert data is not None
     if tensor.is_dirty:
-        raise written_twice(tensor)
+        refuse_written_twice(tensor)
     if tensor.ready is not None:
         engine.compute_after_upload(tensor.ready)
         tensor.ready = None
@@ -45,11 +47,12 @@ def refresh(tensor: ManagedTensor, engine: CopyEngine, uploads: Uploads) -> None
     tensor.note_loaded()
 
 
-def written_twice(tensor: ManagedTensor) -> ManageError:
-    """The error for a copy and a home that were both written: nobody knows in which order. Home counts from then on."""
+def refuse_written_twice(tensor: ManagedTensor) -> NoReturn:
+    """Raises `ManageError` for a copy and a home that were both written: nobody knows in which order. Home counts from
+    then on."""
     assert tensor.data is not None
     tensor.clean_version = tensor.data._version
-    return ManageError(
+    raise ManageError(
         f"{tensor.name} {tuple(tensor.home.shape)} was written through a view from within the model's forward, "
         "which is still held, and also through p.data, and which came first cannot be told: the parameter is now what "
         "p.data made of it. Write through one of them, or look at the parameter in between (p.detach())"

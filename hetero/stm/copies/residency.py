@@ -16,7 +16,7 @@ from hetero.devices import Accelerator, CopyEngine
 from hetero.errors import ManageError
 from hetero.eviction import Policy
 from hetero.msc import MemStatsCollector
-from hetero.stm.copies.following import refresh, written_twice
+from hetero.stm.copies.following import refresh, refuse_written_twice
 from hetero.stm.copies.orders import Orders
 from hetero.stm.copies.room import Room
 from hetero.stm.copies.uploads import Uploads
@@ -222,7 +222,7 @@ class Residency:
             self.discard(tensor)
             raise refused_write(tensor)
         if tensor.is_stale:
-            raise written_twice(tensor)
+            refuse_written_twice(tensor)
         self.orders.finish_update(tensor)
         living = tensor.living
         assert living is not None
