@@ -74,6 +74,8 @@ class Activations:
         # to be let go of.
         self._may_be_held: dict[Account, weakref.ref[Activation]] = {}
         self._flights: dict[int, Flight] = {}
+        # Both ends of a copy that is being started, kept alive here: an interrupt before its flight is known would let
+        # go of them while it runs.
         self._starting: tuple[torch.Tensor, torch.Tensor] | None = None
         self._forward = 0
         self._ordinal = 0
@@ -312,8 +314,8 @@ class Activations:
         self._by_index.clear()
         self._closed = True
 
-    def await_copies(self) -> None:
-        """After an interrupt, and a wait for the whole device: nothing is being started."""
+    def forget_starting(self) -> None:
+        """After an interrupt, and a wait for the whole device: no copy is on its way that nobody knows of."""
         self._starting = None
 
     # -- moves -------------------------------------------------------------------------------------------

@@ -276,7 +276,7 @@ class Segments:
             for tensor in self._tensors:
                 tensor.abandon_compute()
         self._residency.await_copies()
-        self._activations.await_copies()
+        self._activations.forget_starting()
 
     def _guarded_backward(self) -> contextlib.AbstractContextManager[None]:
         segment = self._executor.segment
