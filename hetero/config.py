@@ -11,7 +11,7 @@ import torch
 from hetero.errors import ConfigError
 from hetero.units import format_bytes, parse_budget
 
-__all__ = ["Config", "Size"]
+__all__ = ["Config", "Size", "resolve"]
 
 Size = int | float | str
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from hetero.eviction.model import CapacityError, Trace
 
-__all__ = ["Intervals", "read_intervals"]
+__all__ = ["Bools", "Floats", "Intervals", "Ints", "read_intervals"]
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]

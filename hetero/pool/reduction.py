@@ -18,7 +18,7 @@ import numpy as np
 
 from hetero.pool.problem import IntArray, Problem
 
-__all__ = ["Piece", "pieces"]
+__all__ = ["Piece", "clique_lives", "pieces"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from hetero.errors import PlanError
 
-__all__ = ["SERVERS", "Floats", "Ints", "Program", "ProgramBuilder", "Server"]
+__all__ = ["SERVERS", "Floats", "Ints", "Program", "ProgramBuilder", "Server", "assemble"]
 
 Server = Literal["compute", "h2d", "d2h", "host"]
 SERVERS: tuple[Server, ...] = get_args(Server)

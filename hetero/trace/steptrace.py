@@ -17,7 +17,7 @@ from hetero.errors import PlanError
 from hetero.pool.problem import Buffer, Problem
 from hetero.units import format_bytes
 
-__all__ = ["Kind", "Operator", "Phase", "StepTrace", "Storage"]
+__all__ = ["KINDS", "PHASES", "Kind", "Operator", "Phase", "StepTrace", "Storage"]
 
 Phase = Literal["forward", "backward", "step"]
 Kind = Literal["parameter", "buffer", "gradient", "state", "input", "activation", "temporary"]

@@ -29,7 +29,7 @@ from hetero.stm.copies.residency import RESIDENT
 from hetero.stm.tensors.fetch import Fetch, plain
 from hetero.stm.tensors.managed import Layout, ManagedTensor
 
-__all__ = ["may_save_again", "part_saved_as_handles", "saved_tensors_as_handles"]
+__all__ = ["may_save_again", "modified_in_place", "part_saved_as_handles", "saved_tensors_as_handles"]
 
 
 @dataclass(slots=True)

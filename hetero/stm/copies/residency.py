@@ -25,7 +25,7 @@ from hetero.stm.tensors.managed import ManagedTensor, refused_write
 from hetero.stm.tensors.precision import Master
 from hetero.stm.tensors.state import Kind, Ledger, Tier
 
-__all__ = ["Residency"]
+__all__ = ["RESIDENT", "Residency"]
 
 # Storage identity -> whose copy it is. Shared by all managers of the process, so that the saved-tensor hooks of
 # one model recognise the weights of another that is used inside it.

@@ -39,13 +39,20 @@ from hetero.stm.tensors.managed import ManagedTensor
 from hetero.stm.tensors.owner import Owner
 
 __all__ = [
+    "HANDLERS",
     "ManagedParameter",
+    "ahead_of_home",
+    "collect",
     "in_scope",
     "is_managed",
     "managed_of",
     "outside",
+    "replace_one",
+    "run_at_home",
+    "run_operator",
     "scope",
     "substituted",
+    "write_back",
 ]
 
 
