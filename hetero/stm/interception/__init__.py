@@ -1,4 +1,5 @@
 """Where torch's operators, functions and calls meet managed parameters.
 
-Read `intercept` (operators), `functions` (what is none), `exchange` (how it is switched off for a parameter).
+Read `intercept` (operators), `functions` (what is no operator: metadata, ``p.grad``, ``p.data``), `compiled`, `parts`
+and `outside` (calls of submodules, and beside the model), `clipping` and `scaling` (lists of gradients).
 """
