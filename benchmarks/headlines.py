@@ -49,7 +49,11 @@ def _host_step_lines(record: Record) -> list[Line]:
     lines = []
     for clips, copies, case in (
         (False, False, "a norm that never clips"),
-        (False, True, "likewise, what is overwritten being copied as slowly as it is updated"),
+        (
+            False,
+            True,
+            "a norm that never clips, where copying what a trial overwrites takes as long as the update",
+        ),
         (True, False, "a norm that clips every time"),
     ):
         mine = [row for row in rows if row["clips"] is clips and (row.get("copies", 0.0) == 1.0) is copies]
