@@ -75,8 +75,9 @@ def manage(
         device_budget: bytes of device memory that may be in use, activations included: an int, ``"20GiB"``,
             ``"80%"`` of the device, or a share as a float <= 1.0. Default: what is free; 80 % of it where
             the allocator leaves gaps, as on CUDA.
-        host_budget: bytes of model data in host memory, written likewise. Default: what is free under the
-            machine's and the cgroup's limits.
+        host_budget: bytes of model data in host memory (homes, gradients, optimizer states, activations that have
+            left, and what ``speculate`` copies), written likewise. Default: what is free under the machine's and the
+            cgroup's limits.
         warmup_budget: share of ``device_budget`` that parameters may take before anything has been measured.
         warmup_steps: iterations to measure before planning.
         policy: who leaves when room is needed: ``"opt"`` (farthest next use), ``"cost-opt"``, ``"lru"``,
@@ -90,11 +91,12 @@ def manage(
         device_homes: where there is room, let parameters live on the device, with gradient and optimizer states, and
             step them there, as many as make the iteration shortest (`Manager.plan`). A device's kernels may round
             otherwise than the host's, and how many there are depends on measured speeds: False, or
-            ``torch.use_deterministic_algorithms(True)``, steps everything at home, as does ``precision``.
-        speculate: where updates at home take longer than the next forward can hide, begin them in backward, and take
-            them back if the step turns out to be another than those before. Exact. Each such update first copies what
-            it overwrites, so parameters and states are in host memory once more: by default as many as take half of
-            what is left of ``host_budget``; True: all of it; False: never.
+            ``torch.use_deterministic_algorithms(True)``, steps everything at home.
+        speculate: where updates at home take longer than the next forward can hide, begin them in backward, and undo
+            them, bit for bit, if the step turns out different from what was assumed. Each such update first copies
+            what it overwrites, so parameters and states are in host memory once more: by default as many as take half
+            of what is left of ``host_budget``; True: all of it; False: never. Not for parameters that ``precision``
+            casts.
 
     With ``precision``, a floating-point parameter keeps its type at home, for the optimizer, for clipping, in
     checkpoints and wherever it is used outside the model's forward; within forward and backward it, its gradient and
