@@ -6,8 +6,9 @@ also derive from it, so that ``except ValueError`` and ``except RuntimeError`` k
     HeteroError
     ├── ConfigError (ValueError)       a keyword or argument that cannot be used
     ├── ManageError (RuntimeError)     a model or optimizer that cannot be managed as it is
-    ├── BudgetError (RuntimeError)     something that cannot fit under device_budget or host_budget; in the middle
-    │                                  of an operator also a torch.OutOfMemoryError
+    ├── BudgetError (RuntimeError)     something that cannot fit under device_budget or host_budget
+    │   └── NoRoomError                an operator that is refused; also a torch.OutOfMemoryError
+    │                                  (`hetero.stm.copies.shortage`)
     ├── StateError (RuntimeError)      an illegal transition of a tensor's state
     ├── PlanError (ValueError)         a trace, problem, schedule or solution that is not valid
     ├── DeviceError (RuntimeError)     a device that cannot be used: no compiler, no accelerator

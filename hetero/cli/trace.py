@@ -1,4 +1,4 @@
-"""``hetero trace FILE.py:FUNCTION``: a training step's memory, operator by operator, before it is owned."""
+"""``hetero trace FILE.py:FUNCTION``: what one step's memory is made of, without computing it or needing that memory."""
 
 from pathlib import Path
 from typing import Annotated

@@ -204,7 +204,8 @@ class PeriodStats:
         host_model_bytes: model data on the host.
         host_non_model_bytes: what else the process holds in host memory.
         fetched_bytes: host to device.
-        evicted_bytes: device copies dropped, which costs nothing, or written back.
+        evicted_bytes: device copies that were given up: dropped, which costs nothing, or, where they had been written,
+            after a copy home.
         written_bytes: device to host: gradients and written copies.
         activation_out_bytes, activation_in_bytes: saved tensors, device to host and back.
         stall_seconds: time compute waited for copies.

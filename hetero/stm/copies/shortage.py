@@ -1,4 +1,4 @@
-"""What a budget that is too small is told.
+"""What the user is told of a budget that is too small.
 
 Owns the words and the number. Invariant: where "at least" is said, a budget of that many bytes holds every operator of
 the iterations that were measured; where none was, what the operator allocates itself is said to come on top.

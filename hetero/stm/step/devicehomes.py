@@ -93,8 +93,8 @@ class DeviceHomes:
 
     @property
     def stepped(self) -> set[int]:
-        """Indices of the parameters whose states exist, if they need any: those that were stepped, but for whom
-        somebody has emptied the entry or turned on momentum since."""
+        """Indices of the parameters whose states exist, if they need any: those that were stepped, unless somebody
+        has since emptied the entry or turned on momentum."""
         return self._with_states(self._groups())
 
     def note_seconds(self, nbytes: int, seconds: float) -> None:
