@@ -24,6 +24,7 @@ __all__ = ["check_budgets", "check_manageable", "named_buffers", "named_paramete
 def check_manageable(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, parameters: list[tuple[str, nn.Parameter]]
 ) -> None:
+    """Raises `ManageError` for what cannot be managed as it is. ``parameters``: `named_parameters` of ``model``."""
     if not isinstance(model, nn.Module):
         raise _not_a_model(model)
     if not parameters:
@@ -179,8 +180,10 @@ def _states_per_parameter(optimizer: torch.optim.Optimizer | None) -> int:
 
 
 def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Of ``model``, each once; none of what is no module, which `check_manageable` refuses."""
     return list(model.named_parameters()) if isinstance(model, nn.Module) else []
 
 
 def named_buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Of ``model``, each once, without those that are None."""
     return [(name, buffer) for name, buffer in model.named_buffers() if buffer is not None]

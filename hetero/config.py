@@ -14,13 +14,23 @@ from hetero.units import format_bytes, parse_budget
 __all__ = ["Config", "Size", "resolve"]
 
 Size = int | float | str
+"""Bytes, a share as a float <= 1.0, or text such as ``"20GiB"`` and ``"80%"`` (`hetero.units.parse_budget`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """Resolved settings: sizes in bytes, fractions in (0, 1].
+    """Resolved settings; what each means is said in `hetero.manage`.
 
-    ``policy`` is checked where policies are known (`hetero.eviction.resolve_policy`).
+    Attributes:
+        device_budget: bytes of the device that may be in use.
+        host_budget: bytes of model data in host memory.
+        warmup_budget: a share of ``device_budget``, in (0, 1].
+        warmup_steps: iterations, at least 1.
+        policy: as given: checked where policies are known (`hetero.eviction.resolve_policy`).
+        prefetch, activations, device_homes: as given.
+        pin_memory: where the system allows it.
+        precision: that operators compute in; None: the parameters' own type.
+        speculate: None where host memory decides.
     """
 
     device_budget: int

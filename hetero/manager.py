@@ -78,8 +78,9 @@ def manage(
         host_budget: bytes of model data in host memory (homes, gradients, optimizer states, activations that have
             left, and what ``speculate`` copies), written likewise. Default: what is free under the machine's and the
             cgroup's limits.
-        warmup_budget: share of ``device_budget`` that parameters may take before anything has been measured.
-        warmup_steps: iterations to measure before planning.
+        warmup_budget: share of ``device_budget``, in (0, 1], that parameters may take before anything has been
+            measured.
+        warmup_steps: iterations to measure before planning, at least 1.
         policy: who leaves when room is needed: ``"opt"`` (farthest next use), ``"cost-opt"``, ``"lru"``,
             ``"fifo"`` or an object of `hetero.eviction.Policy`.
         prefetch: start copies before they are needed, beside compute.
@@ -233,7 +234,8 @@ class Manager:
 
     @property
     def stats(self) -> MemoryStats:
-        """Memory and traffic so far; a snapshot. Waits for what the last step left to be done."""
+        """Memory and traffic so far; a snapshot. Waits for what the last step left to be done, and raises what a queued
+        update raised. After `close`: as they were then."""
         if not self._closed:
             self._stm.homes.finish_updates()
         return collect_stats(
@@ -247,7 +249,7 @@ class Manager:
     @property
     def plan(self) -> Plan | None:
         """Where parameters live, and what moves when, in iterations like the last one; a snapshot. None before there is
-        a plan: the first iteration measures."""
+        a plan: the first iteration measures. After `close`: as it was then."""
         if self._host_step is not None and not self._closed:
             self._kernels = self._host_step.kernels
         return describe_plan(self._stm, self._kernels, everything_fits=self._everything_fits)
@@ -278,13 +280,18 @@ class Manager:
         return self._stm.trim(nbytes)
 
     def plot(self, path: str) -> None:
-        """Draw model and non-model data per period against the budget, as PNG, SVG or PDF by the name's ending."""
+        """Draw model and non-model data per period against the budget, as PNG, SVG or PDF by the name's ending.
+
+        Raises `ConfigError` for another ending, and before an iteration has been measured."""
         plot_stats(self.stats, path)
 
     def close(self) -> None:
         """Give back plain parameters: same objects, present values, gradients and optimizer states, on the
         devices where they were before; states that there were not yet go where their parameter is. Closing twice does
-        nothing."""
+        nothing.
+
+        Raises what a queued update raised, when everything has been given back; `ManageError` where a backend cannot
+        change a parameter's device because a graph that is still alive refers to it."""
         if self._closed:
             return
         self._stm.executor.take_from_caller()

@@ -232,8 +232,12 @@ class Policy(Protocol):
     """Chooses who leaves. Stateless: the same candidates give the same victims."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """What its schedules say of where they come from (`Schedule.policy`)."""
+        ...
 
     def victims(self, candidates: Sequence[Candidate], nbytes: int) -> Sequence[int]:
-        """Tensor ids to evict, in order, freeing at least ``nbytes`` if possible."""
+        """Tensors of ``candidates``, each once, to evict in this order; together at least ``nbytes``, if there are as
+        many. They may be more. Where they are fewer, a plan adds those unused for longest; at run time it counts as if
+        nothing more could leave."""
         ...
