@@ -62,6 +62,7 @@ class Intervals:
         return self.compulsory_bytes + fetched + self.written_back_bytes(keep)
 
     def written_back_bytes(self, keep: Bools) -> int:
+        """Of `moved_bytes`, those that go from the device to the host because a written copy is not kept."""
         lost = ~keep & (self.group >= 0)
         _, first = np.unique(self.group[lost], return_index=True)
         return int(self.nbytes[lost][first].sum())

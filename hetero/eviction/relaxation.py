@@ -9,7 +9,7 @@ intervals.
 entries. Instead ``held[t] - held[t-1] = entering[t] - leaving[t]`` and ``held[t] <= room[t]``: two entries
 per interval.
 
-[Note: windows] Solving time grows faster than the trace. Above ``_MOST_PERIODS`` periods the LP is solved in
+[Note: solved in windows] Solving time grows faster than the trace. Above ``_MOST_PERIODS`` periods the LP is solved in
 overlapping windows; each contributes the prices and fractions of its middle, where what lies beyond its edges
 hardly matters.
 """

@@ -44,6 +44,7 @@ class Simulation:
 
     @property
     def peak_bytes(self) -> int:
+        """Of model data on the device, at most."""
         return max(self.model_bytes, default=0)
 
     @property

@@ -49,6 +49,7 @@ class Report:
 
     @property
     def best(self) -> Solution:
+        """That of the smallest footprint, bytes; of equal ones the first."""
         return min(self.solutions, key=lambda solution: solution.footprint)
 
 

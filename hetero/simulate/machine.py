@@ -31,6 +31,7 @@ class Link:
         return Link(latency=latency, seconds_per_byte=1.0 / bytes_per_second)
 
     def seconds(self, nbytes: int) -> float:
+        """That one transfer of ``nbytes`` takes."""
         return self.latency + nbytes * self.seconds_per_byte
 
 

@@ -101,6 +101,7 @@ class Step:
 
     @property
     def peak_bytes(self) -> int:
+        """In memory at most, without any swap."""
         return int(self.load.max())
 
     @property
@@ -134,6 +135,7 @@ class Gap:
         return ((self.after + 1, span), (0, self.before - span))
 
     def covers(self, operator: int, span: int) -> bool:
+        """It may be away during ``operator`` of an iteration of ``span`` operators."""
         return any(low <= operator < high for low, high in self.spans(span))
 
 

@@ -64,6 +64,7 @@ class Lowering:
         self.seconds = np.array(step.seconds)
 
     def program(self, swaps: Sequence[Swap]) -> Program:
+        """One iteration with ``swaps``: tasks as `lower` numbers them."""
         span, n = self.step.span, len(swaps)
         nbytes = np.array([swap.gap.nbytes for swap in swaps], dtype=np.int64)
         after = np.array([swap.gap.after for swap in swaps], dtype=np.int64)

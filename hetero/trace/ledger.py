@@ -7,7 +7,7 @@ takes any window of operators.
 
 [Note: views] Operators that only make views run no kernel and touch no byte: they are not recorded and take
 no time.
-[Note: time] Operator i begins at time i. What is freed between its begin and that of i + 1 ends at i + 1: it
+[Note: begins and ends] Operator i begins at time i. What is freed between its begin and that of i + 1 ends at i + 1: it
 was still there while i allocated its output.
 """
 

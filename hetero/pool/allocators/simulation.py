@@ -19,14 +19,19 @@ __all__ = ["Allocator", "IterationAnalysis", "Usage", "analyse_iterations", "sim
 
 
 class Allocator(Protocol):
-    """A simulated allocator. All three figures are bytes, now."""
+    """A simulated allocator."""
 
     @property
-    def requested(self) -> int: ...
+    def requested(self) -> int:
+        """Sum of the sizes asked for and not given back, bytes."""
+
     @property
-    def provided(self) -> int: ...
+    def provided(self) -> int:
+        """Sum of the blocks handed out for these, bytes."""
+
     @property
-    def reserved(self) -> int: ...
+    def reserved(self) -> int:
+        """Taken from the device, bytes."""
 
     def allocate(self, id: BufferId, nbytes: int, *, stream: int = 0) -> None:
         """Serve a request, or raise `BudgetError` and change nothing that the caller sees."""
@@ -54,6 +59,7 @@ class Usage:
 
     @property
     def peak_reserved(self) -> int:
+        """The most that was ever taken from the device, bytes."""
         return int(self.reserved.max(initial=0))
 
 

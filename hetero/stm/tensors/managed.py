@@ -284,7 +284,8 @@ class ManagedTensor(StatefulTensor):
         self.may_be_ahead = False
         self.note_arrived()
 
-    def note_arrived(self) -> None:  # its version tells nothing of the arrival
+    def note_arrived(self) -> None:
+        """The copy holds what home holds now; its own version tells nothing of that."""
         self.loaded_clock = self.clock.now
         self._loaded_version = self.home._version
 

@@ -165,7 +165,8 @@ class Owner(Protocol):
     def begin_operator(self, operands: list["ManagedTensor"], name: object) -> None:
         """The pre-op sampling moment; operands are resident and in COMPUTE afterwards."""
 
-    def end_operator(self, operands: list["ManagedTensor"]) -> None: ...
+    def end_operator(self, operands: list["ManagedTensor"]) -> None:
+        """It is done with them."""
 
     def note_unguarded(self) -> None:
         """An operator is about to come that cannot be tried again when it runs out of memory."""
