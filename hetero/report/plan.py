@@ -152,7 +152,7 @@ def describe_plan(
     stm: StatefulTensorMgr, kernels: Sequence[GroupKernels], *, everything_fits: bool
 ) -> Plan | None:
     """Of the last training iteration, or one like it; if none trains, of the last; None before there is a plan."""
-    stm.settle()
+    stm.close_books()
     plan = stm.plans.shown
     if plan is None:
         return None

@@ -149,7 +149,7 @@ def collect_stats(
 ) -> MemoryStats:
     """A snapshot of a manager's numbers. Waits for the device if an iteration was being measured."""
     accelerator.synchronize()
-    stm.settle()
+    stm.close_books()
     ledger, total = stm.ledger, stm.collector.total
     segments = stm.plans.last_sampled
     moved = 0

@@ -316,7 +316,7 @@ class StatefulTensorMgr:
     def trim(self, device_budget: int | None) -> int:
         """Leave the device's other bytes to others (`Manager.trim`); returns what the process has given back."""
         with self.lock:
-            self.settle()
+            self.close_books()
             before = self._accelerator.reserved_bytes()
             needs = self.plans.needs()
             if needs is not None:
@@ -333,8 +333,8 @@ class StatefulTensorMgr:
             self._accelerator.release_cached()
             return max(0, before - self._accelerator.reserved_bytes())
 
-    def settle(self) -> None:
-        """Close the books of the iteration if its last segment is over, so that they can be read."""
+    def close_books(self) -> None:
+        """Of the iteration if its last segment is over, so that they can be read."""
         with self.lock:
             self.activations.close_gone()
             segment = self.executor.segment

@@ -21,6 +21,8 @@ as all managers rest (`hetero.stm.settled`).
 * ``Module.compile`` replaces a call that may be wrapped (`hetero.stm.interception.compiled`).
 * ``nn.Parameter(p)`` of a managed ``p``: an ordinary one over the same memory, as unmanaged.
 * ``Module.load_state_dict``, where it would put other tensors in the place of parameters (`hetero.stm.checkpoints`).
+* ``GradScaler``, whose numbers would be read at home before they have arrived (`hetero.stm.interception.scaling`).
+* The process's handler of SIGINT (`hetero.stm.interception.interrupts`).
 * What ``torch.utils.checkpoint`` saves its arguments with: torch compares their versions around our hook, which would
   wait for a parameter's update in between.
 * ``Optimizer.load_state_dict`` and ``add_param_group``: what a step has left to be done is done before.
@@ -55,6 +57,7 @@ from hetero.stm.interception.intercept import (
     collect,
     in_scope,
     is_managed,
+    managed_in,
     managed_of,
     outside,
     replace_one,
@@ -142,7 +145,7 @@ def wake(listener: Segments) -> None:
         if not _listeners:
             _replace(_REPLACEMENTS, _replaced)
             clipping.install()
-            _step_hooks.append(register_optimizer_step_pre_hook(_settle_before_step))
+            _step_hooks.append(register_optimizer_step_pre_hook(_before_step))
             _step_hooks.append(register_optimizer_step_post_hook(_note_step))
         _listeners.append(listener)
 
@@ -236,13 +239,11 @@ def _is_recorded(
 _NO_THREAD = "device_ready_queues_"  # of an assertion within torch's engine, which says no more
 
 
-def _settle_before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Before the step of any optimizer of the process: it may read parameters below interception."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if is_managed(parameter):
-                managed_of(parameter).owner.check_process()
-    _settle(optimizer, optimizer.param_groups)
+    for tensor in managed_in(optimizer):
+        tensor.owner.check_process()
+    _wait_for_updates(optimizer)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:  # else the iteration is within
         for owner in _owners(optimizer):
@@ -251,36 +252,34 @@ def _settle_before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
 
 def _owners(optimizer: torch.optim.Optimizer) -> list[Owner]:
     """The managers of its parameters."""
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    owners = (managed_of(parameter).owner for parameter in parameters if is_managed(parameter))
-    return list({id(owner): owner for owner in owners}.values())
+    return list({id(tensor.owner): tensor.owner for tensor in managed_in(optimizer)}.values())
 
 
-def _settle(optimizer: torch.optim.Optimizer, groups: Any) -> None:
-    for group in groups:
-        for parameter in group["params"]:
-            if is_managed(parameter) and not managed_of(parameter).owner.steps.is_running(optimizer):
-                managed_of(parameter).owner.homes.wait(managed_of(parameter))
+def _wait_for_updates(optimizer: torch.optim.Optimizer) -> None:
+    """Of its parameters, unless it is stepping them now."""
+    for tensor in managed_in(optimizer):
+        if not tensor.owner.steps.is_running(optimizer):
+            tensor.owner.homes.wait(tensor)
 
 
 @contextlib.contextmanager
-def _settled_session(*args: Any, **kwargs: Any) -> Any:
+def _updated_session(*args: Any, **kwargs: Any) -> Any:
     finish_everything()
     with _compile_session(*args, **kwargs) as session:
         yield session
 
 
-def _settled(method: Any) -> Any:
+def _after_updates(method: Any) -> Any:
     @functools.wraps(method)
-    def settled(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def updated(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         before_change(self)
-        _settle(self, self.param_groups)
+        _wait_for_updates(self)
         try:
             return method(self, *args, **kwargs)
         finally:
             note_optimizer(self)
 
-    return settled
+    return updated
 
 
 def _save_argument(argument: torch.Tensor, is_output: bool) -> Any:
@@ -338,18 +337,16 @@ def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
     """After the step of any optimizer of the process: fused kernels write parameters without moving their version,
     so whatever has a gradient counts as written."""
     with plain():
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if not is_managed(parameter) or parameter.grad is None:
-                    continue
-                tensor = managed_of(parameter)
-                if tensor.owner.steps.is_running(optimizer):
-                    written = not tensor.stays
-                else:  # was settled before; what is not now, the managed optimizer has stepped within this step
-                    written = tensor.pending is None and not tensor.is_dirty
-                if written:
-                    tensor.clock.note_write()
-                    tensor.owner.homes.after_write(tensor)
+        for tensor in managed_in(optimizer):
+            if tensor.parameter.grad is None:
+                continue
+            if tensor.owner.steps.is_running(optimizer):
+                written = not tensor.stays
+            else:  # was up to date before; what is not now, the managed optimizer has stepped within this step
+                written = tensor.pending is None and not tensor.is_dirty
+            if written:
+                tensor.clock.note_write()
+                tensor.owner.homes.after_write(tensor)
     for owner in _owners(optimizer):
         owner.steps.end_kept(optimizer)
 
@@ -401,7 +398,7 @@ _REPLACEMENTS: list[tuple[Any, str, Any]] = [
     *scaling.REPLACEMENTS,
 ]
 if _compile_session is not None:
-    _REPLACEMENTS.append((_compiler, "_compile_session_context", _settled_session))
+    _REPLACEMENTS.append((_compiler, "_compile_session_context", _updated_session))
 if _make_saved_tensor is not None:
     _REPLACEMENTS.append((_checkpoint, "_make_saved_tensor", _save_argument))
 _REPLACED_ALWAYS: list[tuple[Any, str, Any]] = [
@@ -409,6 +406,6 @@ _REPLACED_ALWAYS: list[tuple[Any, str, Any]] = [
     *conversions.REPLACEMENTS,
     (_Module, "compile", _compile),
     (_Module, "load_state_dict", _load_in_place),
-    (_Optimizer, "load_state_dict", _settled(_load_state_dict)),
-    (_Optimizer, "add_param_group", _settled(_add_param_group)),
+    (_Optimizer, "load_state_dict", _after_updates(_load_state_dict)),
+    (_Optimizer, "add_param_group", _after_updates(_add_param_group)),
 ]

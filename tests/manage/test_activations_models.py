@@ -114,7 +114,7 @@ def test_training_a_model_that_fits_neither_way_is_exact(name):
 def assert_left(manager):
     """In the last iteration, which had a plan, both kinds of tensors left, and came back."""
     stm = manager._stm
-    stm.settle()
+    stm.close_books()
     last, plan = stm.plans.last_segments, stm.plans.last
     assert plan is not None
     assert not any(segment.sampled for segment in last)

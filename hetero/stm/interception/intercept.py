@@ -45,6 +45,7 @@ __all__ = [
     "collect",
     "in_scope",
     "is_managed",
+    "managed_in",
     "managed_of",
     "outside",
     "replace_one",
@@ -139,6 +140,16 @@ def managed_of(parameter: Any) -> ManagedTensor:
     """The record behind a managed parameter."""
     tensor: ManagedTensor = parameter._hetero
     return tensor
+
+
+def managed_in(optimizer: torch.optim.Optimizer) -> list[ManagedTensor]:
+    """The records of its managed parameters, whoever's."""
+    return [
+        managed_of(parameter)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if is_managed(parameter)
+    ]
 
 
 # -- operators ---------------------------------------------------------------------------------------

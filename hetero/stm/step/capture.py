@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from hetero.stm.homeaccess import Arrivals
-from hetero.stm.interception.intercept import is_managed, managed_of
+from hetero.stm.interception.intercept import is_managed, managed_in, managed_of
 from hetero.stm.manager import StatefulTensorMgr
 from hetero.stm.step.devicehomes import DeviceUpdate
 from hetero.stm.step.jobs import Captured
@@ -78,12 +78,7 @@ class Capture:
 
     def managed(self) -> list[ManagedTensor]:
         """Of the optimizer's parameters, those that are ours."""
-        return [
-            managed_of(parameter)
-            for group in self._optimizer.param_groups
-            for parameter in group["params"]
-            if is_managed(parameter) and managed_of(parameter).owner is self._stm
-        ]
+        return [tensor for tensor in managed_in(self._optimizer) if tensor.owner is self._stm]
 
     def is_ours(self, parameter: torch.Tensor) -> bool:
         """One of them, and its home is on the host."""

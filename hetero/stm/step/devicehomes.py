@@ -10,7 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -20,18 +20,16 @@ from hetero.eviction import HomeCost
 from hetero.stm.manager import StatefulTensorMgr
 from hetero.stm.tensors.exposure import state_is_private
 from hetero.stm.tensors.fetch import plain
-from hetero.stm.tensors.homes import set_memory
+from hetero.stm.tensors.homes import set_memory, states_beside
 from hetero.stm.tensors.hostcopies import note_at_home
 from hetero.stm.tensors.managed import ManagedTensor
 from hetero.stm.tensors.state import Tier
 from hetero.stm.updates.captured import ParameterUpdate, run_together
 from hetero.stm.updates.kernels import same_layout, will_take_fused
-from hetero.stm.updates.optimizers import lacks_states
+from hetero.stm.updates.optimizers import Group, lacks_states
 from hetero.stm.updates.temporaries import is_measured, temporaries
 
 __all__ = ["DeviceHomes", "DeviceUpdate"]
-
-_Group = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,14 +311,14 @@ class DeviceHomes:
         reproducible = torch.are_deterministic_algorithms_enabled() and self._stm.device.type != "virtual"
         return self._allowed and not reproducible and is_measured(self._optimizer)
 
-    def _with_states(self, groups: dict[int, _Group]) -> set[int]:
+    def _with_states(self, groups: dict[int, Group]) -> set[int]:
         """`stepped`, by groups that are at hand."""
         stepped = self._stepped()
         if not is_measured(self._optimizer):  # nothing is known of what it makes
             return stepped
         return {index for index in stepped if not self._lacks_states(index, groups)}
 
-    def _lacks_states(self, index: int, groups: dict[int, _Group]) -> bool:
+    def _lacks_states(self, index: int, groups: dict[int, Group]) -> bool:
         parameter = self._stm.tensors[index].parameter
         group = groups.get(id(parameter))  # it may have been taken out since
         entry = dict.get(self._optimizer.state, parameter)
@@ -329,7 +327,7 @@ class DeviceHomes:
     def _is_timed(self, tensors: list[ManagedTensor]) -> bool:
         return self._host_bytes >= sum(tensor.home.nbytes for tensor in tensors)
 
-    def _bring(self, tensor: ManagedTensor, groups: dict[int, _Group]) -> bool:
+    def _bring(self, tensor: ManagedTensor, groups: dict[int, Group]) -> bool:
         """False: there is no room."""
         states = [state for state in self._states(tensor, groups) if state.device.type == "cpu"]
         if tensor.stays and not states:
@@ -348,7 +346,7 @@ class DeviceHomes:
                 break
         return True
 
-    def _update_bytes(self, tensor: ManagedTensor, groups: dict[int, _Group]) -> int:
+    def _update_bytes(self, tensor: ManagedTensor, groups: dict[int, Group]) -> int:
         """What its update on the device allocates for a while; without a gradient yet, with one laid out like home."""
         group = groups[id(tensor.parameter)]
         value = tensor.living if tensor.index in self._here else None
@@ -368,31 +366,23 @@ class DeviceHomes:
             return False
         return True
 
-    def _send(self, tensor: ManagedTensor, groups: dict[int, _Group]) -> None:
+    def _send(self, tensor: ManagedTensor, groups: dict[int, Group]) -> None:
         self.have_moved = True
         self._stm.residency.move_home(tensor)
         self._stm.gradients.wait(tensor)
         self._send_states(tensor, groups)
         self._here.pop(tensor.index, None)
 
-    def _send_states(self, tensor: ManagedTensor, groups: dict[int, _Group]) -> None:
+    def _send_states(self, tensor: ManagedTensor, groups: dict[int, Group]) -> None:
         for state in self._states(tensor, groups):
             if state.device.type != "cpu":
                 self.have_moved = True
                 set_memory(state, state.detach().cpu(), f"a state of {tensor.name}")
 
-    def _states(self, tensor: ManagedTensor, groups: dict[int, _Group]) -> list[torch.Tensor]:
-        """Those that lie where the parameter does, by the rule of ``Optimizer.load_state_dict``."""
-        entry: dict[str, Any] = dict.get(self._optimizer.state, tensor.parameter) or {}
-        group = groups.get(id(tensor.parameter), {})
-        steps_there = bool(group.get("capturable") or group.get("fused"))
-        return [
-            value
-            for key, value in entry.items()
-            if isinstance(value, torch.Tensor) and (key != "step" or steps_there)
-        ]
+    def _states(self, tensor: ManagedTensor, groups: dict[int, Group]) -> list[torch.Tensor]:
+        return states_beside(self._optimizer, tensor.parameter, groups.get(id(tensor.parameter), {}))
 
-    def _groups(self) -> dict[int, _Group]:
+    def _groups(self) -> dict[int, Group]:
         """The group of each parameter, by id."""
         return {
             id(parameter): group for group in self._optimizer.param_groups for parameter in group["params"]

@@ -8,6 +8,7 @@ are then, on the devices where they were at the beginning, in ordinary memory.
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from torch import nn
 from hetero.devices import HostArena
 from hetero.errors import ManageError
 
-__all__ = ["Homes", "set_memory"]
+__all__ = ["Homes", "set_memory", "states_beside"]
 
 
 @dataclass(slots=True)
@@ -131,11 +132,17 @@ _Allocate = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tens
 
 
 def _states(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> list[torch.Tensor]:
-    """Those that lie where the parameter does, by the rule of ``Optimizer.load_state_dict``."""
+    group = next((g for g in optimizer.param_groups if any(p is parameter for p in g["params"])), {})
+    return states_beside(optimizer, parameter, group)
+
+
+def states_beside(
+    optimizer: torch.optim.Optimizer, parameter: nn.Parameter, group: dict[str, Any]
+) -> list[torch.Tensor]:
+    """Those that lie where ``parameter``, of ``group``, does, by the rule of ``Optimizer.load_state_dict``."""
     entry = dict.get(optimizer.state, parameter)
     if not isinstance(entry, dict):
         return []
-    group = next((g for g in optimizer.param_groups if any(p is parameter for p in g["params"])), {})
     steps_there = bool(group.get("capturable") or group.get("fused"))
     return [
         value
