@@ -149,6 +149,7 @@ class StatefulTensorMgr:
             host_room=self.activations.host_room,
         )
         self.plans = PlanBook(planner, warmup_steps=config.warmup_steps)
+        self.residency.room.left_to_others = lambda: self.plans.margin
         self.home_choice = HomeChoice(self.tensors, self.plans)
         self.cycles = Cycles(
             self.plans,

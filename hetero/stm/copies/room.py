@@ -3,7 +3,8 @@
 Owns the order in which others are asked to leave: what is on its way down, copies by the policy's answer, saved
 tensors, whole parameters that live on the device; then the same of other managers. Invariant: model data on the device,
 as the ledger counts it, never passes the limit that was given, unless one operator's operands alone do; those may go up
-to ``device_budget`` as a whole. It decides nothing about the future: whom to evict is the policy's answer.
+to ``device_budget`` as a whole, and into what was left to others (`Manager.trim`) if nothing else helps. It decides
+nothing about the future: whom to evict is the policy's answer.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -52,6 +53,8 @@ class Room:
         self.ask: Callable[[int, bool], int] = lambda nbytes, urgent: 0
         # Bytes of saved tensors that cannot leave for want of host memory; `hetero.stm.running.relief` sets this.
         self.without_host_room: Callable[[], int] = lambda: 0
+        # Of the budget, bytes that are left to others; `hetero.stm.manager` sets this.
+        self.left_to_others: Callable[[], int] = lambda: 0
         # A budget that all operators fit in, where they have been measured; `hetero.stm.running.executor` sets this.
         self.enough: Callable[[], int | None] = lambda: None
         # What is needed next is known; `hetero.stm.running.executor` sets this.
@@ -81,11 +84,11 @@ class Room:
         return not self.exceeds(limit - nbytes)
 
     def has(self, nbytes: int) -> bool:
-        """``nbytes`` more are within the budget as it is."""
+        """``nbytes`` more are within the budget as it is, less what was left to others."""
         return self._shortage(nbytes) <= 0
 
     def make(self, nbytes: int, *, keep: Sequence[int] = ()) -> bool:
-        """Evict until ``nbytes`` more would be within the budget; False if they would not."""
+        """Evict until ``nbytes`` more would be within that; False if they would not."""
         short = self._shortage(nbytes)
         if short > 0:
             self.reclaim(short)
@@ -104,9 +107,10 @@ class Room:
             return
         self.send_home(self._shortage(nbytes))
         self._evict_for(self._shortage(nbytes), set(keep))
-        if self._shortage(nbytes) > 0:
-            self.ask(self._shortage(nbytes), True)
-        short = self._shortage(nbytes)
+        # Not at the cost of those to whom it was left.
+        if self._shortage(nbytes) > self.left_to_others():
+            self.ask(self._shortage(nbytes) - self.left_to_others(), True)
+        short = self._shortage(nbytes) - self.left_to_others()
         if short > 0:
             held = sum(t.device_nbytes for t in self._resident.values() if t.index not in keep)
             raise too_small(
@@ -162,7 +166,7 @@ class Room:
         return least is not None and least <= self._budget
 
     def _shortage(self, nbytes: int) -> int:
-        return self._accelerator.used_bytes() + nbytes - self._budget
+        return self._accelerator.used_bytes() + nbytes - (self._budget - self.left_to_others())
 
     def _portion(self) -> int:
         """How much more leaves at once while nothing is planned. To choose takes time by the number of copies: where
