@@ -93,15 +93,17 @@ class HostArena:
     def empty_strided(
         self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
-        """An uninitialised host tensor of its own storage. Layout as `torch.empty_strided`."""
+        """An uninitialised host tensor of its own storage, and no inference tensor whatever the mode. Layout as
+        `torch.empty_strided`."""
         extent = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if 0 not in size else 0
         nbytes = extent * dtype.itemsize
-        if nbytes == 0:
-            return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
-        slab, offset = self._cut(nbytes)
-        flat = torch.frombuffer(slab, dtype=dtype, count=extent, offset=offset)
-        # set_ instead of as_strided: the result is no view, so nothing ties it to `flat`.
-        return torch.empty(0, dtype=dtype, device="cpu").set_(flat.untyped_storage(), 0, size, stride)
+        with torch.inference_mode(False):
+            if nbytes == 0:
+                return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
+            slab, offset = self._cut(nbytes)
+            flat = torch.frombuffer(slab, dtype=dtype, count=extent, offset=offset)
+            # set_ instead of as_strided: the result is no view, so nothing ties it to `flat`.
+            return torch.empty(0, dtype=dtype, device="cpu").set_(flat.untyped_storage(), 0, size, stride)
 
     def _cut(self, nbytes: int) -> tuple[PinnedSlab, int]:
         growth = self._growth(nbytes)

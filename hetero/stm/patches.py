@@ -193,6 +193,7 @@ def _announced_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
     listeners = tuple(_listeners)  # Python's collector may let go of one in between
     # A backward within a backward: a reentrant checkpoint, an adjoint.
     if torch._C._current_graph_task_id() != -1:
+        _note_nested(listeners)
         with contextlib.ExitStack() as stack:
             if captures:
                 for listener in listeners:
@@ -204,13 +205,18 @@ def _announced_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
             stack.enter_context(listener.backward(captures=captures))
         try:
             for listener in listeners:
-                if listener.have_nodes_at_home:
+                if listener.need_one_thread:
                     return run_on_device_thread(listener.device, lambda: _run(outputs, args, kwargs))
             return _run(outputs, args, kwargs)
         except BaseException:
             for device in {listener.device for listener in listeners}:
                 await_device_thread(device)
             raise
+
+
+def _note_nested(listeners: Iterable[Segments]) -> None:
+    for listener in listeners:
+        listener.nest = True
 
 
 def _run(outputs: Any, args: Any, kwargs: Any) -> Any:
@@ -353,6 +359,8 @@ def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     original = super(_Function, cls).apply
+    if cls is _checkpoint.CheckpointFunction:  # known before its first backward
+        _note_nested(tuple(_listeners))
     operands: list[ManagedTensor] = []
     collect(args, operands)
     # Outside a scope a Function of the user's may well be about home (a regulariser, say): device tensors decide.

@@ -162,6 +162,17 @@ def test_blocks_are_used_again_by_sizes_that_take_as_much_of_a_slab():
     assert slots.nbytes == 1024
 
 
+def test_a_block_taken_or_given_back_in_inference_mode_can_be_written_outside_of_it():
+    """An evaluation makes saved tensors leave, and lets go of those of a graph that was dropped."""
+    slots = HostSlots(HostArena(Accelerator(device()), pin=False), Ledger(), 8192, 0)
+    with torch.inference_mode():
+        block = slots.take(1000)
+    block.zero_()
+    with torch.inference_mode():
+        slots.give_back(block)
+    slots.take(1024).zero_()
+
+
 def test_a_page_that_a_slab_would_begin_counts_as_a_whole():
     arena = HostArena(Accelerator(device()), pin=False)
     slots = HostSlots(arena, Ledger(), 3 * 4096, 4096)

@@ -3,11 +3,13 @@
 import random
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
 from backward_ends import wait_for_backward_ends
 from loops import batch, losses, mlp, square_loss
+from torch.utils.checkpoint import checkpoint
 from twins import assert_twins, device
 
 import hetero
@@ -143,6 +145,64 @@ def test_a_penalty_of_what_was_written_into_a_buffer(budget):
         return seen
 
     assert_twins(mlp, loop, budget=budget)
+
+
+class _Recomputed(torch.autograd.Function):
+    """A backward within a backward that nobody knows of before, as of an adjoint."""
+
+    @staticmethod
+    def forward(ctx, call, x):
+        ctx.call, ctx.x = call, x.detach()
+        with torch.no_grad():
+            return call(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.x.requires_grad_()
+        with torch.enable_grad():
+            y = ctx.call(x)
+        torch.autograd.backward(y, gradient)
+        return None, x.grad
+
+
+class _Reused(torch.nn.Module):
+    """One weight is used in the part that is computed again, and twice outside of it."""
+
+    def __init__(self, recompute):
+        super().__init__()
+        self.recompute = recompute
+        self.reused, self.inner, self.outer = (torch.nn.Linear(64, 64) for _ in range(3))
+        self.last = torch.nn.Linear(64, 64)
+
+    def forward(self, x):
+        def part(x):
+            return self.inner(self.reused(x).relu()).tanh()
+
+        return self.last(self.reused(self.outer(self.reused(self.recompute(part, x.requires_grad_())))))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("recompute", [partial(checkpoint, use_reentrant=True), _Recomputed.apply])
+@pytest.mark.parametrize("share", [0.8, 1.2])
+def test_a_weight_within_a_nested_backward_and_outside_of_it_gets_both_gradients(
+    recompute, share, micro_batches
+):
+    """Whichever of the two threads that accumulate them is faster: here the caller's is late."""
+
+    def loop(model, optimizer, target):
+        model.last.weight.register_hook(lambda gradient: time.sleep(5e-3))
+        seen = []
+        for _ in range(5):
+            for _ in range(micro_batches):
+                loss = model(batch(target)).square().mean()
+                loss.backward()
+                seen.append(loss)
+            seen.append([p.grad.clone() for p in model.parameters()])
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    assert_twins(lambda: _Reused(recompute), loop, share=share)
 
 
 class _Slow(torch.autograd.Function):

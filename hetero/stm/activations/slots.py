@@ -123,4 +123,5 @@ def _narrowed(block: torch.Tensor, nbytes: int) -> torch.Tensor:
     """The first ``nbytes`` of its storage; no view, so that nothing else holds the block."""
     if block.numel() == nbytes:
         return block
-    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(block.untyped_storage(), 0, (nbytes,), (1,))
+    with torch.inference_mode(False):  # it comes back, and is used again, in whatever mode
+        return torch.empty(0, dtype=torch.uint8, device="cpu").set_(block.untyped_storage(), 0, (nbytes,), (1,))

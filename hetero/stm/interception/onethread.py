@@ -3,7 +3,9 @@
 Owns both. Autograd has a thread for each device and uses the caller's for the host; whichever of two
 contributions to a gradient is there first is added first, and the sum of three depends on the order in its last bit.
 Unmanaged, all nodes are on the device, and one thread takes them by their sequence numbers. Managed, a loss on
-parameters' gradients (``create_graph=True``) or on parameters at home (a penalty) has nodes on both.
+parameters' gradients (``create_graph=True``) or on parameters at home (a penalty) has nodes on both. And where a
+backward begins another within (a reentrant checkpoint), what each contributes to the gradient of a weight that both use
+is accumulated at home, by the caller's thread and by the device's.
 
 A backward that is begun within a node of the device's thread runs on that thread, nodes of the host included, in the
 order of one queue. So here it is: torch's own way for reentrant backward, used as it is.

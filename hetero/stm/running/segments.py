@@ -59,6 +59,8 @@ class Segments:
         self._backwards: list[bool] = []
         # The threads of forwards and backwards that run now, once for each.
         self._threads: list[int] = []
+        # Backwards begin others within, or are about to: reentrant checkpoints, adjoints.
+        self.nest = False
 
     def begin_forward(self, signature: object, *, trains: bool, is_open: bool = False) -> None:
         """The managed model's forward begins. ``trains``: it may have a backward; ``is_open``: as in
@@ -219,9 +221,10 @@ class Segments:
         return self._tensors[0].owner.device
 
     @property
-    def have_nodes_at_home(self) -> bool:
-        """Graphs may, beside those on the device (`hetero.stm.interception.onethread`)."""
-        return self._gradients.have_graphs or any(tensor.paths.lead_home for tensor in self._tensors)
+    def need_one_thread(self) -> bool:
+        """Backwards do (`hetero.stm.interception.onethread`): graphs may have nodes at home, beside those on the
+        device, or begin a backward within."""
+        return self.nest or self._gradients.have_graphs or any(t.paths.lead_home for t in self._tensors)
 
     @contextlib.contextmanager
     def capture_within(self) -> Iterator[None]:
