@@ -124,4 +124,6 @@ def _narrowed(block: torch.Tensor, nbytes: int) -> torch.Tensor:
     if block.numel() == nbytes:
         return block
     with torch.inference_mode(False):  # it comes back, and is used again, in whatever mode
-        return torch.empty(0, dtype=torch.uint8, device="cpu").set_(block.untyped_storage(), 0, (nbytes,), (1,))
+        return torch.empty(0, dtype=torch.uint8, device="cpu").set_(
+            block.untyped_storage(), 0, (nbytes,), (1,)
+        )
