@@ -30,6 +30,7 @@ from hetero.stm.gradients.additions import Additions
 from hetero.stm.gradients.memory import owns_memory
 from hetero.stm.gradients.offload import Gradients
 from hetero.stm.homeaccess import HomeAccess
+from hetero.stm.interception.intercept import is_managed, managed_of
 from hetero.stm.neighbours import ask, join
 from hetero.stm.plans.cycles import Cycles
 from hetero.stm.plans.homechoice import HomeChoice
@@ -75,6 +76,8 @@ class StatefulTensorMgr:
         self.lock = threading.RLock()
         self.settled: SettledState | None = None  # `hetero.stm.settled`
         self._closed = False
+        # By index, as graphs that are alive know them, and as they are once everything is at home.
+        self._versions_at_close: list[tuple[int, int]] = []
         self.is_in_child = False
         self._budget = config.device_budget
         # Learns of modules that are called by themselves; `hetero.manager` sets this.
@@ -245,6 +248,8 @@ class StatefulTensorMgr:
         """A saved parameter is about to be read by backward: its copy, after autograd's version check."""
         with self.lock:
             if self._closed:  # a graph from before: the parameter is wherever it lives now
+                if (now := self._version_after_close(tensor)) != version:
+                    raise modified_in_place(tensor.parameter, now, version)
                 return tensor.parameter.detach().to(self.device)
             if self.settled is not None and self.settled.is_on:  # likewise
                 if self.settled.version(tensor) != version:
@@ -260,6 +265,15 @@ class StatefulTensorMgr:
             # From here on the reference count of the view stands for COMPUTE: nobody tells when backward is done
             # with it, and a copy that is held is not evicted.
             return tensor.data
+
+    def _version_after_close(self, tensor: ManagedTensor) -> int:
+        """`ManagedTensor.version`, had management gone on; it may have begun anew."""
+        record = tensor
+        if is_managed(tensor.parameter):
+            record = managed_of(tensor.parameter)
+            record.owner.homes.wait(record)
+        before, then = self._versions_at_close[tensor.index]
+        return before + record.version - then
 
     def hand_over(
         self, tensor: ManagedTensor, gradient: torch.Tensor, *, is_shared: bool
@@ -390,6 +404,7 @@ class StatefulTensorMgr:
         """Homes are true, nothing is on its way, no copy is left."""
         with self.lock:
             self.homes.end_updates()
+            versions = [tensor.version for tensor in self.tensors]
             self.executor.finish_segment()
             self.collector.peaks.close()
             self.residency.room.send_home(self._budget)
@@ -403,5 +418,6 @@ class StatefulTensorMgr:
                 tensor.identity = None
             self.activations.close()
             self.executor.release_cap()
+            self._versions_at_close = [(v, t.version) for v, t in zip(versions, self.tensors, strict=True)]
             self._closed = True
             self.updates.close()

@@ -117,3 +117,62 @@ def test_what_close_does_is_linear_in_the_number_of_parameters():
     # Of 60 parameters, and of twice, three times as many: what comes on top is the same.
     few, more, most = calls(10), calls(20), calls(30)
     assert most - more == more - few
+
+
+@pytest.mark.skipif(ON_CUDA, reason=STEPS_AT_HOME)
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("budget", ["192KiB", "448KiB"])
+@pytest.mark.parametrize(
+    "between",
+    [
+        *(["close"], ["close", "manage"]),
+        *(["step", "close"], ["close", "step"], ["close", "manage", "step"], ["step", "close", "manage"]),
+        *(["write", "close"], ["close", "write"], ["close", "manage", "write"]),
+    ],
+    ids=" ".join,
+)
+def test_a_graph_from_before_the_end_is_refused_where_autograd_refuses_it(between, budget, fused):
+    """Else gradients would be those of weights that forward never saw."""
+
+    def gradients_of(managed):
+        target = device()
+        torch.manual_seed(0)
+        model = mlp(depth=2) if managed else mlp(depth=2).to(target)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False, fused=fused)
+
+        def manage():
+            return hetero.manage(model, optimizer, device=target, device_budget=budget) if managed else None
+
+        manager = manage()
+        torch.manual_seed(1)
+        for _ in range(4):
+            backward(model, target)
+            optimizer.step()
+            optimizer.zero_grad()
+        loss = model(torch.randn(8, 64).to(target)).square().mean()
+        for action in between:
+            if action == "step":
+                for p in model.parameters():
+                    p.grad = torch.ones_like(p)
+                optimizer.step()
+                optimizer.zero_grad()
+            elif action == "write":
+                with torch.no_grad():
+                    model[2].weight.mul_(2.0)
+            elif managed:
+                manager = manager.close() if action == "close" else manage()
+        try:
+            loss.backward()
+            found = [p.grad.cpu() for p in model.parameters()]
+        except RuntimeError as error:
+            found = str(error).partition(":")[0]
+        if manager is not None:
+            manager.close()
+        return found
+
+    expected, found = gradients_of(False), gradients_of(True)
+    if isinstance(expected, str):
+        assert "modified by an inplace operation" in expected
+        assert found == expected
+    else:
+        assert all(map(torch.equal, found, expected))
