@@ -222,13 +222,8 @@ class _Slow(torch.autograd.Function):
         return gradient, None
 
 
-class _Interrupted(torch.autograd.Function):
+class _Interrupted(_Slow):
     """A node of the caller's thread that is interrupted while the other one is within `_Slow`."""
-
-    @staticmethod
-    def forward(ctx, x, events):
-        ctx.events = events
-        return x.clone()
 
     @staticmethod
     def backward(ctx, gradient):
