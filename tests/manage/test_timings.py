@@ -205,7 +205,7 @@ def planned():
             model(torch.randn(64, 64).to(target)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        manager._stm.settle()
+        manager._stm.close_books()
         yield manager
 
 
