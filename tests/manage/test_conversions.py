@@ -4,7 +4,7 @@ and what is around it does."""
 import pytest
 import torch
 from loops import batch, losses, mlp
-from test_settled_exits import is_intercepted
+from settling import is_intercepted
 from torch import nn
 from twins import assert_twins, device
 

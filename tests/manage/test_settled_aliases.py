@@ -3,7 +3,7 @@
 import pytest
 import torch
 from loops import backward, batch, mlp
-from test_settled_exits import managed_mlp, settle, step
+from settling import managed_mlp, settle, step
 from torch import nn
 from twins import adamw, assert_twins
 

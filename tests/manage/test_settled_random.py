@@ -12,7 +12,7 @@ from twins import adamw, assert_same, managed, unmanaged
 
 pytestmark = pytest.mark.usefixtures("homes_on_device")
 
-# A second optimizer keeps parameters at home: `test_settled_exits` has one.
+# A second optimizer keeps parameters at home: `test_settled_changes` has one.
 _ACTIONS = tuple(sorted(set(ACTIONS) - {"other step"}))
 _PLENTY = 64 << 20
 
