@@ -36,8 +36,8 @@ from hetero.stm.interception.compiled import (
     run_eagerly,
     set_slot,
 )
-from hetero.stm.interception.intercept import in_scope, scope
 from hetero.stm.interception.parts import look_again
+from hetero.stm.interception.scopes import in_scope, scope
 from hetero.stm.interception.signatures import Signatures, may_record
 from hetero.stm.interception.transforms import check_transformed, is_transforming
 from hetero.stm.manager import StatefulTensorMgr

@@ -55,7 +55,6 @@ from hetero.stm.interception.compiled import compile_module, note_registered
 from hetero.stm.interception.intercept import (
     ahead_of_home,
     collect,
-    in_scope,
     is_managed,
     managed_in,
     managed_of,
@@ -67,6 +66,7 @@ from hetero.stm.interception.intercept import (
 from hetero.stm.interception.onethread import await_device_thread, run_on_device_thread
 from hetero.stm.interception.outside import full_copies, keeps_its_type
 from hetero.stm.interception.parts import look_again
+from hetero.stm.interception.scopes import in_scope
 from hetero.stm.running import guard, staying
 from hetero.stm.running.segments import Segments
 from hetero.stm.settled.who import before_change, note_optimizer

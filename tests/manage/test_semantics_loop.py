@@ -318,7 +318,7 @@ def test_an_exception_in_forward_leaves_training_able_to_go_on():
                 seen.append(train(model, optimizer, target, 1))
             except KeyboardInterrupt:
                 seen.append("interrupted")
-                assert not hetero.stm.interception.intercept.in_scope()
+                assert not hetero.stm.interception.scopes.in_scope()
         return seen
 
     assert_twins(Fragile, loop)

@@ -14,13 +14,13 @@ from hetero.errors import ManageError
 from hetero.stm.interception.intercept import (
     HANDLERS,
     ManagedParameter,
-    in_scope,
     managed_of,
     run_at_home,
     run_operator,
     substituted,
 )
 from hetero.stm.interception.parts import computes_on
+from hetero.stm.interception.scopes import in_scope
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.hostcopies import note_at_home
 from hetero.stm.tensors.managed import ManagedTensor

@@ -7,7 +7,8 @@ bytes are those of home; a function that only asks about a parameter moves nothi
 Parameters are intercepted per operator and not per module, because modules lie: ``nn.MultiheadAttention`` never
 calls ``out_proj.forward``, a tied head uses another module's weight, parametrizations hide the leaf.
 
-[Note: where operators run] Inside a managed forward (`scope`) every operator on a parameter runs on the device.
+[Note: where operators run] Inside a managed forward (`hetero.stm.interception.scopes`) every operator on a parameter runs on the
+device.
 Elsewhere the other operands decide: a tensor on the device draws the parameter there, a tensor on the host keeps it at
 home. With no other tensor operand, an operator runs on the device during backward (a checkpoint recomputes its forward
 there) and in a part or a method of the model that is called by itself with something on the device
@@ -16,8 +17,7 @@ how averages and logs look at parameters.
 """
 
 import contextlib
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,7 @@ from hetero.stm.interception.draws import DRAWING
 from hetero.stm.interception.inplace import writes_in_place
 from hetero.stm.interception.outside import full_copies, keeps_its_type, note_outside, with_relief
 from hetero.stm.interception.parts import called_part, computes_on
+from hetero.stm.interception.scopes import in_scope
 from hetero.stm.tensors.fetch import Fetch, plain
 from hetero.stm.tensors.graphpaths import marked
 from hetero.stm.tensors.listwrites import count_writes, versions_of_list
@@ -43,7 +44,6 @@ __all__ = [
     "ManagedParameter",
     "ahead_of_home",
     "collect",
-    "in_scope",
     "is_managed",
     "managed_in",
     "managed_of",
@@ -51,35 +51,12 @@ __all__ = [
     "replace_one",
     "run_at_home",
     "run_operator",
-    "scope",
     "substituted",
     "write_back",
 ]
 
 
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
-
-
-class _Scope(threading.local):
-    depth = 0
-
-
-_scope = _Scope()
-
-
-@contextlib.contextmanager
-def scope() -> Iterator[None]:
-    """Within it, operators on managed parameters run on the device. Per thread; may be nested."""
-    _scope.depth += 1
-    try:
-        yield
-    finally:
-        _scope.depth -= 1
-
-
-def in_scope() -> bool:
-    """A managed forward runs on this thread."""
-    return _scope.depth > 0
 
 
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -161,7 +138,7 @@ def run_operator(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     collect(args, operands)
     if kwargs:
         collect(kwargs.values(), operands)
-    in_forward = _scope.depth > 0
+    in_forward = in_scope()
     if not in_forward:
         if not _belongs_on_device(func, operands[0].owner.device, args, kwargs):
             return _at_home(func, operands, args, kwargs)

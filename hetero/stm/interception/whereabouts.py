@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hetero.stm.interception.intercept import scope
+from hetero.stm.interception.scopes import scope
 
 __all__ = ["DeviceProperties"]
 

@@ -13,7 +13,7 @@ import torch
 from hetero.devices import Accelerator
 from hetero.errors import ManageError
 from hetero.stm.interception.compiled import CompiledCalls
-from hetero.stm.interception.intercept import in_scope
+from hetero.stm.interception.scopes import in_scope
 from hetero.stm.manager import StatefulTensorMgr
 from hetero.stm.plans.fits import ForwardKind
 from hetero.stm.settled.attempts import Attempts

@@ -31,8 +31,9 @@ from torch.utils._device import DeviceContext
 from torch.utils.hooks import RemovableHandle
 
 from hetero.devices import Accelerator
-from hetero.stm.interception.intercept import in_scope, is_managed, managed_of
+from hetero.stm.interception.intercept import is_managed, managed_of
 from hetero.stm.interception.scaling import bring_home
+from hetero.stm.interception.scopes import in_scope
 from hetero.stm.manager import StatefulTensorMgr
 from hetero.stm.step.capture import Capture
 from hetero.stm.step.devicehomes import DeviceHomes, DeviceUpdate
