@@ -7,13 +7,12 @@ bytes are those of home; a function that only asks about a parameter moves nothi
 Parameters are intercepted per operator and not per module, because modules lie: ``nn.MultiheadAttention`` never
 calls ``out_proj.forward``, a tied head uses another module's weight, parametrizations hide the leaf.
 
-[Note: where operators run] Inside a managed forward (`hetero.stm.interception.scopes`) every operator on a parameter runs on the
-device.
-Elsewhere the other operands decide: a tensor on the device draws the parameter there, a tensor on the host keeps it at
-home. With no other tensor operand, an operator runs on the device during backward (a checkpoint recomputes its forward
-there) and in a part or a method of the model that is called by itself with something on the device
-(`hetero.stm.interception.parts`), and at home otherwise. So does ``p.detach()``, unless a module is being called: it is
-how averages and logs look at parameters.
+[Note: where operators run] Inside a managed forward (`hetero.stm.interception.scopes`) every operator on a parameter
+runs on the device. Elsewhere the other operands decide: a tensor on the device draws the parameter there, a tensor on
+the host keeps it at home. With no other tensor operand, an operator runs on the device during backward (a checkpoint
+recomputes its forward there) and in a part or a method of the model that is called by itself with something on the
+device (`hetero.stm.interception.parts`), and at home otherwise. So does ``p.detach()``, unless a module is being
+called: it is how averages and logs look at parameters.
 """
 
 import contextlib
