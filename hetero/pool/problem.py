@@ -30,8 +30,9 @@ __all__ = [
 BufferId = int | str
 IntArray = npt.NDArray[np.int64]
 
-# Sums of sizes are taken in int64; half of its range leaves room for offset + size.
+# Sums of sizes and differences of times are taken in int64: half of its range leaves room for offset + size.
 _MOST_BYTES = 2**62
+_LATEST = 2**61
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +63,8 @@ class Problem:
     """Buffers to place in one linear memory so that none that live at the same time overlap.
 
     ``begins``, ``ends`` and ``sizes`` are the same facts as int64 arrays of shape (n,), read-only, in the
-    order of ``buffers``. Raises `PlanError` for a repeated id or sizes whose sum passes 2**62 bytes.
+    order of ``buffers``. Raises `PlanError` for a repeated id, sizes whose sum passes 2**62 bytes, or a time
+    beyond 2**61 either way.
     """
 
     buffers: tuple[Buffer, ...]
@@ -76,6 +78,12 @@ class Problem:
         total = sum(buffer.nbytes for buffer in self.buffers)
         if total > _MOST_BYTES:
             raise PlanError(f"sizes sum to {total} bytes; this planner counts up to {_MOST_BYTES}")
+        for buffer in self.buffers:
+            if buffer.begin < -_LATEST or buffer.end > _LATEST:
+                raise PlanError(
+                    f"buffer {buffer.id!r}: life [{buffer.begin}, {buffer.end}) passes {_LATEST}, up to which times "
+                    "are counted; number events instead"
+                )
         object.__setattr__(self, "begins", _frozen_array(buffer.begin for buffer in self.buffers))
         object.__setattr__(self, "ends", _frozen_array(buffer.end for buffer in self.buffers))
         object.__setattr__(self, "sizes", _frozen_array(buffer.nbytes for buffer in self.buffers))
@@ -167,9 +175,6 @@ def _check_unique(buffers: tuple[Buffer, ...]) -> None:
 
 
 def _frozen_array(values: Iterable[int]) -> IntArray:
-    try:
-        array = np.array(list(values), dtype=np.int64)
-    except OverflowError as error:
-        raise PlanError("a time lies outside 64-bit integers; number events instead") from error
+    array = np.array(list(values), dtype=np.int64)
     array.flags.writeable = False
     return array

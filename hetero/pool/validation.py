@@ -11,6 +11,8 @@ from hetero.pool.problem import Problem, Solution
 
 __all__ = ["validate"]
 
+_MOST_BYTES = 2**63 - 1  # of the arrays below
+
 
 def validate(problem: Problem, solution: Solution) -> None:
     """Raise `PlanError` unless ``solution`` places every buffer of ``problem`` with no two alive in one byte.
@@ -42,6 +44,10 @@ def _check_each(problem: Problem, solution: Solution) -> None:
             raise PlanError(
                 f"buffer {buffer.id!r} ends at {offset + buffer.nbytes} bytes, past the footprint of "
                 f"{solution.footprint}"
+            )
+        if offset + buffer.nbytes > _MOST_BYTES:
+            raise PlanError(
+                f"buffer {buffer.id!r} ends at {offset + buffer.nbytes} bytes; offsets are counted up to {_MOST_BYTES}"
             )
 
 

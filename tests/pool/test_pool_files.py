@@ -58,7 +58,8 @@ def test_columns_may_come_in_any_order_with_minimalloc_s_inert_extras(tmp_path):
         ("id,lower,upper,size,alignment\n1,0,2,3,64\n", "line 2: alignment '64'"),
         ("id,lower,upper,size,size\n1,0,2,3,3\n", "appears twice"),
         ('id,lower,upper,size\n"1,0,2,3\n', "not a CSV file|fields where"),
-        ("id,lower,upper,size\n1,0,99999999999999999999,3\n", "64-bit"),
+        ("id,lower,upper,size\n1,0,99999999999999999999,3\n", "number events instead"),
+        ("id,lower,upper,size\n1,-9223372036854775808,2,3\n", "number events instead"),
     ],
 )
 def test_malformed_files_are_refused_with_the_line(tmp_path, text, message):
@@ -79,6 +80,14 @@ def test_an_overlapping_solution_file_is_caught_by_the_validator(tmp_path):
     path = tmp_path / "s.csv"
     path.write_text("id,lower,upper,size,offset\na,0,2,3,0\nb,1,3,3,2\n")
     with pytest.raises(PlanError, match=r"'a'.*'b'.*overlap"):
+        pool.validate(*pool.read_solution(path))
+
+
+@pytest.mark.parametrize("offset", [2**63 - 2, 2**64])
+def test_an_overlap_beyond_the_integers_is_caught_by_the_validator(tmp_path, offset):
+    path = tmp_path / "s.csv"
+    path.write_text(f"id,lower,upper,size,offset\na,0,2,3,{offset}\nb,1,3,3,{offset}\n")
+    with pytest.raises(PlanError, match=r"'a' ends at \d+ bytes; offsets"):
         pool.validate(*pool.read_solution(path))
 
 

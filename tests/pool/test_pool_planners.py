@@ -196,6 +196,13 @@ def test_sizes_near_the_end_of_the_integers_are_placed(planner):
     pool.validate(problem, pool.solve(problem, planner, seconds=1.0))
 
 
+def test_lives_and_sizes_at_the_limits_are_placed_and_reported():
+    problem = Problem.from_lives([(-(2**61), 2**61, 2**60), (0, 1, 2**61), (1, 2, 1)])
+    report = pool.report(problem, seconds=0.1)
+    assert {solution.footprint for solution in report.solutions} >= {report.bound_nbytes}
+    assert all(row.reserved_nbytes >= report.bound_nbytes for row in report.allocators)
+
+
 def tight(columns, height, cuts, seed):
     """Rectangles that fill ``columns`` moments by ``height`` bytes without a gap, cut by guillotine, shuffled."""
     rng = np.random.default_rng(seed)

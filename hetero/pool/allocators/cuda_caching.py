@@ -26,6 +26,7 @@ _ROUND_LARGE = 2 * _MIB
 # PyTorch's max_non_split_rounding_mb: how much larger an oversize block may be than the oversize request it
 # serves.
 _MOST_OVERSIZE_WASTE = 20 * _MIB
+_ENDLESS = 2**63  # more than the sizes of any problem sum up to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +184,7 @@ class CudaCachingAllocator(Holdings[Block]):
         segment = next(expandable, None)
         if segment is None:
             # PyTorch reserves addresses for more than the device holds; here the tail never ends.
-            segment = Segment(free_list, self._take_addresses(2**50), 2**50, page=page)
+            segment = Segment(free_list, self._take_addresses(_ENDLESS), _ENDLESS, page=page)
             self._segments.append(segment)
         room = None if self._device_nbytes is None else self._device_nbytes - self.reserved
         return grow(segment, size, room)
