@@ -99,7 +99,7 @@ class _Run:
         trace = simulator.trace
         self.of, self.trace, self.links, self.schedule = simulator, trace, simulator.links, schedule
         self.sizes = trace.sizes
-        self.clock = self.down_free = self.up_free = 0.0
+        self.clock = self.up_free = self.down_free = 0.0
         self.resident = sum(trace.sizes[x] for x in schedule.start)
         self.present = set(schedule.start)
         self.arrival: dict[int, float] = {}
@@ -125,8 +125,8 @@ class _Run:
 
     def iteration(self) -> Simulation:
         began = self.clock
-        down = sum(map(self.of.up_seconds.__getitem__, self.places))
-        up = compute = 0.0
+        up = sum(map(self.of.up_seconds.__getitem__, self.places))
+        down = compute = 0.0
         updates, queue = self.trace.updates, self.host
         host = 0.0 if updates is None else sum(updates.seconds)
         finished, queued = (-1, -1) if updates is None else (updates.finished, updates.queued)
@@ -159,7 +159,7 @@ class _Run:
                 self.fresh_bytes = 0
                 self.to_renew.clear()
             if actions.evict:
-                up += self._evict(actions.evict)
+                down += self._evict(actions.evict)
             if moment.produces:
                 self.present.update(moment.produces)
                 self.resident += sum(map(size, moment.produces))
@@ -175,9 +175,9 @@ class _Run:
             else:
                 leaving.append(0)
             if fetch:
-                down += self._fetch(fetch)
+                up += self._fetch(fetch)
             if self.to_renew:
-                down += self._renew(self.spare[now], moment.capacity)
+                up += self._renew(self.spare[now], moment.capacity)
             start = self.clock
             if on_order:
                 self._release_for(wanted)
@@ -190,7 +190,7 @@ class _Run:
             stalls.append(start - reached)
             held.append(self.resident + self.leaving_bytes)
             if sends:
-                up += self._send(sends, start, rest)
+                down += self._send(sends, start, rest)
                 stalls[-1] += self.clock - start - moment.seconds
             else:
                 self.clock = start + moment.seconds
@@ -199,12 +199,12 @@ class _Run:
                 self.dirty.update(moment.dirties)
         # While a backlog is still growing or draining, one iteration alone may be shorter than the steady
         # state.
-        step = max(self.clock - began, compute, down, up, host) if self.trace.cyclic else self.clock - began
+        step = max(self.clock - began, compute, up, down, host) if self.trace.cyclic else self.clock - began
         return Simulation(
             step_seconds=step,
             compute_seconds=compute,
-            h2d_seconds=down,
-            d2h_seconds=up,
+            h2d_seconds=up,
+            d2h_seconds=down,
             host_seconds=host,
             stall_seconds=tuple(stalls),
             model_bytes=tuple(held),
@@ -266,7 +266,7 @@ class _Run:
     def _send(self, sends: tuple[tuple[float, float, int, int], ...], start: float, rest: float) -> float:
         """Run the operator, sending gradients home on the way; returns how long these keep the link busy."""
         busy = 0.0
-        clock, free, sending, most = start, self.up_free, self.sending, self.trace.sending_bytes
+        clock, free, sending, most = start, self.down_free, self.sending, self.trace.sending_bytes
         for after, seconds, tensor, nbytes in sends:
             clock += after
             if clock > free:
@@ -282,7 +282,7 @@ class _Run:
                 if landed > clock:
                     clock = landed
                 self.sending_bytes -= gone
-        self.up_free = free
+        self.down_free = free
         self.clock = clock + rest
         return busy
 
@@ -299,7 +299,7 @@ class _Run:
                 continue
             on_order.pop(x, None)
             wanted.discard(x)
-            self.down_free = self.arrival[x] = max(self.down_free, ready) + self.of.up_seconds[x]
+            self.up_free = self.arrival[x] = max(self.up_free, ready) + self.of.up_seconds[x]
 
     def _invalidate(self, tensors: tuple[int, ...]) -> None:
         for x in tensors:
@@ -324,9 +324,9 @@ class _Run:
                 continue
             self.dirty.discard(x)
             seconds = self.links.d2h_seconds(nbytes)
-            self.up_free = max(self.up_free, self.clock) + seconds
-            self.saved[x] = self.up_free
-            self.leaving.append((self.up_free, nbytes))
+            self.down_free = max(self.down_free, self.clock) + seconds
+            self.saved[x] = self.down_free
+            self.leaving.append((self.down_free, nbytes))
             self.leaving_bytes += nbytes
             busy += seconds
         return busy
@@ -353,7 +353,7 @@ class _Run:
         )
         if self.on_order:
             self._release_for(())
-        free = max(self.down_free, clock)
+        free = max(self.up_free, clock)
         for x in tensors:
             seconds = seconds_of[x]
             busy += seconds
@@ -365,5 +365,5 @@ class _Run:
             free += seconds
             arrival[x] = free
         self.present.update(tensors)
-        self.down_free = free
+        self.up_free = free
         return busy

@@ -65,7 +65,7 @@ class _Run:
         for j in np.flatnonzero(~keep & (problem.end > problem.begin)).tolist():
             if problem.cyclic or problem.begin[j] < self.periods:
                 self.leaves[int(problem.begin[j]) % self.periods].append(int(problem.tensor[j]))
-        self.clock = self.down_free = self.up_free = 0.0
+        self.clock = self.up_free = self.down_free = 0.0
         self.arrival: dict[int, float] = {}
         self.saved: dict[int, float] = {}
         self.dirty: set[int] = set()
@@ -118,9 +118,9 @@ class _Run:
         for a, b in (early, (max(start, 0), fetch.deadline)):
             self.free[a:b] -= fetch.nbytes
             self.ahead[a:b] -= fetch.nbytes
-        self.down_free = max(self.down_free, self.clock, self.saved.pop(fetch.tensor, 0.0))
-        self.down_free += self.links.h2d_seconds(fetch.nbytes)
-        self.arrival[fetch.tensor] = self.down_free
+        self.up_free = max(self.up_free, self.clock, self.saved.pop(fetch.tensor, 0.0))
+        self.up_free += self.links.h2d_seconds(fetch.nbytes)
+        self.arrival[fetch.tensor] = self.up_free
         self.next += 1
 
     def _evict(self, x: int) -> None:
@@ -129,9 +129,9 @@ class _Run:
             return
         self.dirty.discard(x)
         nbytes = self.trace.sizes[x]
-        self.up_free = max(self.up_free, self.clock) + self.links.d2h_seconds(nbytes)
-        self.saved[x] = self.up_free
-        self.leaving.append((self.up_free, nbytes))
+        self.down_free = max(self.down_free, self.clock) + self.links.d2h_seconds(nbytes)
+        self.saved[x] = self.down_free
+        self.leaving.append((self.down_free, nbytes))
         self.late += nbytes
 
     def _wait_for_room(self, t: int) -> None:
