@@ -46,9 +46,7 @@ def fluid(trace: Trace, links: Links, *, checkpoints: int = _CHECKPOINTS) -> Flu
     problem = read_reachable(trace)
     seconds = np.fromiter((moment.seconds for moment in trace.moments), dtype=np.float64)
     total = float(seconds.sum())
-    sending = sum(
-        links.latency + send.nbytes / links.d2h_bandwidth for moment in trace.moments for send in moment.sends
-    )
+    sending = sum(links.d2h_seconds(send.nbytes) for moment in trace.moments for send in moment.sends)
     least = max(total, sending)
     nothing = Fluid(step_seconds=least, away=np.zeros(len(problem.use)))
     if not trace.cyclic or not (problem.nbytes > 0).any():

@@ -73,7 +73,7 @@ class Simulator:
         for moment in trace.moments:
             run, sends = 0.0, []
             for send in moment.sends:
-                seconds = links.latency + send.nbytes / links.d2h_bandwidth
+                seconds = links.d2h_seconds(send.nbytes)
                 sends.append((send.seconds - run, seconds, send.tensor, send.nbytes))
                 run = send.seconds
             self.sends.append(tuple(sends))

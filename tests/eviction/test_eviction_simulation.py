@@ -2,7 +2,7 @@
 
 from random_traces import schedule_of
 
-from hetero.eviction import Links, Moment, Trace, check, plan, simulate
+from hetero.eviction import Links, Moment, Send, Trace, check, lower_bound_seconds, plan, simulate
 
 LINKS = Links(h2d_bandwidth=10.0, d2h_bandwidth=10.0)
 
@@ -36,6 +36,15 @@ def test_fetches_are_served_in_order_and_each_pays_the_latency():
     links = Links(h2d_bandwidth=10.0, d2h_bandwidth=10.0, latency=0.25)
     result = run(trace, ((), (0, 1)), fetched=20, links=links)
     assert result.step_seconds == result.h2d_seconds == 2.5
+
+
+def test_gradients_pay_the_latency_of_their_own_direction():
+    sends = tuple(Send(tensor=0, nbytes=10, seconds=0.5 * number) for number in range(2))
+    moments = (Moment(operands=(0,), seconds=1.0, capacity=10, sends=sends),)
+    trace = Trace(sizes=(10,), moments=moments, sending_bytes=20)
+    links = Links(h2d_bandwidth=10.0, d2h_bandwidth=10.0, latency=4.0, d2h_latency=0.25)
+    result = run(trace, ((), ()), start=(0,), links=links)
+    assert result.step_seconds == result.d2h_seconds == lower_bound_seconds(trace, links) == 2.5
 
 
 def test_a_write_back_delays_whoever_needs_its_memory_and_nobody_else():
