@@ -10,11 +10,10 @@ pure function: the same arguments give the same schedule.
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
-
-import numpy as np
+from functools import partial
 
 from hetero.eviction.fluid import Fluid, fluid
-from hetero.eviction.intervals import Bools, Floats, Intervals, Ints, read_intervals
+from hetero.eviction.intervals import Bools, Floats, Intervals, read_intervals
 from hetero.eviction.model import Links, Schedule, Trace
 from hetero.eviction.planner import plan
 from hetero.eviction.predictions import Predictions
@@ -33,7 +32,6 @@ _AFFORDABLE_MOMENTS = 120_000  # simulated in all; about 20 microseconds each
 _CHECKPOINTS = (32, 64)  # of the fluid: the fewer, the more it leaves to the scores
 _CLOSE = 1.001  # to the bound: not worth a search
 _TIE = 1e-3  # decides between equal shares
-_ROUNDS = 3  # placements that learn from the last one's write backs
 _NOTHING_LOST = 1.0 + 1e-9  # sums of the same times in another order
 
 
@@ -148,16 +146,8 @@ class _Judge:
         return found
 
     def _by_periods(self, keep: Bools, way: int, name: str) -> list[Schedule]:
-        schedules: list[Schedule] = []
-        leaving: Ints | None = None
-        for _ in range(_ROUNDS):
-            layout = lay_out(self.problem, keep, prefetch=True, policy=name, spare=way == 1, leaving=leaving)
-            schedule, behind = self._predictions(layout)
-            schedules.append(schedule)
-            if not behind.any():
-                break
-            leaving = behind if leaving is None else np.maximum(leaving, behind)
-        return schedules
+        layout = partial(lay_out, self.problem, keep, prefetch=True, policy=name, spare=way == 1)
+        return self._predictions.rounds(layout)
 
     def _by_clock(self, keep: Bools, way: int, name: str) -> list[Schedule]:
         fetches = read_fetches(self.problem, keep, spare=True)

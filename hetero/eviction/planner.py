@@ -5,7 +5,7 @@ early, so several amounts are tried on the simulated step. It is a pure function
 same schedule.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -14,7 +14,7 @@ import numpy as np
 from hetero.eviction.intervals import Bools, Intervals, Ints, read_intervals
 from hetero.eviction.model import Links, Policy, Schedule, Trace
 from hetero.eviction.policies import CostAware, FarthestNextUse, resolve_policy
-from hetero.eviction.predictions import Predictions
+from hetero.eviction.predictions import ROUNDS, Predictions
 from hetero.eviction.selection import farthest_next_use, fewest_bytes
 from hetero.eviction.sweep import sweep
 from hetero.eviction.transfers import lay_out
@@ -24,7 +24,6 @@ __all__ = ["plan"]
 _HEADROOMS = (0.0, 0.5, 1.0, 2.0, 4.0)  # in units of the largest copy
 _AFFORDABLE_ACCESSES = 60_000  # accesses planned in all before the search for a better headroom stops
 _WORTH = 0.005  # share of the step that more traffic must save to be worth it
-_ROUNDS = 3  # placements that learn from the last one's write backs
 
 
 def plan(trace: Trace, *, links: Links, policy: str | Policy = "opt", prefetch: bool = True) -> Schedule:
@@ -46,14 +45,17 @@ def _found(
     trace: Trace, problem: Intervals, links: Links, policy: Policy, *, prefetch: bool
 ) -> Iterator[Schedule]:
     """Timed schedules for each headroom, lent to copies that fit after all, or spared for transfers."""
-    small = len(problem.use) * _ROUNDS * len(_HEADROOMS) <= _AFFORDABLE_ACCESSES
-    timer = _Timer(trace, links)
+    small = len(problem.use) * ROUNDS * len(_HEADROOMS) <= _AFFORDABLE_ACCESSES
+    predictions = Predictions(trace, links)
+    timed: dict[object, list[Schedule]] = {}  # many choices are the same: each is laid out once
     for headroom in _headrooms(problem) if prefetch else [0]:
         keep = _choose(problem, np.maximum(problem.room - headroom, 0), policy)
         for spare in (False, True) if headroom and small else (False,):
-            layout = partial(lay_out, problem, keep, prefetch=prefetch, policy=policy.name, spare=spare)
             choice = (keep.tobytes(), spare)
-            for schedule in timer.timed(layout, choice, rounds=_ROUNDS if prefetch and small else 1):
+            if choice not in timed:
+                layout = partial(lay_out, problem, keep, prefetch=prefetch, policy=policy.name, spare=spare)
+                timed[choice] = predictions.rounds(layout, most=ROUNDS if prefetch and small else 1)
+            for schedule in timed[choice]:
                 yield replace(schedule, headroom=headroom)
 
 
@@ -73,27 +75,3 @@ def _headrooms(problem: Intervals) -> list[int]:
     affordable = max(1, _AFFORDABLE_ACCESSES // max(len(problem.use), 1))
     largest = int(problem.nbytes.max(initial=0))
     return sorted({round(share * largest) for share in _HEADROOMS[:affordable]})
-
-
-class _Timer:
-    """Lays out and simulates. Many choices are the same: each is laid out once."""
-
-    def __init__(self, trace: Trace, links: Links) -> None:
-        self._predictions = Predictions(trace, links)
-        self._layouts: dict[object, tuple[Schedule, Ints]] = {}
-
-    def timed(
-        self, layout: Callable[..., Schedule], choice: tuple[bytes, bool], *, rounds: int
-    ) -> Iterator[Schedule]:
-        """Timed schedules of one layout, which ``choice`` tells from others; each leaves room for the write backs that
-        the one before met."""
-        leaving: Ints | None = None
-        for _ in range(rounds):
-            key = (choice, None if leaving is None else leaving.tobytes())
-            if key not in self._layouts:
-                self._layouts[key] = self._predictions(layout(leaving=leaving))
-            schedule, behind = self._layouts[key]
-            yield schedule
-            if not behind.any():
-                return
-            leaving = behind if leaving is None else np.maximum(leaving, behind)

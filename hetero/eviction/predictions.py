@@ -1,8 +1,10 @@
 """Predicted times of many schedules of one trace.
 
-Owns what has been simulated: many schedules come to the same transfers, and each list of transfers is simulated once.
+Owns what has been simulated: many schedules come to the same transfers, and each list of transfers is simulated once;
+and the few rounds in which the layout of one choice learns from its own write backs.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +13,9 @@ from hetero.eviction.intervals import Ints
 from hetero.eviction.model import Links, Schedule, Trace
 from hetero.eviction.simulation import Simulator
 
-__all__ = ["Predictions"]
+__all__ = ["ROUNDS", "Predictions"]
+
+ROUNDS = 3  # layouts that learn from the last one's write backs
 
 
 class Predictions:
@@ -29,3 +33,16 @@ class Predictions:
             self._results[transfers] = result.step_seconds, np.asarray(result.leaving_bytes, dtype=np.int64)
         seconds, behind = self._results[transfers]
         return replace(schedule, predicted_seconds=seconds), behind
+
+    def rounds(self, layout: Callable[..., Schedule], *, most: int = ROUNDS) -> list[Schedule]:
+        """Timed schedules of one choice, which ``layout(leaving=...)`` lays out: each leaves room for the write backs
+        that the one before met."""
+        schedules: list[Schedule] = []
+        leaving: Ints | None = None
+        while len(schedules) < most:
+            schedule, behind = self(layout(leaving=leaving))
+            schedules.append(schedule)
+            if not behind.any():
+                break
+            leaving = behind if leaving is None else np.maximum(leaving, behind)
+        return schedules
