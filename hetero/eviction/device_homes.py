@@ -10,14 +10,13 @@ They are taken in the order of first use: the first layers' gradients come last 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from hetero.eviction.model import CapacityError, Links, Schedule, Trace
+from hetero.eviction.model import WORTH, CapacityError, Links, Schedule, Trace
 
 __all__ = ["HomeCost", "HomeStep", "bytes_of_first", "choose_device_homes", "count_within", "step_seconds"]
 
 _PARTS = 8
 _HALVINGS = 4
 _AFFORDABLE_MOMENTS = 20_000
-_WORTH = 0.005  # share of the step that more bytes must save to be worth it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +117,7 @@ class _Tries:
 
     def best(self) -> HomeStep:
         """The shortest; of about equally short ones, that with which the fewest bytes move."""
-        soon = min(step.seconds for _, step in self._found.values()) * (1.0 + _WORTH)
+        soon = min(step.seconds for _, step in self._found.values()) * (1.0 + WORTH)
         near = [(moved, step) for moved, step in self._found.values() if step.seconds <= soon]
         return min(near, key=lambda entry: (entry[0], entry[1].nbytes))[1]
 

@@ -15,13 +15,12 @@ from dataclasses import replace
 
 from hetero.eviction.bounds import lower_bound
 from hetero.eviction.competition import compete
-from hetero.eviction.model import CapacityError, Links, Policy, Schedule, Trace
+from hetero.eviction.model import WORTH, CapacityError, Links, Policy, Schedule, Trace
 from hetero.eviction.planner import plan
 from hetero.eviction.policies import CostAware, FarthestNextUse, resolve_policy
 
 __all__ = ["host_bytes", "plan_iteration", "unhindered_seconds", "with_alive"]
 
-_WORTH = 0.005  # share of the step that more traffic must save to be worth it
 _FEW = 0.01  # share of the bytes that have to move in any case: as many more are not worth looking for others
 _ROUNDS = 6  # of letting more of them stay
 
@@ -51,8 +50,8 @@ def plan_iteration(
 
     def thoroughly(some: Trace) -> Schedule:
         first = quickly(some)
-        if first.predicted_seconds > goal * (1.0 + _WORTH):
-            return compete(some, links=links, goal=goal, worth=_WORTH)
+        if first.predicted_seconds > goal * (1.0 + WORTH):
+            return compete(some, links=links, goal=goal, worth=WORTH)
         return frugally(some, first)
 
     def frugally(some: Trace, first: Schedule | None = None) -> Schedule:
@@ -61,7 +60,7 @@ def plan_iteration(
         if first.moved_bytes <= lower_bound(some) * (1.0 + _FEW):
             return first
         other = plan(some, links=links, policy=CostAware())
-        slower = other.predicted_seconds > first.predicted_seconds * (1.0 + _WORTH)
+        slower = other.predicted_seconds > first.predicted_seconds * (1.0 + WORTH)
         return first if slower or first.moved_bytes <= other.moved_bytes else other
 
     if not any(moment.produces for moment in trace.moments):
@@ -73,14 +72,14 @@ def plan_iteration(
         without = quickly(with_alive(trace))
     except CapacityError:
         return _within(trace, planner, host_room)
-    if competes and without.predicted_seconds <= goal * (1.0 + _WORTH):
+    if competes and without.predicted_seconds <= goal * (1.0 + WORTH):
         if without.moved_bytes <= lower_bound(trace) * (1.0 + _FEW):
             return without
         planner = frugally
     schedule = _within(trace, planner, host_room)
     if host_room is not None and host_bytes(trace, schedule) > host_room:
         return without
-    slower = without.predicted_seconds > schedule.predicted_seconds * (1.0 + _WORTH)
+    slower = without.predicted_seconds > schedule.predicted_seconds * (1.0 + WORTH)
     return schedule if slower or schedule.moved_bytes < without.moved_bytes else without
 
 

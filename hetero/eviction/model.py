@@ -19,6 +19,7 @@ from hetero.errors import BudgetError, PlanError
 from hetero.units import format_bytes
 
 __all__ = [
+    "WORTH",
     "Actions",
     "Candidate",
     "CapacityError",
@@ -30,6 +31,9 @@ __all__ = [
     "Trace",
     "Updates",
 ]
+
+WORTH = 0.005
+"""Share of a predicted step: what differs by less counts as equally fast, and fewer bytes decide."""
 
 
 class CapacityError(BudgetError):

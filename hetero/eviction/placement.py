@@ -23,13 +23,12 @@ from hetero.eviction.device_homes import (
     count_within,
     step_seconds,
 )
-from hetero.eviction.model import CapacityError, Links, Schedule, Trace
+from hetero.eviction.model import WORTH, CapacityError, Links, Schedule, Trace
 from hetero.eviction.places import choose_places, spread
 
 __all__ = ["Placement", "choose_placement"]
 
 _MOST_MOMENTS, _MOST_PAIRS = 40_000, 160  # [Note: what it may cost]
-_WORTH = 0.005  # share of the step that another pair must save to be worth it
 
 Planner = Callable[[tuple[int, ...], tuple[int, ...]], tuple[Trace, Schedule]]
 
@@ -162,7 +161,7 @@ def _refined(pairs: _Pairs, coarse: Placement, most_bytes: int, most_pairs: int)
     without = min(numbers for numbers, outcome in pairs.outcomes.items() if outcome is not None)
     _try_neighbours(pairs, count_within(pairs.taken, most_bytes), most_pairs)
     found = {numbers: outcome for numbers, outcome in pairs.outcomes.items() if outcome is not None}
-    soon = min(outcome.seconds for outcome in found.values()) * (1.0 + _WORTH)
+    soon = min(outcome.seconds for outcome in found.values()) * (1.0 + WORTH)
     if chosen in found and found[chosen].seconds <= soon:
         home = replace(coarse.home, seconds=found[chosen].seconds)  # with more numbers of places tried
         return Placement(home=home, places=coarse.places)
@@ -189,7 +188,7 @@ def _try_neighbours(pairs: _Pairs, most_homes: int, most_pairs: int) -> None:
     while heap:
         seconds, (homes, places) = heapq.heappop(heap)
         for numbers in product(range(homes - 1, homes + 2), range(places - 1, places + 2)):
-            if seconds <= pairs.least * (1.0 + _WORTH):
+            if seconds <= pairs.least * (1.0 + WORTH):
                 return  # nothing is left to win
             if numbers in pairs.outcomes or not _exists(pairs, numbers, most_homes):
                 continue

@@ -13,13 +13,12 @@ already, the others come in time.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from hetero.eviction.model import CapacityError, Schedule, Trace
+from hetero.eviction.model import WORTH, CapacityError, Schedule, Trace
 
 __all__ = ["choose_places", "renewable", "spare_bytes", "spread", "without_places"]
 
 _MOST_MOMENTS = 40_000  # of all schedules tried together
 _COUNTS, _FEW_COUNTS = 24, 6
-_WORTH = 0.005  # share of the step that places must save to be worth it
 
 Planner = Callable[[tuple[int, ...]], tuple[Trace, Schedule]]
 
@@ -42,7 +41,7 @@ def choose_places(order: Sequence[int], plan: Planner, *, thorough: bool = True)
             break
         if schedule.predicted_seconds < seconds:
             best, seconds = places, schedule.predicted_seconds
-    return best if seconds < none * (1.0 - _WORTH) else ()
+    return best if seconds < none * (1.0 - WORTH) else ()
 
 
 def spare_bytes(trace: Trace, schedule: Schedule) -> tuple[int, ...]:

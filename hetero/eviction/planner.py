@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 
 from hetero.eviction.intervals import Bools, Intervals, Ints, read_intervals
-from hetero.eviction.model import Links, Policy, Schedule, Trace
+from hetero.eviction.model import WORTH, Links, Policy, Schedule, Trace
 from hetero.eviction.policies import CostAware, FarthestNextUse, resolve_policy
 from hetero.eviction.predictions import ROUNDS, Predictions
 from hetero.eviction.selection import farthest_next_use, fewest_bytes
@@ -23,7 +23,6 @@ __all__ = ["plan"]
 
 _HEADROOMS = (0.0, 0.5, 1.0, 2.0, 4.0)  # in units of the largest copy
 _AFFORDABLE_ACCESSES = 60_000  # accesses planned in all before the search for a better headroom stops
-_WORTH = 0.005  # share of the step that more traffic must save to be worth it
 
 
 def plan(trace: Trace, *, links: Links, policy: str | Policy = "opt", prefetch: bool = True) -> Schedule:
@@ -36,7 +35,7 @@ def plan(trace: Trace, *, links: Links, policy: str | Policy = "opt", prefetch: 
     problem = read_intervals(trace)
     chosen = resolve_policy(policy)
     found = list(_found(trace, problem, links, chosen, prefetch=prefetch))
-    soon = min(schedule.predicted_seconds for schedule in found) * (1.0 + _WORTH)
+    soon = min(schedule.predicted_seconds for schedule in found) * (1.0 + WORTH)
     near = [schedule for schedule in found if schedule.predicted_seconds <= soon]
     return min(near, key=lambda schedule: (schedule.moved_bytes, schedule.predicted_seconds))
 

@@ -20,6 +20,7 @@ from hetero.eviction import (
     lower_bound,
     plan_iteration,
 )
+from hetero.eviction.model import WORTH
 from hetero.forecast.moments import StepMoments
 from hetero.forecast.reading import Reading, read
 from hetero.simulate import Machine
@@ -212,7 +213,7 @@ class _Job:
                 f"{format_bytes(self.host.memory_bytes)}: more memory, a larger device budget or a smaller batch"
             )
         quickest = min(each.step_seconds for each in possible)
-        return next(each for each in possible if each.step_seconds <= 1.005 * quickest)
+        return next(each for each in possible if each.step_seconds <= (1.0 + WORTH) * quickest)
 
     def _best(self, *, early: bool) -> Forecast:
         parameters = self.reading.parameters
@@ -233,7 +234,7 @@ class _Job:
             placed = sum(trace.sizes[x] for x in places)
             return trace, replace(schedule, fetched_bytes=schedule.fetched_bytes + placed)
 
-        order = [x for x, p in enumerate(parameters)]
+        order = range(len(parameters))
         placement = choose_placement(
             order,
             costs,

@@ -170,7 +170,7 @@ def test_never_slower_than_coarse_and_with_enough_trials_as_fast_as_the_whole_gr
     assert seconds >= min(grid.values())
     event(f"{most_pairs} pairs, the best to 0.5 %: {seconds <= min(grid.values()) * 1.005}")
     if most_pairs == 160:  # more than there are: all that the neighbours of those that fit reach
-        # What saves less than that share is not worth another pair (`_WORTH`); sums are rounded in another order.
+        # What saves less than that share is not worth another pair (`WORTH`); sums are rounded in another order.
         assert seconds <= min(grid.values()) * 1.005 + 1e-9
 
 
@@ -212,7 +212,7 @@ def test_no_more_pairs_are_planned_than_may_be(monkeypatch):
 def test_without_early_updates_nothing_keeps_a_place(model):
     best = model.chosen()
     assert not best.places
-    # Of about equally short ones, `_WORTH`, the one that moves least.
+    # Of about equally short ones, `WORTH`, the one that moves least.
     assert (
         best.home.seconds
         <= min(seconds for (_, places), seconds in model.grid().items() if not places) * 1.005
