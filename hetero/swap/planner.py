@@ -49,9 +49,9 @@ def plan_swaps(
                 evaluation.plan(select(step, gaps, s, limit), method="search") for s in by_score.values()
             ]
         every = all_gaps(step, threshold=threshold)
-        return search(evaluation, every, start=start, trials=trials or 600, seed=seed)
+        return search(evaluation, every, start=start, trials=600 if trials is None else trials, seed=seed)
     if method == "bo":
-        return bayesian(evaluation, gaps, trials=trials or 30, seed=seed)
+        return bayesian(evaluation, gaps, trials=30 if trials is None else trials, seed=seed)
     score = scores(step, gaps, machine)[method]
     return evaluation.plan(select(step, gaps, score, limit), method=method)
 

@@ -139,6 +139,14 @@ def test_the_search_is_no_worse_than_the_best_score(step: Step) -> None:
     assert search == planned(step, "search", limit), "the same seed must give the same plan"
 
 
+def test_no_trials_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr("hetero.swap.planner.search", lambda *_, trials, **__: asked.append(trials))
+    step = Step(seconds=(1.0, 1.0), variables=(Variable(nbytes=1, begin=0, end=2, accesses=(0, 1)),))
+    plan_swaps(step, 1, SLOW, threshold=1, trials=0)
+    assert asked == [0]
+
+
 @given(steps(), st.data())
 @settings(max_examples=100, deadline=None)
 def test_eager_ins_start_no_later_and_have_room_as_well(step: Step, data: st.DataObject) -> None:
