@@ -26,14 +26,12 @@ class Evaluation:
         self.count += 1
         swaps = schedule(self.step, gaps, self.machine, self.limit, eager=eager)
         timeline = simulate_program(self._lowering.program(swaps), limit=self.limit)
-        total = self.step.total_seconds
         return SwapPlan(
             method=method,
             limit=self.limit,
             swaps=swaps,
             timeline=timeline,
-            # Sums of the same times in another order differ in their last digits.
-            overhead=_clean(timeline.step_seconds / total - 1.0) if total > 0.0 else 0.0,
+            overhead=self.step.overhead(timeline.step_seconds),
             planned_peak_bytes=int(load_without(self.step, gaps).max()),
         )
 
@@ -43,7 +41,3 @@ class Evaluation:
         if one.overhead != other.overhead:
             return one.overhead < other.overhead
         return one.moved_bytes < other.moved_bytes
-
-
-def _clean(overhead: float) -> float:
-    return 0.0 if overhead < 1e-9 else overhead

@@ -23,6 +23,8 @@ __all__ = ["Floats", "Gap", "Ints", "Step", "Swap", "SwapLimitError", "SwapPlan"
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
+_ROUNDING = 1e-9  # sums of the same times in another order differ in their last digits
+
 
 class SwapLimitError(BudgetError):
     """The limit cannot be met by moving what may be moved. Carries ``limit`` and ``least``, in bytes."""
@@ -117,6 +119,13 @@ class Step:
     def end_of(self, operator: int) -> float:
         """When ``operator`` ends if nothing waits."""
         return self.begin_of(operator) + self.seconds[operator % self.span]
+
+    def overhead(self, step_seconds: float) -> float:
+        """The share by which a step of ``step_seconds`` is longer than without any swap: >= 0."""
+        if self.total_seconds <= 0.0:
+            return 0.0
+        share = step_seconds / self.total_seconds - 1.0
+        return 0.0 if share < _ROUNDING else share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,15 +58,12 @@ def judged(
     """``schedule``, simulated. ``patient``: under AutoSwap's rules instead of training's (`lower_schedule`)."""
     program, most = lower_schedule(trace, schedule, links, patient=patient)
     timeline = simulate_program(program, limit=most)
-    total = step.total_seconds
-    overhead = timeline.step_seconds / total - 1.0 if total > 0.0 else 0.0
     return OnePlan(
         limit=limit,
         trace=trace,
         schedule=replace(schedule, predicted_seconds=timeline.step_seconds),
         timeline=timeline,
-        # Sums of the same times in another order differ in their last digits.
-        overhead=0.0 if overhead < 1e-9 else overhead,
+        overhead=step.overhead(timeline.step_seconds),
     )
 
 

@@ -100,7 +100,7 @@ class _Search:
         load = load_without(self.evaluation.step, chosen)
         limit = self.evaluation.limit
         taken = {*chosen, *removed}
-        while (worst := int(load.argmax())) >= 0 and load[worst] > limit:
+        while load[worst := int(load.argmax())] > limit:
             free = [gap for gap in self.gaps if gap not in taken and gap.covers(worst, self.span)]
             if not free:
                 free = [gap for gap in removed if gap.covers(worst, self.span)]
