@@ -55,11 +55,12 @@ class ArenaStats:
     """What an arena has done so far; allocations are storages that operators made on its device.
 
     ``planned_nbytes`` is the arena's size and ``load_nbytes`` the most planned bytes alive at once, its lower
-    bound. ``placed`` allocations went to their slot, ``into_out`` of them without a copy; ``copied_nbytes``
-    were copied for the others. The rest fell back since there is a plan: ``unplanned`` live longer than an
-    iteration, ``unexpected`` were not made at this place by the recorded iteration, or with another size,
-    ``busy`` found something still alive in their slot. ``footprint_nbytes`` is the arena plus the most bytes
-    that allocations made since then had outside it at once, what is outside only until it is copied
+    bound. ``placed`` allocations went to their slot: ``into_out`` of them because the operator wrote its result
+    there, ``in_slot`` because the device's allocator was offered it; ``copied_nbytes`` were copied for the others.
+    The rest fell back since there is a plan: ``unplanned`` live longer than an iteration, ``unexpected`` were not
+    made at this place by the recorded iteration, or with another size, ``busy`` found something still alive in
+    their slot. ``footprint_nbytes`` is the arena plus the most bytes that allocations made since then had outside
+    it at once, what is outside only until it is copied
     included; ``fallback_nbytes`` is the same without arena and copies.
     """
 

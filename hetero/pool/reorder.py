@@ -34,7 +34,7 @@ def reorder(flow: Dataflow, *, width: int = 8, also: Dataflow | None = None) -> 
     """The order of least peak among the given one and what all rules make; the first of equals.
 
     ``width`` is that of the beam search. ``also``: the same graph under another assumption of what is kept,
-    under which the order must be no worse than the given one, either. Raises `ConfigError` if it is below 1.
+    under which the order must be no worse than the given one, either. Raises `ConfigError` for a width below 1.
     """
     given = tuple(range(len(flow)))
     candidates: dict[str, Order] = {"given": given, "lpmf": lpmf(flow), "bfs": bfs(flow), "dfs": dfs(flow)}

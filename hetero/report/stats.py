@@ -86,7 +86,7 @@ class MemoryStats:
         for name, value in (
             ("device budget", format_bytes(self.device_budget)),
             ("peak on device", format_bytes(self.peak_device_bytes)),
-            ("model data", f"{format_bytes(self.model_data_bytes)}"),
+            ("model data", format_bytes(self.model_data_bytes)),
             ("moved per iteration", format_bytes(self.bytes_moved)),
             (
                 "lower bound, with gradients",
