@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from hetero.errors import ConfigError
+from hetero.files import write_text
 
 __all__ = ["check_writable", "open_console", "progress", "write_json"]
 
@@ -39,12 +40,7 @@ def check_writable(*paths: Path | None) -> None:
 
 def write_json(path: Path, values: dict[str, object]) -> None:
     """Write ``values`` to ``path``, replacing it only once everything is on disk."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        partial.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_text(path, json.dumps(values, indent=2) + "\n")
 
 
 @contextmanager

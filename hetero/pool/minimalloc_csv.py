@@ -7,13 +7,14 @@ validates no placement.
 """
 
 import csv
+import io
 import os
 import re
-import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from hetero.errors import PlanError
+from hetero.files import write_text
 from hetero.pool.problem import Buffer, BufferId, Problem, Solution
 
 __all__ = ["read_problem", "read_solution", "write_problem", "write_solution"]
@@ -54,7 +55,7 @@ def read_solution(path: str | os.PathLike[str]) -> tuple[Problem, Solution]:
 def write_problem(path: str | os.PathLike[str], problem: Problem) -> None:
     """Write ``problem``, replacing ``path`` only once everything is on disk."""
     rows = ((b.id, b.begin, b.end, b.nbytes) for b in problem.buffers)
-    _write_atomically(Path(path), _REQUIRED, rows)
+    _write(path, _REQUIRED, rows)
 
 
 def write_solution(path: str | os.PathLike[str], problem: Problem, solution: Solution) -> None:
@@ -65,7 +66,7 @@ def write_solution(path: str | os.PathLike[str], problem: Problem, solution: Sol
         (b.id, b.begin, b.end, b.nbytes, offset)
         for b, offset in zip(problem.buffers, solution.offsets, strict=True)
     )
-    _write_atomically(Path(path), (*_REQUIRED, "offset"), rows)
+    _write(path, (*_REQUIRED, "offset"), rows)
 
 
 def _rows(source: Path) -> list[tuple[int, dict[str, str]]]:
@@ -142,20 +143,9 @@ def _identity(text: str) -> BufferId:
     return int(text) if text.isascii() and text.lstrip("-").isdigit() and str(int(text)) == text else text
 
 
-def _write_atomically(path: Path, header: Sequence[str], rows: Iterable[Sequence[BufferId]]) -> None:
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    try:
-        with os.fdopen(descriptor, "w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(header)
-            writer.writerows(rows)
-            file.flush()
-            os.fsync(file.fileno())
-        # mkstemp makes files private; a written CSV should have the permissions of any other new file.
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+def _write(path: str | os.PathLike[str], header: Sequence[str], rows: Iterable[Sequence[BufferId]]) -> None:
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(header)
+    writer.writerows(rows)
+    write_text(path, text.getvalue())

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from hetero.errors import PlanError
+from hetero.files import write_text
 from hetero.pool.minimalloc_csv import read_problem, write_problem
-from hetero.trace.atomic import write_text
 from hetero.trace.snapshot import read_snapshot
 from hetero.trace.steptrace import Operator, StepTrace, Storage
 

@@ -9,7 +9,7 @@ import json
 import os
 from importlib.resources import files
 
-from hetero.trace.atomic import write_text
+from hetero.files import write_text
 from hetero.trace.steptrace import KINDS, PHASES, StepTrace
 from hetero.units import format_bytes
 

@@ -1,8 +1,8 @@
 """Writing a file whole or not at all.
 
-Owns the one way in which traces reach the disk: a temporary file beside the target, renamed over it when
-complete. Invariant: after an error or a crash the target is what it was before, and after an error nothing
-else is left.
+Owns the one way in which traces, placements and forecasts reach the disk: a temporary file beside the target,
+renamed over it when complete. Invariant: after an error or a crash the target is what it was before, and after an
+error nothing else is left.
 """
 
 import os
@@ -21,6 +21,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
+        # mkstemp makes files private; this one is to have the permissions of any other new file.
         os.chmod(name, 0o666 & ~_umask())
         os.replace(name, target)
     except BaseException:
