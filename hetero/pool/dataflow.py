@@ -13,7 +13,7 @@ import numpy as np
 from hetero.errors import PlanError
 from hetero.pool.problem import IntArray
 
-__all__ = ["Dataflow", "is_order", "order_load", "order_peak"]
+__all__ = ["Dataflow", "order_load", "order_peak"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,11 +89,3 @@ def order_load(flow: Dataflow, order: Sequence[int]) -> IntArray:
 def order_peak(flow: Dataflow, order: Sequence[int]) -> int:
     """The most bytes alive at once."""
     return int(order_load(flow, order).max(initial=0))
-
-
-def is_order(flow: Dataflow, order: Sequence[int]) -> bool:
-    """Whether ``order`` runs every operator once, after all that it needs."""
-    if sorted(order) != list(range(len(flow))):
-        return False
-    position = {v: i for i, v in enumerate(order)}
-    return all(position[u] < position[v] for v in range(len(flow)) for u in flow.preds[v])
