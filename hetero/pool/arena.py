@@ -34,9 +34,10 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hetero.devices import virtual
+from hetero.devices.operators import tensors_of
 from hetero.errors import ConfigError
 from hetero.pool.cycle import CyclePlan, CyclicLife, plan_cycle
-from hetero.pool.placing import IntoOut, Placing, look_of, only_plain, tensors_of
+from hetero.pool.placing import IntoOut, Placing, look_of, only_plain
 from hetero.pool.planner import Planner
 from hetero.pool.portfolio import portfolio
 from hetero.pool.slots import Birth, Call, Memory, Offer

@@ -4,7 +4,6 @@ Owns the dispatch mode `Placing` and the rules by operator: which make nothing, 
 Places nothing itself: see `hetero.pool.arena`, and there [Note: placing]. Knows torch.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,9 +11,10 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hetero.devices.operators import ALLOCATE_ONLY, NO_KERNEL, tensors_of
 from hetero.pool.slots import Call, Offer
 
-__all__ = ["INTO_OUT", "IntoOut", "Placing", "look_of", "only_plain", "tensors_of"]
+__all__ = ["INTO_OUT", "IntoOut", "Placing", "look_of", "only_plain"]
 
 # Structured operators: torch generates both variants around one kernel, which the functional one gives an
 # output of the strides it wants. Operator and overload: the overload that writes into its argument.
@@ -33,8 +33,6 @@ INTO_OUT = {
     "sum.dim_IntList": "IntList_out",
     "mean.dim": "out",
 }
-_NO_KERNEL = frozenset({"prim", "profiler", "inductor"})
-_ALLOCATE_ONLY = ("empty", "new_empty")
 
 
 class _Places(Protocol):
@@ -129,10 +127,10 @@ def rule_of(func: OpOverload) -> Rule:
         variant = getattr(func.overloadpacket, into)
         argument = next(argument.name for argument in variant._schema.arguments if argument.is_out)
     return Rule(
-        passes=func.is_view or func.namespace in _NO_KERNEL or in_place or name == "_pin_memory",
+        passes=func.is_view or func.namespace in NO_KERNEL or in_place or name == "_pin_memory",
         resizes=writes_out or name in ("resize_", "resize_as_", "set_"),
         other_stream=name == "record_stream",
-        bare=name.startswith(_ALLOCATE_ONLY),
+        bare=name.startswith(ALLOCATE_ONLY),
         into=None if into is None else IntoOut(variant, argument),
     )
 
@@ -152,11 +150,3 @@ def look_of(value: Any) -> Any:
     if isinstance(value, dict):
         return tuple((key, look_of(item)) for key, item in value.items())
     return (type(value), value)
-
-
-def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_of(item)

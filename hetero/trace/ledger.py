@@ -12,7 +12,7 @@ was still there while i allocated its output.
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from hetero.devices import storage_of
+from hetero.devices.operators import ALLOCATE_ONLY, NO_KERNEL, tensors_of
 from hetero.errors import PlanError
 from hetero.trace.scopes import Scopes
 from hetero.trace.steptrace import Kind, Operator, Phase, StepTrace, Storage
@@ -35,12 +36,10 @@ _OVERWRITES = frozenset(
     {"zero_", "fill_", "copy_", "normal_", "uniform_", "random_", "bernoulli_"}
     | {"_foreach_zero_", "_foreach_copy_"}
 )
-_NO_KERNEL = frozenset({"prim", "profiler", "inductor"})
 # Questions about shapes and flags: no kernel, whatever they are asked of.
 _METADATA = frozenset(
     {"_fused_sdp_choice", "is_pinned", "is_same_size", "sym_size", "sym_stride", "sym_numel"}
 )
-_ALLOCATE_ONLY = ("empty", "new_empty")
 
 
 @dataclass(slots=True)
@@ -117,7 +116,7 @@ class Ledger(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if not self.recording or func.namespace in _NO_KERNEL or func._opname in _METADATA:
+        if not self.recording or func.namespace in NO_KERNEL or func._opname in _METADATA:
             return func(*args, **kwargs)
         self.running = str(func)
         if self._substitute is not None:
@@ -167,7 +166,7 @@ class Ledger(TorchDispatchMode):
         if self.scopes.phase(differentiable=_differentiable(args)) == "forward":
             self.scopes.module()  # a view has an autograd node too, whose backward is not a view
         if func is torch.ops.aten.lift_fresh.default:  # torch.tensor(...): memory that no operator allocated
-            for tensor in _tensors(out):
+            for tensor in tensors_of(out):
                 self._index(tensor)
         return out
 
@@ -226,7 +225,7 @@ class Ledger(TorchDispatchMode):
         writes: dict[int, None] = {}
         for position, value in (*enumerate(args), *kwargs.items()):
             written = position in signature.written
-            for tensor in _tensors(value):
+            for tensor in tensors_of(value):
                 index = self._index(tensor)
                 if index is None:
                     continue
@@ -243,7 +242,7 @@ class Ledger(TorchDispatchMode):
         now = dict.fromkeys(writes)
         for position, value in (*enumerate(args), *kwargs.items()):
             if position in signature.written:
-                for tensor in _tensors(value):
+                for tensor in tensors_of(value):
                     index = self._index(tensor, born=self._now - 1)
                     if index is not None:
                         now[index] = None
@@ -251,7 +250,7 @@ class Ledger(TorchDispatchMode):
 
     def _outputs(self, out: Any, born: int) -> tuple[int, ...]:
         known = len(self._lives)
-        indices = [self._index(tensor, born=born) for tensor in _tensors(out)]
+        indices = [self._index(tensor, born=born) for tensor in tensors_of(out)]
         return tuple(dict.fromkeys(i for i in indices if i is not None and i >= known))
 
     def _index(self, tensor: torch.Tensor, *, born: int | None = None) -> int | None:
@@ -344,7 +343,7 @@ class _Signature:
             name=f"{func.namespace}.{bare}",
             written=frozenset(written),
             overwrites=bool(written) and (only_out or bare in _OVERWRITES),
-            allocates_only=bare.startswith(_ALLOCATE_ONLY),
+            allocates_only=bare.startswith(ALLOCATE_ONLY),
         )
 
 
@@ -358,23 +357,12 @@ def _flops(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out:
     return 0 if count is None else int(count(*args, **kwargs, out_val=out))
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            if isinstance(item, torch.Tensor):
-                yield item
-            elif isinstance(item, list | tuple):
-                yield from _tensors(item)
-
-
 def _device_of(tensor: torch.Tensor) -> str:
     return str(tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device)
 
 
 def _differentiable(args: tuple[Any, ...]) -> bool:
-    return any(tensor.requires_grad for value in args for tensor in _tensors(value))
+    return any(tensor.requires_grad for value in args for tensor in tensors_of(value))
 
 
 def _all_alias(
@@ -382,7 +370,7 @@ def _all_alias(
 ) -> bool:
     """Whether every tensor in ``out`` lies in a storage that was read (and there is at least one)."""
     seen = False
-    for tensor in _tensors(out):
+    for tensor in tensors_of(out):
         storage = storage_of(tensor)
         known = live.get(storage._cdata) if storage is not None else None
         if known is None or known[0] not in reads:

@@ -19,6 +19,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._ops import OpOverload
 
+from hetero.devices.operators import tensors_of
 from hetero.pool.dataflow import Dataflow
 from hetero.pool.reorder import Reordering, reorder
 
@@ -114,7 +115,8 @@ class _Storages:
         known = self._of.get(node)
         if known is None:
             value = node.meta.get("val", node.meta.get("example_value"))
-            known = self._of[node] = tuple(dict.fromkeys(self._number(t) for t in _tensors(value)))
+            strided = (t for t in tensors_of(value) if t.layout is torch.strided)
+            known = self._of[node] = tuple(dict.fromkeys(self._number(t) for t in strided))
         return known
 
     def _number(self, tensor: torch.Tensor) -> int:
@@ -197,15 +199,6 @@ def _hint(nbytes: int | torch.SymInt) -> int:
         hint = nbytes.node.hint
         return int(hint) if hint is not None else 0
     return int(nbytes)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        if value.layout is torch.strided:
-            yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
 
 
 def _compiler(*, inputs_kept: bool) -> Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]:
