@@ -21,6 +21,7 @@ __all__ = ["from_json", "read_csv", "read_json", "read_trace", "to_json", "write
 
 _FORMAT = "hetero step trace"
 _VERSION = 1
+_MOST_TIMES = 2**27  # in a trace without operators: a load curve of 1 GiB
 
 
 def to_json(trace: StepTrace) -> str:
@@ -90,13 +91,19 @@ def write_csv(trace: StepTrace, path: str | os.PathLike[str], *, device: str | N
 def read_csv(path: str | os.PathLike[str]) -> StepTrace:
     """A MiniMalloc CSV file as a trace without operators; ids become 0..n-1, names keep the file's ids.
 
-    Times are shifted to begin at 0. Raises `PlanError` for anything malformed, `OSError` if it cannot be
-    read.
+    Times are shifted to begin at 0. Raises `PlanError` for anything malformed, or times too far apart to be looked
+    at one by one, `OSError` if it cannot be read.
     """
     problem = read_problem(path)
     if not problem.buffers:
         raise PlanError(f"{path} has no buffers: nothing to trace")
     first = min(buffer.begin for buffer in problem.buffers)
+    span = max(buffer.end for buffer in problem.buffers) - first
+    if span > _MOST_TIMES:
+        raise PlanError(
+            f"{path}: its times are {span} apart, and at most {_MOST_TIMES} are looked at one by one: number events "
+            "instead, or place the buffers without a trace (hetero.pool.read_problem)"
+        )
     storages = tuple(
         Storage(
             id=number,
@@ -109,7 +116,6 @@ def read_csv(path: str | os.PathLike[str]) -> StepTrace:
         )
         for number, buffer in enumerate(problem.buffers)
     )
-    span = max(storage.end for storage in storages)
     return StepTrace(operators=(), storages=storages, span=span, device="memory", source="csv")
 
 

@@ -50,7 +50,7 @@ def from_snapshot(snapshot: Any, *, device: int | None = None, name: str = "the 
         traces = snapshot["device_traces"]
         if device is None:
             device = max(range(len(traces)), key=lambda i: len(traces[i]), default=0)
-        events = traces[device] if device < len(traces) else []
+        events = traces[device] if 0 <= device < len(traces) else []
         replay = _Replay(device=f"cuda:{device}")
         for event in events:
             replay.take(event)

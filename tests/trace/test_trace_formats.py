@@ -292,6 +292,19 @@ def test_what_is_not_a_snapshot_is_refused(other: Any) -> None:
         from_snapshot(other)
 
 
+def test_a_device_that_a_snapshot_does_not_have_has_no_allocation() -> None:
+    for device in (-1, 1):
+        with pytest.raises(PlanError, match=f"no allocation on device {device}"):
+            from_snapshot(SNAPSHOT, device=device)
+
+
+def test_a_csv_whose_times_are_no_numbers_of_events_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "nanoseconds.csv"
+    path.write_text("id,lower,upper,size\n1,0,2000000000000,5\n")
+    with pytest.raises(PlanError, match="number events instead"):
+        read_csv(path)
+
+
 def test_a_snapshot_without_history_says_how_to_record_it() -> None:
     with pytest.raises(PlanError, match="_record_memory_history"):
         from_snapshot({"segments": SNAPSHOT["segments"], "device_traces": [[]]})
