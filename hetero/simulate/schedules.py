@@ -10,6 +10,7 @@ nothing.
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+from hetero.errors import PlanError
 from hetero.eviction.model import Links, Schedule, Trace
 from hetero.simulate.program import Program, ProgramBuilder
 
@@ -25,8 +26,10 @@ def lower_schedule(
     ``patient``: as AutoSwap's, a fetch waits for its memory by itself, in the middle of an operator if need be, and an
     operator takes its memory when its operands are there; otherwise moments take and wait for both, as in training. The
     limit is the largest capacity of any moment. The compute tasks are, for each moment in turn, the moment itself
-    (unless ``patient``) and its operator.
+    (unless ``patient``) and its operator. Raises `PlanError` for a trace without moments.
     """
+    if not trace.moments:
+        raise PlanError("a trace without moments has no step to time")
     lowering = _Lowering(trace, schedule, links, patient=patient)
     # Who is dirty, and in whose care a copy is, crosses from one iteration to the next: go round twice.
     lowering.walk(_Recorder())
@@ -47,7 +50,7 @@ class _Recorder:
 class _Lowering:
     def __init__(self, trace: Trace, schedule: Schedule, links: Links, *, patient: bool) -> None:
         self.trace, self.schedule, self.links, self.patient = trace, schedule, links, patient
-        self.limit = max((moment.capacity for moment in trace.moments), default=0)
+        self.limit = max(moment.capacity for moment in trace.moments)
         self.present = set(schedule.start)
         self.dirty: set[int] = set()
 

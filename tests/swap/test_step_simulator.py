@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero.errors import PlanError
-from hetero.eviction import plan, simulate
+from hetero.eviction import Trace, plan, simulate
 from hetero.simulate import (
     GTX_1080_TI,
     Link,
@@ -134,6 +134,12 @@ def test_the_roofline_is_the_slower_of_arithmetic_and_memory() -> None:
     # The paper: 200 MB take 15 ms out and 16 ms in.
     assert 0.0151 < GTX_1080_TI.d2h.seconds(200_000_000) < 0.0153
     assert 0.0164 < GTX_1080_TI.h2d.seconds(200_000_000) < 0.0165
+
+
+def test_a_trace_without_moments_is_no_step() -> None:
+    trace = Trace(sizes=(), moments=())
+    with pytest.raises(PlanError, match="without moments"):
+        lower_schedule(trace, plan(trace, links=LINKS), LINKS)
 
 
 @pytest.mark.parametrize("policy", ["opt", "cost-opt", "lru"])
