@@ -137,4 +137,7 @@ def _split(text: str, name: str) -> tuple[float, str]:
     match = _NUMBER_AND_UNIT.fullmatch(text)
     if match is None or not match.group(2):
         raise ConfigError(f"{name}={text!r}: expected a number and a unit, such as '20GiB'")
-    return float(match.group(1)), match.group(2)
+    number = float(match.group(1))
+    if not math.isfinite(number):
+        raise ConfigError(f"{name}={text!r}: that is more than can be counted")
+    return number, match.group(2)
