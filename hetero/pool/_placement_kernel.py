@@ -1,7 +1,7 @@
 """The inner loops of placement by order, written for Numba: import it only through `hetero.pool.placement`.
 
 Owns `place` (holes, with repair of the order) and `skyline` (lowest offset first) on plain arrays.
-Invariant of `place`: each list of the index (see `hetero.pool.placement`) holds the placed buffers that
+Invariant of `place`: each list of the index (see `hetero.pool.windows`) holds the placed buffers that
 touch its window, by ascending offset. Nothing is validated here.
 """
 

@@ -1,4 +1,4 @@
-"""The exact search as an engine and as a planner.
+"""The exact search as an engine.
 
 Owns the choice of capacities and preference orders for the canonical search of `hetero.pool._exact_kernel`,
 and what its outcomes prove. Invariant: a bound is reported as proven only when a search ran out of
@@ -44,8 +44,8 @@ class Exact:
     """Canonical search under preference orders in turn, each with a node budget that grows.
 
     MiniMalloc's three orders first, and again when the others have had their share; in between random
-    mixtures, half of them raising buffers that searches failed on. Every third attempt asks for less than the
-    goal: by how much follows from how such attempts went.
+    mixtures, half of them raising buffers that searches failed on. Every third attempt is content with more bytes
+    than the goal: how many more follows from how such attempts went.
     """
 
     name = "exact"
