@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 import hetero.pool as pool
-from hetero.pool._jit import COMPILED
+from hetero.jit import COMPILED
 
 ROOT = Path(__file__).resolve().parents[1]
 

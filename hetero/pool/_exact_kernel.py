@@ -23,8 +23,8 @@ the lowest offset that it may still have, sorted by (lowest offset, rank); a bra
 
 import numpy as np
 
+from hetero.jit import jit
 from hetero.pool._exact_parts import Lives, Members, Preference, Scratch, rank_all, split
-from hetero.pool._jit import jit
 from hetero.pool.problem import IntArray
 
 __all__ = ["EXHAUSTED", "FOUND", "STOPPED", "search"]

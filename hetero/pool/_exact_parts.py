@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hetero.pool._jit import jit
+from hetero.jit import jit
 from hetero.pool.problem import IntArray
 
 __all__ = ["Flags", "Ints", "Lives", "Members", "Preference", "Scratch", "rank_all", "split"]

@@ -8,7 +8,7 @@ touch its window, by ascending offset. Nothing is validated here.
 import numpy as np
 import numpy.typing as npt
 
-from hetero.pool._jit import jit
+from hetero.jit import jit
 from hetero.pool.problem import IntArray
 
 __all__ = ["place", "skyline"]

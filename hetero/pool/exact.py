@@ -81,7 +81,7 @@ class Exact:
         at_goal = self._refuted or self._tries % 3 != 0
         order = self._next_order() if at_goal else self._random_order(classic=0.5)
         capacity = self._capacity(goal, limit, at_goal=at_goal)
-        # Imported late: it imports Numba, see hetero.pool._jit.
+        # Imported late: it imports Numba, see hetero.jit.
         from hetero.pool import _exact_kernel, _exact_parts
 
         piece, members = self._piece, order.members

@@ -9,7 +9,7 @@ the same rules in NumPy.
 
 import numpy as np
 
-from hetero.pool._jit import COMPILED
+from hetero.jit import COMPILED
 from hetero.pool.problem import IntArray
 from hetero.pool.reduction import clique_lives
 from hetero.pool.windows import cover
@@ -41,7 +41,7 @@ class Placer:
         begins, ends, sizes = self.begins[order], self.ends[order], self.sizes[order]
         offsets = np.zeros(len(sizes), dtype=np.int64)
         if COMPILED:
-            # Imported late: it imports Numba, see hetero.pool._jit.
+            # Imported late: it imports Numba, see hetero.jit.
             from hetero.pool import _placement_kernel
 
             footprint = _placement_kernel.skyline(begins, ends, sizes, limit, offsets)
@@ -84,7 +84,7 @@ class Repair:
         A later call goes on where this one stopped; from the first place, in the repaired order, after a
         success or under a lower limit.
         """
-        # Imported late: it imports Numba, see hetero.pool._jit.
+        # Imported late: it imports Numba, see hetero.jit.
         from hetero.pool import _placement_kernel
 
         if limit < self._limit or self._depth == len(self._order):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hetero.errors import ConfigError
-from hetero.pool._jit import COMPILED
+from hetero.jit import COMPILED
 from hetero.pool.engines import Engine, RandomKeys, RepairedOrder, Skyline, size_step
 from hetero.pool.exact import MOST_BUFFERS, MOST_BYTES, Exact
 from hetero.pool.greedy import smartpool

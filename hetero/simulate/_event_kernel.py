@@ -9,7 +9,7 @@ nevertheless, and the bytes above the limit are reported.
 
 from typing import Any
 
-from hetero.pool._jit import jit
+from hetero.jit import jit
 
 __all__ = ["COMPUTE", "MEMORY", "run"]
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from hetero.errors import PlanError
-from hetero.pool._jit import COMPILED
+from hetero.jit import COMPILED
 from hetero.simulate.program import SERVERS, Floats, Ints, Program, Server
 
 __all__ = ["CAUSES", "Cause", "Timeline", "simulate_program"]
@@ -109,7 +109,7 @@ def _column(array: Any) -> Any:
 
 
 def _run(program: Program, limit: int, rounds: int, out: _Out) -> tuple[int, int]:
-    # Imported late: it imports Numba, see hetero.pool._jit.
+    # Imported late: it imports Numba, see hetero.jit.
     from hetero.simulate import _event_kernel
 
     out.peaks[0] = program.initial
