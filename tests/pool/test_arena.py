@@ -440,6 +440,11 @@ def test_operators_that_write_into_their_slot_share_their_kernel_with_the_functi
         assert table[name]["structured_delegate"] == f"{name.split('.')[0]}.{into}"
 
 
+def test_nobody_imports_numba_before_there_is_something_to_compile() -> None:
+    program = "import sys, hetero.pool, hetero.simulate, hetero.swap; assert 'numba' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
+
+
 def test_the_pool_needs_no_torch_until_the_arena_is_asked_for() -> None:
     """hetero itself may import torch, so the pool's files are loaded under a bare package of that name."""
     program = f"""
