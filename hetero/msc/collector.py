@@ -81,28 +81,21 @@ class MemStatsCollector:
         self._segment: Segment | None = None
         self._period = Period(operands=())
         self._relieving = False
-        self._is_clocked = False
+        # Of the current segment: its memory is being measured, and the times of its periods. Plain attributes, because
+        # every operator looks at them.
+        self.is_sampling = False
+        self.is_clocked = False
         # The last gradient of the period that is measured: index, bytes, what there was beside it, and had been made.
         self._handed_over: tuple[int, int, int, int | None] | None = None
         self._model_base = 0  # model data on the device since the period began, or was relieved
         self.total = Period(operands=())  # sums over the manager's life
         self.largest_growth = 0
 
-    @property
-    def is_sampling(self) -> bool:
-        """The current segment's memory is being measured."""
-        return self._segment is not None and self._segment.sampled
-
-    @property
-    def is_clocked(self) -> bool:
-        """The times of the current segment's periods are being measured."""
-        return self._is_clocked
-
     def begin_segment(self, key: SegmentKey, *, sample: bool, time: bool = False) -> Segment:
         """What follows belongs to a new segment. Its first period has no operands."""
         assert self._segment is None, "the segment before has not been ended"
         self._segment = Segment(key, sample, timed=time and not sample)
-        self._is_clocked = sample or time
+        self.is_sampling, self.is_clocked = sample, sample or time
         if sample:
             self.peaks.begin()
         elif time:
@@ -119,7 +112,7 @@ class MemStatsCollector:
             return
         self._close_period()
         self._segment = None
-        self._is_clocked = False
+        self.is_sampling = self.is_clocked = False
         self._period = Period(operands=())
         if segment.sampled:
             self.peaks.end()
@@ -172,12 +165,12 @@ class MemStatsCollector:
 
     def waiting_for_host(self) -> contextlib.AbstractContextManager[None]:
         """As `waiting`, for a parameter's update; nothing while not `is_clocked`."""
-        return self.waiting(Cause.HOST) if self._is_clocked else contextlib.nullcontext()
+        return self.waiting(Cause.HOST) if self.is_clocked else contextlib.nullcontext()
 
     def note_gradient(self, index: int, nbytes: int, *, own_nbytes: int) -> None:
         """A parameter's gradient is complete on the device and about to go home; ``own_nbytes`` of its memory are
         nobody else's."""
-        if self._is_clocked:
+        if self.is_clocked:
             period = self._period
             period.gradients.append(Gradient(index, nbytes, self._event(), len(period.waits)))
             if self.is_sampling and period.begin is not None:

@@ -202,10 +202,8 @@ def _run_on_device(
         copies = {}
         for tensor in operands:
             parameter = tensor.parameter
-            copy = tensor.identity
-            copies[id(parameter)] = (
-                owner.copy_for(tensor) if copy is None or not parameter.requires_grad else copy
-            )
+            copy = tensor.identity if parameter.requires_grad else tensor.data
+            copies[id(parameter)] = owner.copy_for(tensor) if copy is None else copy
         del copy
         return _run(func, operands, copies, args, kwargs, in_forward=in_forward)
     finally:

@@ -63,6 +63,7 @@ class Executor:
         # Some of what runs can never be tried again: regions that are compiled.
         self.runs_unguarded = False
         self._segment: Segment | None = None
+        self._is_backward = False
         self._course = Course(cycles, activations)
         self._backlog = Backlog(tensors, residency, activations)
         self._holders = Holders(residency.resident)
@@ -102,12 +103,13 @@ class Executor:
         again."""
         self.finish_segment()
         self._is_open = is_open
+        self._is_backward = key.phase is Phase.BACKWARD
         place = self._cycles.begin_segment(key)
         self._course.begin(place)
         if place.number == 0 and (key.trains or key.phase is not Phase.FORWARD):
             self._activations.begin_iteration()
         # Forward's guard is around this one.
-        is_within_guard = self._is_guarded and key.phase is Phase.BACKWARD
+        is_within_guard = self._is_guarded and self._is_backward
         self._set_guarded(place.guarded)
         if key.phase is not Phase.STEP:  # which uses no copies
             self._residency.follow_stream()
@@ -147,13 +149,15 @@ class Executor:
             self._collector.end_segment()
             self._cycles.end_segment(self._segment)
             self._segment = None
+            self._is_backward = False
             self._course.end()
             self._drift = 0  # it is the plan's; and another thread's operators may go on
 
     def before_operator(self, operands: list[ManagedTensor], name: object) -> None:
         """The pre-op sampling moment: measure, then change the layout as planned, then make operands resident."""
         self._activations.close_gone()
-        self._limit_gradients()
+        if self._is_backward:
+            self._limit_gradients()
         collector = self._collector
         if self._is_in_place(operands):
             self._course.position += 1
@@ -345,14 +349,17 @@ class Executor:
     def _is_in_place(self, operands: list[ManagedTensor]) -> bool:
         """The plan foresaw this moment and asks for nothing, and every operand can be read: the common case."""
         course = self._course
-        if not course.expects(operands):
+        if not course.expects(operands) or not self._backlog.is_empty or self._collector.is_sampling:
             return False
-        if not self._backlog.is_empty or self._collector.is_sampling:
-            return False
-        assert course.plan is not None
-        if self._drift and course.plan.device_homes:
-            return False
-        limit = course.plan.limits[course.position] - self._drift - self._gradient_room()
+        plan = course.plan
+        assert plan is not None
+        limit = plan.limits[course.position]
+        if self._drift:
+            if plan.device_homes:
+                return False
+            limit -= self._drift
+        if self._is_backward:
+            limit -= self._gradient_room()
         return self._residency.holds(operands, limit=limit)
 
     @property
@@ -400,15 +407,12 @@ class Executor:
             0 if plan is None else plan.gradient_reserves[min(self._course.position, self._course.stop - 1)]
         )
         gradients.in_flight_limit = limit
-        if plan is not None and self._is_backward() and gradients.in_flight_bytes > limit:
+        if plan is not None and gradients.in_flight_bytes > limit:
             gradients.reclaim(gradients.in_flight_bytes - limit)
-
-    def _is_backward(self) -> bool:
-        return self._segment is not None and self._segment.key.phase is Phase.BACKWARD
 
     def _gradient_room(self) -> int:
         """What has to stay free for gradients that will be on their way before the next moment."""
-        if self._course.plan is None or not self._is_backward():
+        if self._course.plan is None or not self._is_backward:
             return 0
         return self._gradients.room_left
 

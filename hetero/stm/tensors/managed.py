@@ -206,13 +206,6 @@ class ManagedTensor(StatefulTensor):
         return self.data is not None
 
     @property
-    def can_be_read(self) -> bool:
-        """There is a device copy, it has arrived, and is as new as home."""
-        if self.data is None or self.ready is not None or self.pending is not None:
-            return False
-        return self.clock.now == self.loaded_clock
-
-    @property
     def is_stale(self) -> bool:
         """Home was written after the device copy was made. One on order follows the write that it waits for."""
         return self.data is not None and self.pending is None and self.clock.now != self.loaded_clock
