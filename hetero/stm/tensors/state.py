@@ -1,7 +1,7 @@
 """States of managed tensors, and the ledger that counts their bytes.
 
 Owns the state machine of Gemini's StatefulTensorMgr and the only count of bytes in use. Invariant: for every
-tier, kind and state, `Ledger.nbytes` is the sum over registered tensors; every change goes through
+tier and kind, `Ledger.nbytes` is the sum over registered tensors; every change goes through
 `StatefulTensor`, so it is kept in O(1) and cannot drift. Moves nothing.
 
     FREE     no content anywhere
@@ -51,24 +51,19 @@ _TRANSITIONS = (
 )
 # Looking up a member of an enum, and indexing with one, is slow in some versions of Python.
 _FREE, _HOLD, _COMPUTE = State
-_TIERS = tuple(Tier)
-_HELD, _COMPUTING, _ON_DEVICE = int(State.HOLD), int(State.COMPUTE), int(Tier.DEVICE)
+_ON_DEVICE = int(Tier.DEVICE)
 
 
 class Ledger:
-    """Bytes by tier, kind and state."""
+    """Bytes by tier and kind."""
 
     def __init__(self) -> None:
-        self._cells = [[[0] * len(State) for _ in Kind] for _ in Tier]
+        self._cells = [[0] * len(Kind) for _ in Tier]
         self._tiers = [0] * len(Tier)
 
-    def nbytes(self, tier: Tier, kind: Kind | None = None, state: State | None = None) -> int:
-        """Bytes on ``tier``, optionally of one kind, of one state, or both. O(1)."""
-        if kind is None and state is None:
-            return self._tiers[tier]
-        kinds = Kind if kind is None else (kind,)
-        states = State if state is None else (state,)
-        return sum(self._cells[tier][k][s] for k in kinds for s in states)
+    def nbytes(self, tier: Tier, kind: Kind | None = None) -> int:
+        """Bytes on ``tier``, optionally of one kind. O(1)."""
+        return self._tiers[tier] if kind is None else self._cells[tier][kind]
 
     @property
     def device_bytes(self) -> int:
@@ -85,13 +80,10 @@ class Ledger:
         """Saved tensors on the device and on the host: part of model data."""
         return self.nbytes(Tier.DEVICE, Kind.ACTIVATION), self.nbytes(Tier.HOST, Kind.ACTIVATION)
 
-    def note_change(self, tier: Tier, nbytes: int) -> None:
-        """Some cell of ``tier`` has so many bytes more (or, negative, fewer). For `StatefulTensor` only."""
+    def note_change(self, tier: Tier, kind: Kind, nbytes: int) -> None:
+        """There are so many bytes more (or, negative, fewer). For `StatefulTensor` only."""
         self._tiers[tier] += nbytes
-
-    def cells(self, kind: Kind) -> tuple[list[int], list[int]]:
-        """Bytes by state of one kind, on the host and on the device. For `StatefulTensor` only."""
-        return self._cells[Tier.HOST][kind], self._cells[Tier.DEVICE][kind]
+        self._cells[tier][kind] += nbytes
 
 
 class StatefulTensor:
@@ -100,11 +92,10 @@ class StatefulTensor:
     ``users`` counts the operators that use it now; it is in COMPUTE exactly while that is not zero.
     """
 
-    __slots__ = ("_cells", "_ledger", "_tiers", "kind", "name", "state", "users")
+    __slots__ = ("_ledger", "_tiers", "kind", "name", "state", "users")
 
     def __init__(self, ledger: Ledger, kind: Kind, name: str) -> None:
         self._ledger = ledger
-        self._cells = ledger.cells(kind)
         self._tiers = [0, 0]  # by `Tier`
         self.kind = kind
         self.name = name
@@ -118,20 +109,16 @@ class StatefulTensor:
     def place(self, tier: Tier, nbytes: int) -> None:
         """It now has ``nbytes`` on ``tier`` (0: none there). The first content makes a FREE tensor HOLD."""
         if nbytes and self.state is _FREE:
-            self._recount(_HOLD)
-        change = nbytes - self._tiers[tier]
+            self.state = _HOLD
+        self._ledger.note_change(tier, self.kind, nbytes - self._tiers[tier])
         self._tiers[tier] = nbytes
-        self._cells[tier][self.state] += change
-        self._ledger.note_change(tier, change)
 
     def release(self) -> None:
         """All content is gone. Raises `StateError` if an operator uses it; then nothing has changed."""
-        if self.state is _COMPUTE:
+        if self.state is not _FREE:
             self.transition(_FREE)
-        for tier in _TIERS:
-            if self._tiers[tier]:
-                self.place(tier, 0)
-        self.state = _FREE
+        for tier in Tier:
+            self.place(tier, 0)
 
     def begin_compute(self) -> None:
         """An operator starts using it."""
@@ -145,7 +132,7 @@ class StatefulTensor:
             raise StateError(f"{self.name}: end_compute without begin_compute, state {self.state.name}")
         self.users -= 1
         if self.users == 0:
-            self._recount(_HOLD)
+            self.state = _HOLD
 
     def abandon_compute(self) -> None:
         """Whatever operator used it was left without a word (an interrupt): none does now."""
@@ -157,17 +144,7 @@ class StatefulTensor:
         """Change state. Raises `StateError` if the table does not allow it; then nothing has changed."""
         if (self.state, new) not in _TRANSITIONS:
             raise StateError(f"{self.name}: {self.state.name} -> {new.name} is not allowed")
-        self._recount(new)
-
-    def _recount(self, new: State) -> None:
-        """An allowed transition."""
-        old, self.state = self.state, new
-        host, device = self._tiers
-        host_cells, device_cells = self._cells
-        host_cells[old] -= host
-        host_cells[new] += host
-        device_cells[old] -= device
-        device_cells[new] += device
+        self.state = new
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, {self.kind.name}, {self.state.name}, {self._tiers})"
@@ -178,12 +155,6 @@ def begin_compute(tensors: Iterable[StatefulTensor]) -> None:
     for tensor in tensors:
         if tensor.users == 0 and tensor.state is _HOLD:
             tensor.state = _COMPUTE
-            host, device = tensor._tiers
-            host_cells, device_cells = tensor._cells
-            host_cells[_HELD] -= host
-            host_cells[_COMPUTING] += host
-            device_cells[_HELD] -= device
-            device_cells[_COMPUTING] += device
             tensor.users = 1
         else:
             tensor.begin_compute()
@@ -192,14 +163,8 @@ def begin_compute(tensors: Iterable[StatefulTensor]) -> None:
 def end_compute(tensors: Iterable[StatefulTensor]) -> None:
     """`StatefulTensor.end_compute` of each."""
     for tensor in tensors:
-        if tensor.users == 1 and tensor.state is _COMPUTE:
+        if tensor.users == 1:
             tensor.users = 0
             tensor.state = _HOLD
-            host, device = tensor._tiers
-            host_cells, device_cells = tensor._cells
-            host_cells[_COMPUTING] -= host
-            host_cells[_HELD] += host
-            device_cells[_COMPUTING] -= device
-            device_cells[_HELD] += device
         else:
             tensor.end_compute()
