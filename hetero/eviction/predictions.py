@@ -27,11 +27,13 @@ class Predictions:
         self._results: dict[object, tuple[float, Ints]] = {}
 
     def __call__(self, schedule: Schedule) -> tuple[Schedule, Ints]:
-        transfers = (schedule.start, schedule.actions)
-        if transfers not in self._results:
+        transfers = (schedule.start, schedule.actions)  # hashing which takes time: all of an iteration
+        known = self._results.get(transfers)
+        if known is None:
             result = self._simulator.run(schedule)
-            self._results[transfers] = result.step_seconds, np.asarray(result.leaving_bytes, dtype=np.int64)
-        seconds, behind = self._results[transfers]
+            known = result.step_seconds, np.asarray(result.leaving_bytes, dtype=np.int64)
+            self._results[transfers] = known
+        seconds, behind = known
         return replace(schedule, predicted_seconds=seconds), behind
 
     def rounds(self, layout: Callable[..., Schedule], *, most: int = ROUNDS) -> list[Schedule]:

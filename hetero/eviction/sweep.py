@@ -36,7 +36,10 @@ def fill(problem: Intervals, room: Ints, keep: Bools, order: Ints) -> Bools:
     columns = (order, problem.begin[order], problem.end[order], problem.nbytes[order])
     for j, begin, end, nbytes in zip(*(column.tolist() for column in columns), strict=True):
         parts = spans(begin, end, problem.periods)
-        if all(free[a] >= nbytes and free[a:b].min() >= nbytes for a, b in parts):
+        for a, b in parts:
+            if free[a] < nbytes or free[a:b].min() < nbytes:
+                break
+        else:
             filled[j] = True
             for a, b in parts:
                 free[a:b] -= nbytes
