@@ -84,7 +84,7 @@ def test_of_many_sizes_the_smallest_that_is_as_large_stands_for_those_to_come():
 @pytest.mark.parametrize(("share", "settles"), [(0.35, False), (0.6, False), (1.6, True)])
 @pytest.mark.parametrize("forwards", [1, 2])
 def test_batches_of_many_sizes_follow_few_plans(share, settles, forwards):
-    sizes = torch.randint(16, 257, (60,), generator=torch.Generator().manual_seed(0)).tolist()
+    sizes = torch.randint(16, 257, (40,), generator=torch.Generator().manual_seed(0)).tolist()
 
     def loop(model, optimizer, target):
         seen = []
@@ -98,8 +98,8 @@ def test_batches_of_many_sizes_follow_few_plans(share, settles, forwards):
         return seen
 
     manager = assert_twins(lambda: mlp(depth=3), loop, share=share)
-    assert len(manager._stm.plans) <= 16  # of 60, or more where two of different sizes come together
-    assert (manager.stats.settled_forwards > 30) == settles
+    assert len(manager._stm.plans) <= 16  # of 40, or more where two of different sizes come together
+    assert (manager.stats.settled_forwards > 20) == settles
 
 
 def test_of_what_is_put_together_the_largest_that_is_as_large_stands_for_all():
