@@ -10,6 +10,7 @@ from twins import adamw, device
 
 import hetero
 from hetero.stm.plans import homechoice
+from hetero.stm.plans.plan import PlanMaker
 
 
 class Clock:
@@ -55,3 +56,43 @@ def test_choices_for_further_kinds_of_iterations_wait_for_their_share_of_the_tim
     for (costs, _), (_, before) in zip(choices[1:], choices, strict=False):
         assert costs <= set(before)
     assert homes == choices[-1][1]
+
+
+def test_where_all_are_planned_anew_only_what_trains_is_at_once_thorough(monkeypatch):
+    made, make = [], PlanMaker.make  # for which kind of iteration, and whether thoroughly
+
+    def noted(self, keys, *args, thorough=True, **keywords):
+        made.append((keys, thorough))
+        return make(self, keys, *args, thorough=thorough, **keywords)
+
+    monkeypatch.setattr(PlanMaker, "make", noted)
+    target = device()
+    gc.collect()
+    torch.manual_seed(0)
+    model = mlp()
+    optimizer = adamw(model)
+
+    def train(turn):
+        made.clear()
+        backward(model, target, rows=8 * turn)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with hetero.manage(
+        model, optimizer, device=target, device_budget="200KiB", device_homes=False
+    ) as manager:
+        for turn in (1, 2, 3) * 8:
+            train(turn)
+        train(1)
+        assert len(manager._stm.plans) == 3
+        made.clear()
+        manager.trim("180KiB")
+        assert len(made) == 3
+        (first,) = [keys for keys, thorough in made if thorough]
+        assert first == manager._stm.plans.last.keys
+        anew = []
+        for turn in (1, 2, 2, 2, 1, 2, 1):  # the third kind never comes again
+            train(turn)
+            anew += [keys for keys, thorough in made if thorough]
+        assert len(anew) == 1
+        assert anew[0] != first

@@ -35,6 +35,8 @@ class PlanBook:
         self.margin = 0  # of the budget, what was given to others (`trim`): no plan uses it
         self._plans: dict[Keys, CyclePlan] = {}
         self._verified: set[Keys] = set()
+        # Those made in haste, because all were made at once: anew when such an iteration has come again.
+        self._hasty: set[Keys] = set()
         self._seen_once: dict[Keys, None] = {}
         # Of iterations that are to be measured again: what their plan kept free for what had not been measured.
         self._kept_free: dict[Keys, int] = {}
@@ -107,6 +109,8 @@ class PlanBook:
             self.last = self._plans[keys]
         else:
             self._make_if_outgrown(keys, segments)
+            if keys in self._hasty:
+                self.remake(keys)
         return False
 
     def _comes_again(self, keys: Keys) -> bool:
@@ -125,8 +129,13 @@ class PlanBook:
             keys = next(keys for keys, plan in self._plans.items() if plan is not self.last)
             del self._plans[keys]
             self.places.pop(keys, None)
-            self._verified.discard(keys)
-            self.timings.forget(keys)
+            self._forget(keys)
+
+    def _forget(self, keys: Keys) -> None:
+        """What was known of its plan, which is gone."""
+        self._verified.discard(keys)
+        self._hasty.discard(keys)
+        self.timings.forget(keys)
 
     def measure_again(self, keys: Keys, *, for_good: bool) -> None:
         """Iterations with these keys are no longer what they were: forget them. What the longest of these took may come
@@ -136,8 +145,7 @@ class PlanBook:
             self._kept_free[keys] = max(0, plan.margin - self.margin)
         if plan is self.last:
             self.last = None
-        self._verified.discard(keys)
-        self.timings.forget(keys)
+        self._forget(keys)
         self.samples.forget(keys, for_good=for_good)
 
     def note_settled(self, kind: ForwardKind, passed: int, *, model_bytes: int) -> None:
@@ -206,7 +214,7 @@ class PlanBook:
     def trim(self, budget: int) -> None:
         """Plan anew for ``budget`` bytes of the device, leaving the rest of the budget to others."""
         self.margin = self.budget - budget
-        self._make_all({keys: self.margin for keys in self._plans})
+        self._make_all({keys: self.margin for keys in self._plans}, thorough=False)
 
     def remake(self, keys: Keys) -> None:
         """With what is known now."""
@@ -214,7 +222,7 @@ class PlanBook:
 
     def remake_all(self) -> None:
         """With what is known now."""
-        self._make_all({keys: plan.margin for keys, plan in self._plans.items()})
+        self._make_all({keys: plan.margin for keys, plan in self._plans.items()}, thorough=False)
 
     def set_homes(self, homes: tuple[int, ...], *, on_trial: Keys | None = None) -> None:
         """Let these live on the device. ``on_trial``: the iterations that have to become shorter by it."""
@@ -229,15 +237,21 @@ class PlanBook:
         made = self._make(keys, self._plans[keys].margin, homes, self.home_costs(), places, thorough=False)
         return made.trace, replace(made.schedule, fetched_bytes=made.fetched_bytes)
 
-    def _make_all(self, margins: dict[Keys, int]) -> None:
-        """Make these plans, with as many of the device homes as fit in all of them."""
+    def _make_all(self, margins: dict[Keys, int], *, thorough: bool = True) -> None:
+        """Make these plans, with as many of the device homes as fit in all of them. Not ``thorough``: but that of the
+        iteration under way in haste, because training waits, and most may never be followed again."""
         costs = self.home_costs() if self.device_homes else {}
+        now = None if self.last is None else self.last.keys
         made, waiting = dict[Keys, CyclePlan](), dict(margins)
         while waiting:
             keys = next(iter(waiting))
             try:
                 places = self.places.get(keys, ())
-                made[keys] = self._make(keys, waiting[keys], self.device_homes, costs, places)
+                is_thorough = keys == now or (thorough and keys in margins)
+                made[keys] = self._make(
+                    keys, waiting[keys], self.device_homes, costs, places, thorough=is_thorough
+                )
+                (self._hasty.discard if is_thorough else self._hasty.add)(keys)
                 del waiting[keys]
             except CapacityError:
                 if self.places.pop(keys, ()):
@@ -258,7 +272,7 @@ class PlanBook:
         costs: dict[int, HomeCost],
         places: tuple[int, ...],
         *,
-        thorough: bool = True,
+        thorough: bool,
     ) -> CyclePlan:
         return self._planner.make(
             keys, self.samples, margin, homes, costs, places=places, early=self.early, thorough=thorough
