@@ -131,6 +131,29 @@ def test_lbfgs_and_closures_are_stepped_whole():
         assert manager._host_step.queued == 0
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_each_call_of_a_closure_that_runs_the_model_is_an_iteration(micro_batches):
+    """Else none would ever be over, and nothing planned."""
+    model, optimizer, manager, target = managed_mlp(
+        lambda model: torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    )
+    x = batch(target)
+
+    def closure():
+        optimizer.zero_grad()
+        for _ in range(micro_batches):
+            loss = model(x).square().mean()
+            loss.backward()
+        return loss
+
+    with manager:
+        for _ in range(3):
+            optimizer.step(closure)
+        assert [len(plan.keys) for plan in manager._stm.plans] == [2 * micro_batches]
+        assert manager.stats.bytes_moved > 0
+        assert manager.stats.unplanned_fetches == 0
+
+
 def test_adamw_with_a_closure_between_deferred_steps():
     def loop(model, optimizer, target):
         seen = []

@@ -1,7 +1,8 @@
 """Which iteration this is, and how far it has come.
 
-Owns its history. An iteration (*cycle*) is the sequence of segments from one optimizer step to the next, or one forward
-without gradients, or one forward and backward where there is no optimizer. Invariant: a plan
+Owns its history. An iteration (*cycle*) is the sequence of segments from one optimizer step to the next, or of one call
+of the closure that a step evaluates as often as it likes, or one forward without gradients, or one forward and backward
+where there is no optimizer. Invariant: a plan
 (`hetero.stm.plans.planbook`) is used only while the segments that ran so far in this cycle are the ones it was made
 for; plans for other sequences (an eval loop, another shape, another number of micro-batches) live beside it.
 """
@@ -50,8 +51,7 @@ class Followed:
     missing_bytes: int
 
 
-# Segments without a step in between (a closure that runs the model, forwards whose graphs are dropped): give up
-# waiting for the iteration's end.
+# Segments without a step in between (forwards whose graphs are dropped): give up waiting for the iteration's end.
 _LONGEST_CYCLE = 1024
 # Of training iterations with several forwards: where there are more, hardly one will come again.
 _MOST_PUT_TOGETHER = 16
@@ -64,13 +64,14 @@ class _History:
     has_strayed: bool = False
     has_more: bool = False
     is_outdated: bool = False
+    is_over: bool = False  # whatever comes next belongs to another iteration
     omitted: set[int] = field(default_factory=set)
     found: dict[int, int] = field(default_factory=dict)  # copies there when it began, and their bytes
 
     def clear(self) -> None:
         """Nothing has come yet."""
         self.keys, self.segments, self.omitted = [], [], set()
-        self.has_strayed = self.has_more = self.is_outdated = False
+        self.has_strayed = self.has_more = self.is_outdated = self.is_over = False
 
 
 class Cycles:
@@ -175,6 +176,10 @@ class Cycles:
         """The iteration follows its plan, and shows what that did not know of."""
         self._current.is_outdated = True
 
+    def note_evaluated(self) -> None:
+        """A step has called its closure, and may do so again: no step will end the iteration."""
+        self._training.is_over = bool(self._training.keys)
+
     def end_segment(self, segment: Segment) -> None:
         """A segment is over; an incomplete one makes the cycle void."""
         if not segment.complete:
@@ -207,7 +212,7 @@ class Cycles:
         last = history.keys[-1].phase
         if history is self._training and last is not Phase.STEP:
             over = self._ends_with_backward and last is Phase.BACKWARD and coming is Phase.FORWARD
-            if not over:
+            if not (over or history.is_over):
                 return
         keys, segments = tuple(history.keys), history.segments
         follows, found = not (history.has_strayed or history.is_outdated), history.found

@@ -245,6 +245,7 @@ class HostStep:
 
         def evaluate() -> Any:
             loss = closure()
+            self._stm.cycles.note_evaluated()
             # Optimizers with a choice call it once, before they look at their groups.
             if any(is_open(optimizer, group) for group in optimizer.param_groups):
                 self._stm.homes.wait_all()
