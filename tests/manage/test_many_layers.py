@@ -10,6 +10,7 @@ from twins import adamw, device
 import hetero
 from hetero.devices import CopyEngine
 from hetero.eviction.policies import FarthestNextUse
+from hetero.msc import Period
 from hetero.stm.activations.offload import Activations
 from hetero.stm.copies.uploads import Uploads
 from hetero.stm.tensors.managed import ManagedTensor
@@ -121,3 +122,25 @@ def test_a_copy_that_is_over_is_forgotten_once_those_before_it_are():
     uploads.note(last := _Event(), first)
     assert uploads.reading(first) == [last]
     assert uploads.reading(second)[0] is events[3]
+
+
+def test_what_is_known_of_a_segment_is_not_looked_through_at_each_operator(monkeypatch):
+    """Where segments were measured and their sequence is new, there is no plan, and each operator asks."""
+    layers = 40
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(layers)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(4, 8).to(device())
+    looks = []
+    is_sampled = Period.is_sampled.fget
+    with hetero.manage(model, optimizer, device_budget="64KiB"):
+        for micro_batches in (1, 2, 3):
+            if micro_batches == 3:  # all of its segments are known but the last forward
+                monkeypatch.setattr(
+                    Period, "is_sampled", property(lambda p: looks.append(p) or is_sampled(p))
+                )
+            for _ in range(micro_batches):
+                model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.accelerator.synchronize()
+    assert len(looks) < 50 * layers

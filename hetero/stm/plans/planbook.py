@@ -191,9 +191,8 @@ class PlanBook:
 
     def measured_limit(self, segment: Segment | None) -> int | None:
         """Model data allowed in a segment that was measured before; None if it was not."""
-        samples = () if segment is None else self.samples.present(segment.key)
-        peaks = [period.non_model_bytes for s in samples for period in s.periods if period.is_sampled]
-        return self.budget - self.margin - max(peaks) if peaks else None
+        peak = None if segment is None else self.samples.peak(segment.key)
+        return None if peak is None else self.budget - self.margin - peak
 
     def needs(self) -> tuple[int, int] | None:
         """Bytes of the device, by all plans: the fewest that any could work with, and what they work with now.

@@ -28,6 +28,8 @@ class Samples(Mapping[SegmentKey, Sequence[Segment]]):
         # Segments that gradients are there to see begin: of earlier micro-batches, of a loop that drops them late.
         self._with_gradients: set[SegmentKey] = set()
         self._has_news = False
+        # What `peak` has told, until samples change: it is asked at each operator, of as many periods.
+        self._peaks: dict[SegmentKey, int | None] = {}
 
     def __getitem__(self, key: SegmentKey) -> Sequence[Segment]:
         return self._kept[key]
@@ -41,6 +43,14 @@ class Samples(Mapping[SegmentKey, Sequence[Segment]]):
     def present(self, key: SegmentKey) -> Sequence[Segment]:
         """Those that are what such a segment is now."""
         return () if key in self._outdated else self._kept.get(key, ())
+
+    def peak(self, key: SegmentKey) -> int | None:
+        """The most that was on the device beside model data in a period of such a segment; None if not known."""
+        if key not in self._peaks:
+            periods = [period for segment in self.present(key) for period in segment.periods]
+            measured = [period.non_model_bytes for period in periods if period.is_sampled]
+            self._peaks[key] = max(measured, default=None)
+        return self._peaks[key]
 
     def suffice(self, keys: Sequence[SegmentKey]) -> bool:
         """An iteration of these can be planned."""
@@ -58,6 +68,7 @@ class Samples(Mapping[SegmentKey, Sequence[Segment]]):
             self._outdated.discard(segment.key)
             del self._kept[segment.key]
         self._kept.setdefault(segment.key, []).append(segment)
+        self._peaks.clear()
         if segment.has_gradients:
             self._with_gradients.add(segment.key)
 
@@ -79,6 +90,7 @@ class Samples(Mapping[SegmentKey, Sequence[Segment]]):
     def add_again(self, segments: Sequence[Segment]) -> int:
         """Those of an iteration that was measured anew; by how many bytes what comes after a forward took more."""
         grown = 0
+        self._peaks.clear()
         for segment in segments:
             kept = self._kept[segment.key]
             if segment in kept or len(segment.periods) != len(kept[-1].periods):
@@ -95,6 +107,7 @@ class Samples(Mapping[SegmentKey, Sequence[Segment]]):
         plan serves also who leaves out some of it. Else nothing changes."""
         if not _are_longer(segments, [self._kept[segment.key][-1] for segment in segments]):
             return False
+        self._peaks.clear()
         for segment in segments:
             _read_events(segment)
             self._kept[segment.key] = [segment]
@@ -106,6 +119,7 @@ class Samples(Mapping[SegmentKey, Sequence[Segment]]):
         before = {key: kept for key, kept in before.items() if kept}
         if _are_longer([kept[-1] for kept in before.values()], [self._kept[key][-1] for key in before]):
             self._kept.update(before)
+            self._peaks.clear()
 
     def forget(self, keys: Sequence[SegmentKey], *, for_good: bool) -> None:
         """They are no longer what they were: the next ones take their place. ``for_good``: even if they are shorter."""
@@ -114,6 +128,7 @@ class Samples(Mapping[SegmentKey, Sequence[Segment]]):
                 self._outdated.add(key)
                 self._before[key] = [] if for_good else self._kept[key]
         self._with_gradients.difference_update(keys)
+        self._peaks.clear()
 
 
 def _are_longer(longer: Sequence[Segment], shorter: Sequence[Segment]) -> bool:
