@@ -49,6 +49,41 @@ def twins(loop, build, budget):
     return stats
 
 
+def adversaries(models, optimizers, target, steps=16):
+    """The discriminator is called with what is real, with what is made, and, for the generator's sake, with what is
+    made and wants a gradient: backward has more to do then."""
+    generator, discriminator = models
+    for_generator, for_discriminator = optimizers
+    seen = []
+    for _ in range(steps):
+        for_discriminator.zero_grad()
+        discriminator(batch(target)).square().mean().backward()
+        made = generator(batch(target))
+        loss = discriminator(made.detach()).mean()
+        loss.backward()
+        for_discriminator.step()
+        for_generator.zero_grad()
+        discriminator(made).mean().neg().backward()
+        for_generator.step()
+        seen.append(loss.item())
+    return seen
+
+
+@pytest.mark.parametrize(("budget", "settles"), [(16 << 20, True), (260 << 10, False)])
+def test_adversaries_follow_their_plans_or_settle(budget, settles):
+    steps = 16
+    generator, discriminator = twins(
+        lambda *given: adversaries(*given, steps=steps), two_that_are_trained, budget
+    )
+    if settles:
+        assert generator.settled_forwards > steps // 2
+        assert discriminator.settled_forwards > 3 * steps // 2
+    else:
+        for stats in (generator, discriminator):
+            assert stats.settled_forwards == 0
+            assert stats.lower_bound_bytes is not None  # the last iteration has followed its plan
+
+
 def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, foreach=False)
 

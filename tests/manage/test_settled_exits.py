@@ -259,8 +259,7 @@ def test_of_several_forwards_for_one_backward_all_fit_if_the_first_does(share):
     def penalised(model, optimizer, target):
         seen = []
         for _ in range(16):
-            x, real, made = (batch(target) for _ in range(3))
-            x.requires_grad_()
+            x, real, made = (batch(target).requires_grad_() for _ in range(3))  # forwards of one kind
             slope = torch.autograd.grad(model(x).sum(), x, create_graph=True)[0]
             optimizer.zero_grad()
             loss = model(made).mean() - model(real).mean() + (slope.norm(dim=1) - 1).square().mean()

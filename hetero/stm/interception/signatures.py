@@ -108,9 +108,9 @@ def _without_sizes(part: object, sizes: list[int]) -> object:
     """``part`` of a signature, less the sizes of tensors, which go into ``sizes``."""
     if not isinstance(part, tuple):
         return part
-    if len(part) == 2 and isinstance(part[1], torch.dtype):  # a tensor, as `_shapes` writes it
+    if len(part) == 3 and isinstance(part[1], torch.dtype):  # a tensor, as `_shapes` writes it
         sizes.extend(part[0])
-        return len(part[0]), part[1]
+        return len(part[0]), *part[1:]
     return tuple([_without_sizes(each, sizes) for each in part])
 
 
@@ -119,7 +119,8 @@ def _shapes(values: Iterable[Any], *, by_value: bool = True) -> tuple[object, ..
     seen: list[object] = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            seen.append((tuple(value.shape), value.dtype))
+            # What backward does tells an input that wants a gradient: a GAN's discriminator has both in a step.
+            seen.append((tuple(value.shape), value.dtype, value.requires_grad))
         elif isinstance(value, list | tuple):
             seen.append(_shapes(value, by_value=by_value))
         elif isinstance(value, dict):
