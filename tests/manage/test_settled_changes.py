@@ -320,3 +320,24 @@ def move_to(optimizer, target):
     for state in optimizer.state.values():
         for key in ("exp_avg", "exp_avg_sq"):
             state[key] = state[key].to(target)
+
+
+def test_parameters_that_have_become_parts_of_one_vector():
+    """A copy on the device is known by its memory: as parts of one, all of them were taken for the last."""
+
+    def loop(model, optimizer, target, note):
+        seen = losses(model, optimizer, target, 6)
+        note(True)
+        vector = nn.utils.parameters_to_vector(model.parameters()).detach() * 0.9
+        nn.utils.vector_to_parameters(vector, model.parameters())
+        del vector
+        seen.append(model(batch(target, 5)).square().mean())  # of a kind that is to be measured
+        note(False)
+        seen[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen += losses(model, optimizer, target, 12)
+        note(True)
+        return seen
+
+    assert_leaves_and_comes_back(loop)

@@ -75,6 +75,7 @@ class OwnParameters:
     def exchange_back(self, *, force: bool) -> bool:
         """Each has home's implementation again; False, and all is as before, if somebody stands against it. ``force``:
         such a parameter then keeps the one it has, with bytes of its own on the host."""
+        self._give_own_memory()
         pairs = [
             (tensor.parameter, shadow)
             for tensor, shadow in zip(self._tensors, self._shadows, strict=True)
@@ -119,6 +120,24 @@ class OwnParameters:
 
     # -- helpers --------------------------------------------------------------------------------------
 
+    def _give_own_memory(self) -> None:
+        """To those that lie in one with others (``vector_to_parameters``, ``p.data = flat[i:j]``): a copy on the device
+        is known by its memory. By way of home, which is behind, so that the device never holds more than before."""
+        tensors = [
+            tensor
+            for tensor in self._tensors
+            if is_like(tensor.parameter, tensor.home, self._accelerator.device)
+            and not _fills_its_memory(tensor.parameter)
+        ]
+        homes = [tensor.home.data for tensor in tensors]  # whose versions are not those that graphs know
+        for tensor, home in zip(tensors, homes, strict=True):
+            home.copy_(tensor.parameter)
+        for tensor in tensors:
+            parameter = tensor.parameter
+            parameter.data = self._placeholder(parameter.dtype).expand(parameter.shape)
+        for tensor, home in zip(tensors, homes, strict=True):
+            tensor.parameter.data = home.to(self._accelerator.device)
+
     def _take_back(self, tensor: ManagedTensor, shadow: nn.Parameter, *, amid: bool) -> None:
         parameter = tensor.parameter
         forget(tensor)
@@ -143,6 +162,10 @@ class OwnParameters:
         if dtype not in self._placeholders:
             self._placeholders[dtype] = torch.empty((), dtype=dtype, device=self._accelerator.device)
         return self._placeholders[dtype]
+
+
+def _fills_its_memory(parameter: nn.Parameter) -> bool:
+    return parameter.untyped_storage().nbytes() == parameter.numel() * parameter.element_size()
 
 
 def _exchange_pairs(pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> bool:
