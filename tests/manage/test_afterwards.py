@@ -136,6 +136,7 @@ def test_a_graph_from_before_the_end_is_refused_where_autograd_refuses_it(betwee
 
     def gradients_of(managed):
         target = device()
+        gc.collect()
         torch.manual_seed(0)
         model = mlp(depth=2) if managed else mlp(depth=2).to(target)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False, fused=fused)
