@@ -1,14 +1,10 @@
 """What choosing homes and places may take, where there are many kinds of iterations."""
 
-import gc
 from types import SimpleNamespace
 
 import pytest
-import torch
-from loops import backward, mlp
-from twins import adamw, device
+from settling import managed_mlp, step
 
-import hetero
 from hetero.stm.plans import homechoice
 from hetero.stm.plans.plan import PlanMaker
 
@@ -38,16 +34,10 @@ def test_choices_for_further_kinds_of_iterations_wait_for_their_share_of_the_tim
 
     monkeypatch.setattr(homechoice, "time", SimpleNamespace(monotonic=clock.monotonic))
     monkeypatch.setattr(homechoice, "choose_placement", slowly)
-    target = device()
-    gc.collect()
-    torch.manual_seed(0)
-    model = mlp()
-    optimizer = adamw(model)
-    with hetero.manage(model, optimizer, device=target, device_budget="200KiB", speculate=False) as manager:
+    model, optimizer, manager, target = managed_mlp("200KiB", speculate=False)
+    with manager:
         for turn in range(80):
-            backward(model, target, rows=8 * (1 + turn % 4))
-            optimizer.step()
-            optimizer.zero_grad()
+            step(model, optimizer, target, rows=8 * (1 + turn % 4))
             clock.now += pace
         homes = manager._stm.plans.device_homes
     assert len(choices) == expected
@@ -66,24 +56,15 @@ def test_where_all_are_planned_anew_only_what_trains_is_at_once_thorough(monkeyp
         return make(self, keys, *args, thorough=thorough, **keywords)
 
     monkeypatch.setattr(PlanMaker, "make", noted)
-    target = device()
-    gc.collect()
-    torch.manual_seed(0)
-    model = mlp()
-    optimizer = adamw(model)
+    model, optimizer, manager, target = managed_mlp("200KiB", device_homes=False)
 
     def train(turn):
         made.clear()
-        backward(model, target, rows=8 * turn)
-        optimizer.step()
-        optimizer.zero_grad()
+        step(model, optimizer, target, rows=8 * turn)
 
-    with hetero.manage(
-        model, optimizer, device=target, device_budget="200KiB", device_homes=False
-    ) as manager:
-        for turn in (1, 2, 3) * 8:
+    with manager:
+        for turn in (*(1, 2, 3) * 8, 1):
             train(turn)
-        train(1)
         assert len(manager._stm.plans) == 3
         made.clear()
         manager.trim("180KiB")
