@@ -9,7 +9,7 @@ from hetero.devices.copies import CopyEngine, Wait
 from hetero.devices.host import device_memory_free, host_memory_free, host_memory_used
 from hetero.devices.pinned import HostArena, PinnedSlab
 from hetero.devices.probe import LinkSpeeds, probe_links
-from hetero.devices.storage import storage_of
+from hetero.devices.storage import fills_memory, storage_of
 
 __all__ = [
     "Accelerator",
@@ -20,6 +20,7 @@ __all__ = [
     "Wait",
     "default_device",
     "device_memory_free",
+    "fills_memory",
     "host_memory_free",
     "host_memory_used",
     "named_device",

@@ -6,7 +6,7 @@ only while nobody else holds it.
 
 import torch
 
-from hetero.devices import HostArena
+from hetero.devices import HostArena, fills_memory
 from hetero.stm.tensors.managed import ManagedTensor
 from hetero.stm.tensors.state import Kind, Ledger, StatefulTensor, Tier
 
@@ -63,7 +63,7 @@ class GradientMemory:
 
 def owns_memory(gradient: torch.Tensor, *, is_shared: bool) -> bool:
     """It can be kept as it is: nobody else holds it (``is_shared``), and it is no view of more, nor expanded."""
-    return not is_shared and gradient.untyped_storage().nbytes() == gradient.nbytes
+    return not is_shared and fills_memory(gradient)
 
 
 def content_nbytes(gradient: torch.Tensor) -> int:

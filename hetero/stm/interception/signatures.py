@@ -119,7 +119,7 @@ def _shapes(values: Iterable[Any], *, by_value: bool = True) -> tuple[object, ..
     seen: list[object] = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            # What backward does tells an input that wants a gradient: a GAN's discriminator has both in a step.
+            # One that wants a gradient gives backward more to do: a GAN's discriminator is called with and without.
             seen.append((tuple(value.shape), value.dtype, value.requires_grad))
         elif isinstance(value, list | tuple):
             seen.append(_shapes(value, by_value=by_value))

@@ -237,8 +237,8 @@ class PlanBook:
         return made.trace, replace(made.schedule, fetched_bytes=made.fetched_bytes)
 
     def _make_all(self, margins: dict[Keys, int], *, thorough: bool = True) -> None:
-        """Make these plans, with as many of the device homes as fit in all of them. Not ``thorough``: but that of the
-        iteration under way in haste, because training waits, and most may never be followed again."""
+        """Make these plans, with as many of the device homes as fit in all of them. Without ``thorough`` only that of
+        the iteration under way takes its time: training waits, and most of the others may never be followed again."""
         costs = self.home_costs() if self.device_homes else {}
         now = None if self.last is None else self.last.keys
         made, waiting = dict[Keys, CyclePlan](), dict(margins)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from hetero.devices import Accelerator
+from hetero.devices import Accelerator, fills_memory
 from hetero.stm.copies.residency import Residency
 from hetero.stm.gradients.kept import KeptGradients
 from hetero.stm.interception.functions import give_back, take_over
@@ -127,7 +127,7 @@ class OwnParameters:
             tensor
             for tensor in self._tensors
             if is_like(tensor.parameter, tensor.home, self._accelerator.device)
-            and not _fills_its_memory(tensor.parameter)
+            and not fills_memory(tensor.parameter)
         ]
         homes = [tensor.home.data for tensor in tensors]  # whose versions are not those that graphs know
         for tensor, home in zip(tensors, homes, strict=True):
@@ -162,10 +162,6 @@ class OwnParameters:
         if dtype not in self._placeholders:
             self._placeholders[dtype] = torch.empty((), dtype=dtype, device=self._accelerator.device)
         return self._placeholders[dtype]
-
-
-def _fills_its_memory(parameter: nn.Parameter) -> bool:
-    return parameter.untyped_storage().nbytes() == parameter.numel() * parameter.element_size()
 
 
 def _exchange_pairs(pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> bool:
