@@ -188,6 +188,24 @@ def test_who_keeps_memory_costs_fetches_for_as_long_as_that_lasts():
     ]  # the third follows what was written until it began
 
 
+def test_what_is_fetched_anew_for_who_was_given_memory_comes_before_it_is_used():
+    """A target network follows between two micro-batches, as in soft actor-critic."""
+    model, target, unplanned = mlp(), device(), []
+    optimizer = torch.optim.AdamW(model.parameters())
+    budget = sum(p.nbytes for p in model.parameters()) + (400 << 10)  # not all of it is there at once
+    with hetero.manage(model, optimizer, device=target, device_budget=budget, device_homes=False) as manager:
+        for _ in range(8):
+            square_loss(model, target).backward()
+            before = manager.stats.total_fetched_bytes
+            read_a_view(model)
+            square_loss(model, target).backward()
+            assert manager.stats.total_fetched_bytes > before
+            optimizer.step()
+            optimizer.zero_grad()
+            unplanned.append(manager.stats.unplanned_fetches)
+    assert unplanned[-1] == unplanned[2]
+
+
 @pytest.mark.parametrize("reads", [False, True])
 def test_a_loop_that_only_trains_or_reads_numbers_gives_no_memory_out(monkeypatch, reads):
     given = []

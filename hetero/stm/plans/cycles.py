@@ -24,10 +24,11 @@ __all__ = ["Cycles", "Followed", "Place"]
 class Place:
     """Where a segment lies in a plan, and whether to measure it.
 
-    ``missing``: what the plan expects to be resident and may not be, because something else ran before. ``time``:
-    measure its times instead (`hetero.stm.plans.timings`). ``guarded``: it may need more memory than is left beside
-    what is resident (`hetero.stm.running.guard`); ``unsure``: and more than was measured. ``number``: of segments
-    before it in its iteration.
+    ``expected``: `CyclePlan.expected`, of which some may not be there, because something else ran before, there was no
+    room, or somebody was given home's memory and may have written there. ``time``: measure its times instead
+    (`hetero.stm.plans.timings`). ``guarded``: it may need more memory than is left beside what is resident
+    (`hetero.stm.running.guard`); ``unsure``: and more than was measured. ``number``: of segments before it in its
+    iteration.
     """
 
     plan: CyclePlan | None
@@ -37,7 +38,7 @@ class Place:
     time: bool = False
     guarded: bool
     unsure: bool = False
-    missing: tuple[int, ...] = ()
+    expected: tuple[int, ...] = ()
     number: int
 
 
@@ -149,7 +150,7 @@ class Cycles:
             end=plan.bounds[place + 1],
             sample=not sampled or unsure or not book.is_verified(plan.keys),
             time=book.is_verified(plan.keys) and book.timings.wants(plan.keys),
-            missing=plan.expected if place == 0 else (),
+            expected=plan.expected[place],
             number=place,
             guarded=unsure or history.has_strayed or _is_guarded(plan, place),
             unsure=unsure,

@@ -108,10 +108,26 @@ class CyclePlan:
         return sum(send.nbytes for moment in self.trace.moments for send in moment.sends)
 
     @functools.cached_property
-    def expected(self) -> tuple[int, ...]:
-        """Tensors with a copy on the device, or on its way, when an iteration begins, in the order of first use."""
-        copies = (x for x in (*self.schedule.start, *self.device_homes) if x in self.first_uses)
-        return tuple(sorted({*copies, *self.places}, key=self.first_uses.__getitem__))
+    def expected(self) -> tuple[tuple[int, ...], ...]:
+        """Of each segment, parameters whose copies the schedule has on the device, or on their way, when it begins, and
+        uses, in the order in which it does."""
+        always = {x for x in (*self.device_homes, *self.places) if x in self.uses}
+        needed, found = set[int](), dict[int, set[int]]()
+        begins = frozenset(self.bounds)
+        for _ in range(2):  # what the first segments need is there since the last ones
+            for position in reversed(range(len(self.operands))):
+                moment, actions = self.trace.moments[position], self.schedule.actions[position]
+                needed.difference_update(moment.invalidates)
+                needed.update(self.operands[position])
+                needed.difference_update(actions.fetch, actions.evict)
+                if position in begins:
+                    found[position] = needed | always
+        return tuple(
+            tuple(sorted(found[begin], key=functools.partial(self.next_use, position=begin)))
+            if key.phase is not Phase.STEP  # of which places come back only after it
+            else ()
+            for key, begin in zip(self.keys, self.bounds, strict=False)
+        )
 
     @functools.cached_property
     def overtaken(self) -> frozenset[int]:

@@ -37,10 +37,10 @@ class Backlog:
         """Nothing waits."""
         return not (self._to_evict or self._to_prefetch or self._to_renew)
 
-    def begin(self, missing: Iterable[int]) -> None:
-        """A segment begins, with ``missing`` to be fetched."""
+    def begin(self, expected: Iterable[int]) -> None:
+        """A segment begins; what is not there of ``expected`` is to be fetched."""
         self._to_evict, self._to_renew, self._renewed = [], [], []
-        self._to_prefetch = list(missing)
+        self._to_prefetch = [index for index in expected if not self._is_resident(index)]
 
     def want(self, indices: Iterable[int]) -> None:
         """They are to be fetched, after what waits."""

@@ -117,9 +117,7 @@ class Executor:
             self._caller.look_back()
         if place.number == 0 and not place.sample:
             self._caller.begin_iteration()
-        # A plan that is followed for the first time, or again after something else ran, finds other copies
-        # resident than it left behind.
-        self._backlog.begin(place.missing if self._course.plan is not None else ())
+        self._backlog.begin(place.expected if self._course.plan is not None else ())
         self._activations.reclaim(0)
         if place.sample:
             self._relief.await_release()

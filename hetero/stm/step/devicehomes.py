@@ -331,7 +331,8 @@ class DeviceHomes:
         """False: there is no room."""
         states = [state for state in self._states(tensor, groups) if state.device.type == "cpu"]
         if tensor.stays and not states:
-            return (tensor.living is not None and not tensor.is_stale) or self._stay(tensor)
+            is_there = tensor.living is not None and tensor.ready is None and not tensor.is_stale
+            return is_there or self._stay(tensor)
         nbytes = sum(self._accelerator.allocated_size(state.nbytes) for state in states)
         missing = tensor.living_nbytes - tensor.nbytes(Tier.DEVICE)
         if not self._stm.residency.room.make(nbytes + missing, keep=[tensor.index]) or not self._stay(tensor):
