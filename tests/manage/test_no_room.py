@@ -85,6 +85,34 @@ def test_a_loss_made_beside_calls_of_the_model_is_told_to_call_it():
 
 
 @pytest.mark.skipif(GAPS > 0, reason="a budget below the size of a segment refuses nothing there")
+class Product(nn.Module):
+    """A backward that is never tried again (`hetero.stm.running.guard`: formulas)."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = mlp()
+
+    def forward(self, x):
+        return self.body(x).cumprod(1)
+
+
+@pytest.mark.skipif(GAPS > 0, reason="a budget below the size of a segment refuses nothing there")
+def test_a_node_of_backward_that_is_not_tried_again_is_named_as_well():
+    """Each budget has an operator that finds too little first, some of them that one."""
+    target, named = device(), set()
+    for budget in range(120 << 10, 400 << 10, 8 << 10):
+        fresh_memory()
+        torch.manual_seed(0)
+        model = Product()
+        with hetero.manage(model, adamw(model), device=target, device_budget=budget):
+            try:
+                model(batch(target, 96)).square().mean().backward()
+            except torch.OutOfMemoryError as error:
+                assert isinstance(error, hetero.NoRoomError)
+                named.add(str(error).split()[0])
+    assert "CumprodBackward0" in named
+
+
 def test_one_made_of_several_operators_is_not_tried_for_ever(monkeypatch):
     """Attention fails in its middle, having saved tensors by then: to make these leave helps no other attempt."""
     target, relieved, outcomes = device(), [], []

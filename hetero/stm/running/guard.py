@@ -8,9 +8,10 @@ It costs a few microseconds an operator: iterations that follow their plan run w
 
 [Note: formulas]
 ATen chooses the backward formula of a few operators by whether any dispatch mode is active, and another formula
-gives other bits. For those nodes the guard steps aside, after making all the room there is. Which they are was
-found by running PyTorch's operator database, and losses of mixed types, with and without a mode. Of forward
-formulas there is one: cross entropy with label smoothing, divided by the sum of the weights of what is not ignored.
+gives other bits. For those nodes the guard steps aside, after making all the room there is; what one of them finds too
+little for ends the backward, and is explained there. Which they are was found by running PyTorch's operator database,
+and losses of mixed types, with and without a mode. Of forward formulas there is one: cross entropy with label
+smoothing, divided by the sum of the weights of what is not ignored.
 """
 
 import contextlib
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from hetero.errors import BudgetError
 from hetero.stm.running import modes
 from hetero.stm.running.retry import Relieve, Retry
 
@@ -44,15 +46,42 @@ _cross_entropy: Any = torch._C._nn.cross_entropy_loss
 _MEAN = 1  # as ATen counts reductions
 
 
+class _Backward:
+    """One that runs, from ``roots``."""
+
+    def __init__(self, roots: Sequence[Any]) -> None:
+        self.roots = roots
+        self.handles: list[RemovableHandle] = []
+        # [Note: formulas]: the node that was let by last, and who would have tried it again.
+        self._aside: tuple[str, Retry] | None = None
+
+    def step_aside(self, node: Any, retries: Callable[[], Sequence[Retry]]) -> None:
+        """Before ``node``, ``retries`` do."""
+        name = node.name()
+
+        def before(gradients: Any) -> None:
+            for retry in retries():
+                retry.make_room()
+                self._aside = name, retry
+
+        self.handles.append(node.register_prehook(before))
+
+    def explained(self, error: torch.OutOfMemoryError) -> Exception:
+        """``error``, with which it ended, or what to say of the node that was not tried again."""
+        if self._aside is None or isinstance(error, BudgetError):
+            return error
+        name, retry = self._aside
+        return retry.explain(name, error)
+
+
 class _Guard:
-    """What is to be tried again by ``retry``: from when it is armed, and in backwards that run within."""
+    """What is to be tried again by ``retry``: from when it is armed, and in ``backwards`` that run within and began
+    before."""
 
     def __init__(self, retry: Retry) -> None:
         self.retry = retry
         self.is_armed = False
-        # Of backwards that run within it, as long as it is not armed.
-        self.roots: list[list[Any]] = []
-        self.handles: list[RemovableHandle] = []
+        self.backwards: list[_Backward] = []
 
 
 class _Here(threading.local):
@@ -100,30 +129,27 @@ def arm(relieve: Relieve) -> None:
     guard = _here.guard
     if guard is None:
         guard = next((guard for guard in reversed(_guards) if guard.retry.relieve == relieve), None)
-        if guard is not None and guard.roots and not guard.handles:
-            _arm_nodes(guard, guard.roots[-1])
+        if guard is not None and guard.backwards and not guard.backwards[-1].handles:
+            _arm_nodes(guard.retry, guard.backwards[-1])
     elif not guard.is_armed:
         guard.is_armed = True
         guard.retry.begin()
         modes.put_below(guard.retry)
 
 
-def _arm_nodes(guard: _Guard, roots: Sequence[Any]) -> None:
-    retry = guard.retry
+def _arm_nodes(retry: Retry, backward: _Backward) -> None:
     retry.begin()
 
     def put_in_place(gradients: Any) -> None:
         modes.put_below(retry)  # for this node: autograd restores its threads' modes afterwards
 
-    def step_aside(gradients: Any) -> None:
-        retry.make_room()
-
-    for node in _reachable(roots):
+    for node in _reachable(backward.roots):
         name = node.name()
+        if name in _CHOSEN_BY_MODE:
+            backward.step_aside(node, lambda: [retry])
         # Those at home run on another thread, now perhaps, and take nothing of the device.
-        if name != "torch::autograd::AccumulateGrad":
-            hook = step_aside if name in _CHOSEN_BY_MODE else put_in_place
-            guard.handles.append(node.register_prehook(hook))
+        elif name != "torch::autograd::AccumulateGrad":
+            backward.handles.append(node.register_prehook(put_in_place))
     modes.put_below(retry)
 
 
@@ -136,29 +162,30 @@ def unguarded() -> contextlib.AbstractContextManager[list[Retry]]:
 def formulas_kept(outputs: Sequence[Any]) -> Iterator[None]:
     """Around a backward from ``outputs`` (tensors or gradient edges): [Note: formulas]; it may be armed while it
     runs."""
-    handles: list[RemovableHandle] = []
-    waiting = None
-    roots = [output.grad_fn if isinstance(output, torch.Tensor) else output.node for output in outputs]
-    if modes.active(Retry):
-        nodes = [node for node in _reachable(roots) if node.name() in _CHOSEN_BY_MODE]
-        handles = [node.register_prehook(_step_aside) for node in nodes]
-    elif _here.guard is not None:
-        waiting = _here.guard
-        waiting.roots.append(roots)
+    backward = _Backward(
+        [output.grad_fn if isinstance(output, torch.Tensor) else output.node for output in outputs]
+    )
+    is_guarded = modes.active(Retry)
+    waiting = None if is_guarded else _here.guard
+    if waiting is not None:
+        waiting.backwards.append(backward)
+    elif is_guarded:
+        for node in _reachable(backward.roots):
+            if node.name() in _CHOSEN_BY_MODE:
+                # Autograd restores its threads' modes after every node: this lasts for one.
+                backward.step_aside(node, lambda: modes.take_away(Retry))
     try:
         yield
+    except torch.OutOfMemoryError as error:
+        explained = backward.explained(error)
+        if explained is error:
+            raise
+        raise explained from error
     finally:
         if waiting is not None:
-            waiting.roots.pop()
-            handles, waiting.handles = waiting.handles, []
-        for handle in handles:
+            waiting.backwards.remove(backward)
+        for handle in backward.handles:
             handle.remove()
-
-
-def _step_aside(gradients: Any) -> None:
-    # Autograd restores its threads' modes after every node: this lasts for one.
-    for retry in modes.take_away(Retry):
-        retry.make_room()
 
 
 @functools.wraps(_cross_entropy)
