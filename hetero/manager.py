@@ -252,7 +252,9 @@ class Manager:
         a plan: the first iteration measures. After `close`: as it was then."""
         if self._host_step is not None and not self._closed:
             self._kernels = self._host_step.kernels
-        return describe_plan(self._stm, self._kernels, everything_fits=self._everything_fits)
+        return describe_plan(
+            self._stm, self._kernels, optimizer=self._optimizer, everything_fits=self._everything_fits
+        )
 
     def trim(self, device_budget: Size | None = None) -> int:
         """Give device memory back that later iterations do not need, so that other jobs can share the device.

@@ -196,6 +196,16 @@ class Accelerator:
             caps[id(self)] = nbytes
         self._set_share(self._capped_share())
 
+    @contextlib.contextmanager
+    def capped(self, nbytes: int) -> Iterator[None]:
+        """Within it, as after `cap`."""
+        before = _caps.get(self.device, {}).get(id(self))
+        self.cap(nbytes)
+        try:
+            yield
+        finally:
+            self.cap(before)
+
     def _capped_share(self) -> float:
         share, caps = _shares_before[self.device], _caps[self.device]
         if not caps:

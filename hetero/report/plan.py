@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from rich import box
 from rich.table import Table
 
@@ -17,6 +18,7 @@ from hetero.report.text import as_text
 from hetero.stm import StatefulTensorMgr
 from hetero.stm.plans.plan import CyclePlan
 from hetero.stm.updates.kernels import GroupKernels
+from hetero.stm.updates.optimizers import is_undeclared
 from hetero.units import format_bytes, format_seconds
 
 __all__ = ["Plan", "PlannedMoment", "describe_plan"]
@@ -62,6 +64,8 @@ class Plan:
             being None. Empty for ``kept_step``.
         kept_step: the last step came by a method that somebody had kept before `hetero.manage` (``step =
             optimizer.step``): torch made it, at once and at home, with kernels of its own choice.
+        undeclared_optimizer: the class of an optimizer that is stepped whole, at once and at home, because it is not
+            torch's and does not say ``steps_parameters_independently``; else None.
         predicted_seconds: simulated time of the iteration, updates on the host included, by times measured where such
             a plan was followed (before that, by those of the first iterations).
         lower_bounds: what no schedule is faster than, by what would hold it up; ``seconds`` is the slowest of them.
@@ -78,6 +82,7 @@ class Plan:
     lower_bound_bytes: int
     host_kernels: tuple[GroupKernels, ...]
     kept_step: bool
+    undeclared_optimizer: str | None
     predicted_seconds: float
     lower_bounds: TimeBounds
     everything_fits: bool
@@ -116,6 +121,12 @@ class Plan:
                 "stepped at home",
                 "at once, by torch: what is called was kept before hetero.manage; call optimizer.step instead",
             )
+        if (name := self.undeclared_optimizer) is not None:
+            table.add_row(
+                "stepped whole, at home",
+                f"if {name}'s step uses nothing but one parameter, its gradient, state and group at a time, say so "
+                f"before hetero.manage: {name}.steps_parameters_independently = True",
+            )
         table.add_row("fetched per iteration", format_bytes(self.fetched_bytes))
         table.add_row("activations that leave", format_bytes(self.activation_bytes))
         table.add_row("no schedule moves less", format_bytes(self.lower_bound_bytes))
@@ -149,7 +160,11 @@ def _table(moving: Sequence[tuple[int, PlannedMoment]]) -> Table:
 
 
 def describe_plan(
-    stm: StatefulTensorMgr, kernels: Sequence[GroupKernels], *, everything_fits: bool
+    stm: StatefulTensorMgr,
+    kernels: Sequence[GroupKernels],
+    *,
+    optimizer: torch.optim.Optimizer | None,
+    everything_fits: bool,
 ) -> Plan | None:
     """Of the last training iteration, or one like it; if none trains, of the last; None before there is a plan."""
     stm.close_books()
@@ -170,6 +185,9 @@ def describe_plan(
         lower_bound_bytes=lower_bound(plan.whole_trace),
         host_kernels=() if stm.steps.are_kept else tuple(kernels),
         kept_step=stm.steps.are_kept,
+        undeclared_optimizer=type(optimizer).__name__
+        if optimizer is not None and is_undeclared(optimizer)
+        else None,
         predicted_seconds=plan.schedule.predicted_seconds,
         lower_bounds=bound_times(stm, plan),
         everything_fits=everything_fits,

@@ -107,8 +107,7 @@ def test_a_node_of_backward_that_is_not_tried_again_is_named_as_well():
         with hetero.manage(model, adamw(model), device=target, device_budget=budget):
             try:
                 model(batch(target, 96)).square().mean().backward()
-            except torch.OutOfMemoryError as error:
-                assert isinstance(error, hetero.NoRoomError)
+            except hetero.NoRoomError as error:
                 named.add(str(error).split()[0])
     assert "CumprodBackward0" in named
 

@@ -26,8 +26,8 @@ from hetero.stm.tensors.managed import ManagedTensor
 from hetero.stm.tensors.state import Tier
 from hetero.stm.updates.captured import ParameterUpdate, run_together
 from hetero.stm.updates.kernels import same_layout, will_take_fused
-from hetero.stm.updates.optimizers import Group, lacks_states
-from hetero.stm.updates.temporaries import is_measured, temporaries
+from hetero.stm.updates.optimizers import Group, lacks_states, may_be_tried
+from hetero.stm.updates.temporaries import is_measured, temporaries, to_undo
 
 __all__ = ["DeviceHomes", "DeviceUpdate"]
 
@@ -177,11 +177,12 @@ class DeviceHomes:
                 if not self._stm.residency.room.make(room):
                     self.send_home(room)
             if not tensor.stays or tensor.living is None:  # it had to leave just now
-                self._stm.homes.before_writes([tensor])
-                update = item.make(tensor.home, cast(torch.Tensor, tensor.parameter.grad))
-                update.run()
-                tensor.clock.note_write()
-                note(tensor, update)
+                self._run_at_home(item, note)
+                continue
+            if not self._is_measured():
+                if not self._try_here(item, note):
+                    self._send(tensor, groups)
+                    self._run_at_home(item, note)
                 continue
             update = item.make(tensor.living, self._stm.grads.on_device(tensor))
             if batch and (update.kin is None or update.kin != batch[-1][1].kin):
@@ -190,6 +191,40 @@ class DeviceHomes:
             batch.append((tensor, update))
             reserved += room
         self._run_here(batch, note)
+
+    def _run_at_home(
+        self, item: DeviceUpdate, note: Callable[[ManagedTensor, ParameterUpdate], None]
+    ) -> None:
+        """It lives there again."""
+        tensor = item.tensor
+        self._stm.homes.before_writes([tensor])
+        update = item.make(tensor.home, cast(torch.Tensor, tensor.parameter.grad))
+        update.run()
+        tensor.clock.note_write()
+        note(tensor, update)
+
+    def _try_here(self, item: DeviceUpdate, note: Callable[[ManagedTensor, ParameterUpdate], None]) -> bool:
+        """False: it takes more memory than there is, and nothing has been done. It is at home from now on."""
+        tensor = item.tensor
+        value = cast(torch.Tensor, tensor.living)
+        version = value._version
+        gradient = before = self._stm.gradients.give(tensor)
+        try:
+            with self._accelerator.capped(self._stm.plans.budget):
+                before = gradient.clone()  # such a step may write to it
+                update = item.make(value, gradient)
+                update.run()
+        except torch.OutOfMemoryError:
+            self._accelerator.note_answered()
+            gradient = before
+            self._refused[tensor.index] = _PATIENCE
+            self._stm.home_choice.refuse()
+            return False
+        finally:
+            self._stm.gradients.kept.adopt(tensor, gradient)
+        tensor.note_stepped(version)
+        note(tensor, update)
+        return True
 
     def _run_here(
         self,
@@ -211,7 +246,7 @@ class DeviceHomes:
         the states were taken away, nobody can say what the next step makes."""
         stepped = self._stepped()
         away = stepped - (self.stepped & self._here.keys())
-        if not self._can_step() or (trains and not stepped):
+        if not (self._can_step() and self._is_measured()) or (trains and not stepped):
             return False
         return not any(self._stm.tensors[index].parameter.requires_grad for index in away)
 
@@ -309,20 +344,23 @@ class DeviceHomes:
             return False  # a fused kernel will unscale ``p.grad`` in place
         # Which parameters are stepped there depends on measured speeds, and a real device rounds in its own way.
         reproducible = torch.are_deterministic_algorithms_enabled() and self._stm.device.type != "virtual"
-        return self._allowed and not reproducible and is_measured(self._optimizer)
+        return self._allowed and not reproducible and (self._is_measured() or may_be_tried(self._optimizer))
+
+    def _is_measured(self) -> bool:
+        """What its steps take is known; else they are tried."""
+        return is_measured(self._optimizer)
 
     def _with_states(self, groups: dict[int, Group]) -> set[int]:
         """`stepped`, by groups that are at hand."""
-        stepped = self._stepped()
-        if not is_measured(self._optimizer):  # nothing is known of what it makes
-            return stepped
-        return {index for index in stepped if not self._lacks_states(index, groups)}
+        return {index for index in self._stepped() if not self._lacks_states(index, groups)}
 
     def _lacks_states(self, index: int, groups: dict[int, Group]) -> bool:
         parameter = self._stm.tensors[index].parameter
         group = groups.get(id(parameter))  # it may have been taken out since
         entry = dict.get(self._optimizer.state, parameter)
-        return group is not None and lacks_states(self._optimizer, group, entry)
+        if group is None or not self._is_measured():  # of others than torch's, some have none
+            return False
+        return lacks_states(self._optimizer, group, entry)
 
     def _is_timed(self, tensors: list[ManagedTensor]) -> bool:
         return self._host_bytes >= sum(tensor.home.nbytes for tensor in tensors)
@@ -358,7 +396,8 @@ class DeviceHomes:
             is_like_home = gradient is None or same_layout(gradient, tensor.home)
             if is_like_home and will_take_fused(self._optimizer, group, value, entry):
                 return self._accelerator.allocated_size(1)  # the number of steps
-        return temporaries(self._optimizer, group, tensor.home, tensor.full_nbytes)
+        nbytes = temporaries(self._optimizer, group, tensor.home, tensor.full_nbytes)
+        return nbytes if self._is_measured() else nbytes + to_undo(entry, tensor.full_nbytes)
 
     def _stay(self, tensor: ManagedTensor) -> bool:
         try:

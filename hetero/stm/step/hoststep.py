@@ -45,6 +45,7 @@ from hetero.stm.tensors.managed import ManagedTensor
 from hetero.stm.updates.captured import ParameterUpdate
 from hetero.stm.updates.kernels import GroupKernels, count_kernels, is_open
 from hetero.stm.updates.optimizers import calls_closure_first, give_step_back, innermost, steps_alone
+from hetero.stm.updates.temporaries import is_measured
 
 __all__ = ["HostStep"]
 
@@ -318,8 +319,9 @@ class HostStep:
             self.device_homes.run(here, self._note_update)
 
     def _note_update(self, tensor: ManagedTensor, update: ParameterUpdate) -> None:
-        """One on the device is done. Where nothing was kept so far, it may have made the first state."""
-        if self.capture.enter_state(tensor.parameter, update):
+        """One on the device is done. It may have made states: where nothing was kept so far, or of a class of the
+        user's."""
+        if self.capture.enter_state(tensor.parameter, update) or not is_measured(self.optimizer):
             self.device_homes.have_moved = True
 
     def _leave(self) -> None:

@@ -29,8 +29,10 @@ __all__ = [
     "hyper_parameters",
     "innermost",
     "is_known",
+    "is_undeclared",
     "lacks_states",
     "make_shell",
+    "may_be_tried",
     "raw_step",
     "steps_alone",
     "without_momentum",
@@ -120,6 +122,17 @@ def steps_alone(optimizer: torch.optim.Optimizer) -> bool:
     if not all(_is_on_host(value) for group in groups for key, value in group.items() if key != "params"):
         return False
     return is_known(optimizer) or bool(vars(type(optimizer)).get(_DECLARATION))
+
+
+def may_be_tried(optimizer: torch.optim.Optimizer) -> bool:
+    """Of a class that says so itself: its updates are undone where one fails (`hetero.stm.updates.captured`)."""
+    return steps_alone(optimizer) and not is_known(optimizer)
+
+
+def is_undeclared(optimizer: torch.optim.Optimizer) -> bool:
+    """Of a class that is not torch's, and says neither that it does nor that it does not."""
+    kind = type(optimizer)
+    return kind.__module__.partition(".")[0] != "torch" and _DECLARATION not in vars(kind)
 
 
 def is_known(optimizer: torch.optim.Optimizer) -> bool:

@@ -1,19 +1,19 @@
 """What an update on the device allocates for a while.
 
 Owns the number of bytes, for each parameter that one call of the kernel steps: one, or with ``foreach`` a group's.
-Invariant: no update of an optimizer that may be stepped there, which `is_measured`, takes more, but for a few blocks of
-scalars. Of kernels that treat each number by itself it is so many copies of the parameter: measured on torch 2.11 and
-2.13 for what is in the table, for other settings the most that any of them takes. Of Adafactor and Muon it depends on
-the shape (2.13).
+Invariant: no update of an optimizer that `is_measured` takes more, but for a few blocks of scalars. Of kernels that
+treat each number by itself it is so many copies of the parameter: measured on torch 2.11 and 2.13 for what is in the
+table, for other settings the most that any of them takes. Of Adafactor and Muon it depends on the shape (2.13). Of
+others nothing is known: the most is a guess, and `to_undo` comes on top, in case it is wrong.
 """
 
 from math import ceil
 
 import torch
 
-from hetero.stm.updates.optimizers import Group
+from hetero.stm.updates.optimizers import Entry, Group
 
-__all__ = ["is_measured", "temporaries"]
+__all__ = ["is_measured", "temporaries", "to_undo"]
 
 _MOST = 7
 
@@ -49,6 +49,12 @@ def temporaries(optimizer: torch.optim.Optimizer, group: Group, parameter: torch
     if type(optimizer) is torch.optim.Muon:
         return ceil(_of_muon(group, parameter) * nbytes) + _WORKSPACE
     return _copies(optimizer, group) * nbytes
+
+
+def to_undo(entry: Entry | None, nbytes: int) -> int:
+    """Copies of a parameter of ``nbytes``, its states and its gradient, and a gradient that may be written to."""
+    states = (value for value in (entry or {}).values() if isinstance(value, torch.Tensor))
+    return 3 * nbytes + sum(value.nbytes for value in states)
 
 
 def _of_adafactor(group: Group, parameter: torch.Tensor) -> float:

@@ -1,0 +1,209 @@
+"""Optimizers of other libraries and of one's own whose class says ``steps_parameters_independently = True``: stepped on
+the device where their parameters live there, though nobody knows what their steps take."""
+
+import pytest
+import torch
+from accelerators import ON_CUDA, ON_HOST
+from loops import losses, mlp
+from residents import living, managed_mlp, step
+from twins import assert_same, assert_twins, plain, unmanaged
+
+pytestmark = [
+    pytest.mark.usefixtures("homes_on_device", "late_queue"),
+    pytest.mark.skipif(ON_CUDA, reason=ON_HOST),
+]
+PLENTY = 64 << 20
+
+
+class Declared(torch.optim.Optimizer):
+    """What `update` does to each parameter that has a gradient."""
+
+    def __init__(self, params, lr=1e-3, weight_decay=0.1):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.update(parameter, parameter.grad, self.state[parameter], group)
+
+
+class Lion(Declared):
+    """As it is published: through ``.data``, in place."""
+
+    steps_parameters_independently = True
+
+    def update(self, parameter, gradient, state, group):
+        parameter.data.mul_(1 - group["lr"] * group["weight_decay"])
+        if not state:
+            state["exp_avg"] = torch.zeros_like(parameter)
+        average = state["exp_avg"]
+        change = average.clone().mul_(0.9).add(gradient, alpha=0.1).sign_()
+        parameter.add_(change, alpha=-group["lr"])
+        average.mul_(0.99).add_(gradient, alpha=0.01)
+
+
+class Signs(Declared):
+    """Without states."""
+
+    steps_parameters_independently = True
+
+    def update(self, parameter, gradient, state, group):
+        parameter.sub_(gradient.sign(), alpha=group["lr"])
+
+
+class WritesToGradients(Declared):
+    """As optimizers did in the past, where no version tells of it."""
+
+    steps_parameters_independently = True
+
+    def update(self, parameter, gradient, state, group):
+        gradient.data.add_(parameter.data, alpha=group["weight_decay"])
+        parameter.data.add_(gradient.data, alpha=-group["lr"])
+
+
+class MakesStatesLate(Declared):
+    """As lookahead does, and what computes a basis now and then."""
+
+    steps_parameters_independently = True
+
+    def update(self, parameter, gradient, state, group):
+        state["step"] = state.get("step", 0) + 1
+        parameter.sub_(gradient, alpha=group["lr"])
+        if state["step"] == 5:
+            state["slow"] = parameter.clone()
+        if state["step"] > 5 and state["step"] % 2 == 0:
+            parameter.lerp_(state["slow"], 0.5)
+            state["slow"] = parameter.clone()
+
+
+class TakesMuch(Lion):
+    """More than anybody would think, when everything has been written already."""
+
+    steps_parameters_independently = True
+
+    def update(self, parameter, gradient, state, group):
+        super().update(parameter, gradient, state, group)
+        gradient.mul_(2)
+        parameter.add_(torch.stack([parameter] * 200).mean(0), alpha=1e-3)
+
+
+class Fails(Lion):
+    """Once, when everything has been written already."""
+
+    steps_parameters_independently = True
+    fails = False
+
+    def update(self, parameter, gradient, state, group):
+        super().update(parameter, gradient, state, group)
+        if self.fails and parameter.shape == (64, 128):
+            raise ArithmeticError("not this one")
+
+
+KINDS = [Lion, Signs, WritesToGradients, MakesStatesLate]
+
+
+def looking(model, optimizer, target):
+    """Now and then at gradients, after the step."""
+    seen = losses(model, optimizer, target, 8)
+    for _ in range(3):
+        loss = model(torch.randn(8, 64).to(target)).square().mean()
+        loss.backward()
+        optimizer.step()
+        seen.append([p.grad.clone() for p in model.parameters()])
+        optimizer.zero_grad()
+        seen.append(losses(model, optimizer, target, 4))
+    return seen
+
+
+@pytest.mark.parametrize("share", [0.5, 0.8, 4.0])
+@pytest.mark.parametrize("kind", [*KINDS, TakesMuch])
+def test_the_numbers_are_the_same(kind, share):
+    assert_twins(mlp, looking, share=share, make_optimizer=lambda model: kind(model.parameters()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_where_everything_fits_nothing_moves(kind):
+    model, optimizer, manager, target = managed_mlp(PLENTY, lambda model: kind(model.parameters()))
+    with manager:
+        for _ in range(8):
+            step(model, optimizer, target)
+        assert living(manager) == {name for name, _ in model.named_parameters()}
+        before = manager.stats
+        for _ in range(3):
+            step(model, optimizer, target)
+        after = manager.stats
+    assert after.total_fetched_bytes == before.total_fetched_bytes
+    assert after.total_written_bytes == before.total_written_bytes
+
+
+def test_what_takes_too_much_is_undone_and_goes_home_for_good():
+    """Within the budget, which `twins` asserts above."""
+    model, optimizer, manager, target = managed_mlp(3 << 20, lambda model: TakesMuch(model.parameters()))
+    moves = 0
+    with manager:
+        for _ in range(12):
+            step(model, optimizer, target)
+            moves += bool(living(manager))
+        home = living(manager)
+        for _ in range(4):
+            step(model, optimizer, target)
+        assert living(manager) == home
+        assert {name for name, p in model.named_parameters() if p.dim() > 1}.isdisjoint(home)
+    assert moves > 0
+
+
+def test_an_update_that_raises_leaves_what_was_there():
+    def loop(model, optimizer, target):
+        seen = losses(model, optimizer, target, 6)
+        loss = model(torch.randn(8, 64).to(target)).square().mean()
+        loss.backward()
+        before = plain([*model.parameters()])
+        optimizer.fails = True
+        try:
+            optimizer.step()
+        except ArithmeticError:
+            seen.append("raised")
+        else:
+            with pytest.raises(ArithmeticError):  # queued, or on the device
+                plain([*model.parameters()])
+            seen.append("raised")
+        optimizer.fails = False
+        after = plain([*model.parameters()])
+        for old, new, parameter in zip(before, after, model.parameters(), strict=True):
+            if parameter.shape == (64, 128):
+                assert_same(new, old, "of one that raises")
+        return seen
+
+    model, optimizer, manager, target = managed_mlp(PLENTY, lambda model: Fails(model.parameters()))
+    with manager:
+        assert loop(model, optimizer, target)[-1] == "raised"
+        assert living(manager)
+        losses(model, optimizer, target, 3)
+    assert unmanaged(mlp, lambda m, o, t: losses(m, o, t, 2), lambda m: Fails(m.parameters()))
+
+
+def test_states_that_are_made_late_are_counted():
+    model, optimizer, manager, target = managed_mlp(PLENTY, lambda model: MakesStatesLate(model.parameters()))
+    with manager:
+        for _ in range(8):
+            step(model, optimizer, target)
+        size = sum(-(-p.nbytes // 512) * 512 for p in model.parameters())
+        assert manager.stats.by_kind["device"]["optimizer_state"] == size
+
+
+class Undeclared(Lion):
+    """Of which nothing is known: what its base says is not said of it."""
+
+
+@pytest.mark.parametrize(("kind", "tells"), [(Undeclared, True), (Lion, False), (torch.optim.AdamW, False)])
+def test_the_plan_tells_how_to_say_so(kind, tells):
+    model, optimizer, manager, target = managed_mlp(PLENTY, lambda model: kind(model.parameters()))
+    with manager:
+        for _ in range(4):
+            step(model, optimizer, target)
+        plan = manager.plan
+        assert plan.undeclared_optimizer == ("Undeclared" if tells else None)
+        assert ("Undeclared.steps_parameters_independently = True" in " ".join(str(plan).split())) is tells
+        assert bool(living(manager)) is not tells
