@@ -28,7 +28,7 @@ from torch_databases import ModuleInfo, ModuleInput, module_db
 import hetero
 
 STEPS = 3
-PER_MODULE = 8  # of its samples at most, spread over the list: LinearCrossEntropyLoss has hundreds
+PER_MODULE = 4  # of its samples at most, spread over the list: LinearCrossEntropyLoss has hundreds
 
 # All their parameters are operands of one operator and are on the device together: something has to run beside it.
 ONE_OPERATOR = {

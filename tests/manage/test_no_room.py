@@ -12,6 +12,8 @@ from torch import nn
 from twins import adamw, device
 
 import hetero
+from hetero.devices import Accelerator
+from hetero.stm.copies.shortage import no_room
 from hetero.stm.running.relief import Relief
 
 
@@ -138,3 +140,17 @@ def test_one_made_of_several_operators_is_not_tried_for_ever(monkeypatch):
                 outcomes.append("refused")
             assert manager.stats.peak_device_bytes <= budget
     assert set(outcomes) == {"refused", "trained"}
+
+
+@pytest.mark.skipif(ON_CUDA or SEGMENTS, reason="allocators with gaps may refuse what the budget allows")
+@pytest.mark.parametrize(
+    ("tried", "nbytes"), [("512 B", 512), ("512 bytes", 512), ("1.95 MiB", 2048000), ("24.41 KiB", 25000)]
+)
+def test_what_is_to_be_raised_is_told_in_bytes(tried, nbytes):
+    """Allocators round what they say."""
+    accelerator = Accelerator(device())
+    used = accelerator.used_bytes()
+    error = torch.OutOfMemoryError(f"out of memory: tried to allocate {tried}, 0 B in use")
+    told = str(no_room(accelerator, used, "linear", error, held=0, saved=0, others=0, enough=None))
+    least = int(re.search(r"to more than .* \((\d+) bytes\)", told)[1])
+    assert used + nbytes <= least <= used + 1.01 * nbytes

@@ -65,11 +65,14 @@ def no_room(
     enough: int | None,
 ) -> NoRoomError:
     """``operator`` has failed with ``error``, and nothing is left that could leave. The others: as above."""
-    wanted = _wanted_bytes(error)
+    asked = _asked_for(error)
+    wanted = None if asked is None else _bytes_in(asked)
     used = _used_bytes(accelerator, error)
     cure = "raise device_budget"
-    if wanted is not None:
-        least = max(used + wanted, enough or 0)
+    if asked is not None and wanted is not None:
+        # Without gaps it is not within the budget, whatever its digits say.
+        rounded = 0 if accelerator.leaves_gaps else _rounded_by(asked)
+        least = max(used + wanted + rounded, enough or 0)
         cure += f" to more than {format_bytes(least)} ({least} bytes){'' if enough else _WHOLE}"
         if least <= budget:
             cure = (
@@ -111,28 +114,30 @@ _WHOLE = "; `hetero plan` tells what the other operators need"
 
 def least_bytes(accelerator: Accelerator, error: RuntimeError) -> int | None:
     """What would have been in use at least, had the allocator not refused; None if it says nothing that we know."""
-    wanted = _wanted_bytes(error)
-    return None if wanted is None else _used_bytes(accelerator, error) + accelerator.least_request(wanted)
+    asked = _asked_for(error)
+    if asked is None:
+        return None
+    return _used_bytes(accelerator, error) + accelerator.least_request(_bytes_in(asked))
 
 
-_SIZE = r"([0-9.]+) ([KMGT]iB|bytes)"
+_SIZE = r"([0-9.]+) ([KMGT]iB|bytes|B)\b"
 
 
-def _wanted_bytes(error: RuntimeError) -> int | None:
-    return _bytes_in(re.search(f"[Tt]ried to allocate {_SIZE}", str(error)))
+def _asked_for(error: RuntimeError) -> re.Match[str] | None:
+    return re.search(f"[Tt]ried to allocate {_SIZE}", str(error))
 
 
 def _used_bytes(accelerator: Accelerator, error: RuntimeError) -> int:
     """In use when the allocator refused: an operator that had allocated before has given that back since."""
     found = re.search(f"{_SIZE} (?:in use of|is allocated by PyTorch)", str(error))
-    then = _bytes_in(found)
-    if found is None or then is None:
-        return accelerator.used_bytes()
-    # It is rounded to two digits: at most what it was.
-    return max(
-        accelerator.used_bytes(), then - (parse_bytes(f"1 {found[2]}") // 200 if found[2] != "bytes" else 0)
-    )
+    now = accelerator.used_bytes()
+    return now if found is None else max(now, _bytes_in(found) - _rounded_by(found))
 
 
-def _bytes_in(found: re.Match[str] | None) -> int | None:
-    return None if found is None else parse_bytes(f"{found[1]} {'B' if found[2] == 'bytes' else found[2]}")
+def _bytes_in(found: re.Match[str]) -> int:
+    return parse_bytes(f"{found[1]} {'B' if found[2] == 'bytes' else found[2]}")
+
+
+def _rounded_by(found: re.Match[str]) -> int:
+    """At most: it has two digits after the point."""
+    return parse_bytes(f"1 {found[2]}") // 200 if found[2].endswith("iB") else 0

@@ -20,7 +20,7 @@ from hetero.stm.tensors.state import Ledger
 
 __all__ = ["Relief"]
 
-_PORTIONS = 8  # in which saved tensors leave when memory is short
+_PORTIONS = 8  # in which saved tensors, and what others have, leave when memory is short
 _PATIENCE = 0.03  # seconds that are waited for copies to be let go
 
 
@@ -69,8 +69,8 @@ class Relief:
                 if freed == 0:
                     freed = self._room.send_home(self._budget)
                     self._residency.evict_idle()
-                if freed == 0:
-                    freed = self._ask(self._budget, True)
+                if freed == 0:  # what others have to fetch again is no less
+                    freed = self._ask(max(1, self._budget // _PORTIONS), True)
                     if freed:
                         self._collector.note_given()
             self._accelerator.release_cached()
