@@ -533,3 +533,24 @@ def test_a_backward_that_is_guarded_because_forward_was_is_capped_as_well():
     assert guarded
     assert shares[-2] == 1
     assert shares[-1] < 1
+
+
+class Transposed(nn.Module):
+    """Of a layer without a bias, which is given what does not lie in order (retry: [Note: composites])."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+        self.last = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        halves = self.last.weight.t().chunk(2, dim=1)
+        return self.last(self.conv(x).transpose(1, 2)), [x.transpose(1, 2) @ half for half in halves]
+
+
+def test_products_in_inference_mode_are_folded_as_without_a_guard():
+    def loop(model, optimizer, target):
+        with torch.inference_mode():
+            return [model(torch.randn(rows, WIDTH, 3).to(target)) for rows in (9, 9, 5)]
+
+    assert_twins(Transposed, loop, share=2.0)
