@@ -67,6 +67,7 @@ from hetero.stm.interception.onethread import await_device_thread, run_on_device
 from hetero.stm.interception.outside import full_copies, keeps_its_type
 from hetero.stm.interception.parts import look_again
 from hetero.stm.interception.scopes import in_scope
+from hetero.stm.interception.transforms import is_transforming
 from hetero.stm.running import guard, staying
 from hetero.stm.running.segments import Segments
 from hetero.stm.settled.who import before_change, note_optimizer
@@ -189,6 +190,9 @@ def _announced_clear() -> None:
 
 
 def _announced_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    # One of a transform's reaches nothing of ours, and nothing of ours can be copied within it.
+    if is_transforming():
+        return _run(outputs, args, kwargs)
     captures = not kwargs.get("accumulate_grad", True)
     listeners = tuple(_listeners)  # Python's collector may let go of one in between
     # A backward within a backward: a reentrant checkpoint, an adjoint.

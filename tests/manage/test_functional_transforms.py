@@ -3,6 +3,7 @@
 import pytest
 import torch
 from loops import backward, mlp
+from torch import nn
 from torch.func import functional_call, grad, vmap
 from twins import assert_twins, device
 
@@ -50,6 +51,33 @@ def test_gradients_by_transformation():
         return list(grad(lambda p: functional_call(model, p, (x,)).square().mean())(given).values())
 
     assert_twins(mlp, trained_between(look), share=2.0)  # with a copy of all parameters of the caller's own
+
+
+def test_gradients_by_transformation_after_a_write_that_a_kept_view_has_to_follow():
+    class Shows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+
+        def forward(self, x):
+            return self.linear(x), self.linear.weight.t()
+
+    def loop(model, optimizer, target):
+        seen = []
+        for _ in range(4):
+            x = torch.randn(6, 64).to(target)
+            out, view = model(x)
+            out.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            given = {name: p.clone() for name, p in on_device(replaced(model), x).items()}
+            model.linear.weight.data.view(-1).data.mul_(0.9)  # no version tells
+            of_these = grad(lambda p: functional_call(model, p, (x,))[0].square().mean())  # noqa: B023
+            seen.append(list(of_these(given).values()))
+            del view
+        return seen
+
+    assert_twins(Shows, loop, share=2.0)
 
 
 def test_a_transform_over_the_models_own_parameters_is_refused_and_changes_nothing():
