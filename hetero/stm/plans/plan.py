@@ -111,17 +111,16 @@ class CyclePlan:
     def expected(self) -> tuple[tuple[int, ...], ...]:
         """Of each segment, parameters whose copies the schedule has on the device, or on their way, when it begins, and
         uses, in the order in which it does."""
-        always = {x for x in (*self.device_homes, *self.places) if x in self.uses}
-        needed, found = set[int](), dict[int, set[int]]()
+        always = self.first_uses.keys() & {*self.device_homes, *self.places}
         begins = frozenset(self.bounds)
-        for _ in range(2):  # what the first segments need is there since the last ones
-            for position in reversed(range(len(self.operands))):
-                moment, actions = self.trace.moments[position], self.schedule.actions[position]
-                needed.difference_update(moment.invalidates)
-                needed.update(self.operands[position])
-                needed.difference_update(actions.fetch, actions.evict)
-                if position in begins:
-                    found[position] = needed | always
+        needed, found = self.first_uses.keys() & set(self.schedule.start), dict[int, set[int]]()
+        for position in reversed(range(len(self.operands))):
+            moment, actions = self.trace.moments[position], self.schedule.actions[position]
+            needed.difference_update(moment.invalidates)
+            needed.update(self.operands[position])
+            needed.difference_update(actions.fetch, actions.evict)
+            if position in begins:
+                found[position] = needed | always
         return tuple(
             tuple(sorted(found[begin], key=functools.partial(self.next_use, position=begin)))
             if key.phase is not Phase.STEP  # of which places come back only after it
