@@ -4,7 +4,9 @@ the device where their parameters live there, though nobody knows what their ste
 import pytest
 import torch
 from accelerators import ON_CUDA, ON_HOST
-from loops import losses, mlp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from loops import ACTIONS, losses, mixed_loop, mlp
 from residents import living, managed_mlp, step
 from twins import assert_same, assert_twins, plain, unmanaged
 
@@ -13,6 +15,7 @@ pytestmark = [
     pytest.mark.skipif(ON_CUDA, reason=ON_HOST),
 ]
 PLENTY = 64 << 20
+EXAMPLES = 15
 
 
 class Declared(torch.optim.Optimizer):
@@ -69,11 +72,11 @@ class MakesStatesLate(Declared):
     steps_parameters_independently = True
 
     def update(self, parameter, gradient, state, group):
-        state["step"] = state.get("step", 0) + 1
+        state["count"] = state.get("count", 0) + 1
         parameter.sub_(gradient, alpha=group["lr"])
-        if state["step"] == 5:
+        if state["count"] == 5:
             state["slow"] = parameter.clone()
-        if state["step"] > 5 and state["step"] % 2 == 0:
+        if state["count"] > 5 and state["count"] % 2 == 0:
             parameter.lerp_(state["slow"], 0.5)
             state["slow"] = parameter.clone()
 
@@ -121,6 +124,24 @@ def looking(model, optimizer, target):
 @pytest.mark.parametrize("kind", [*KINDS, TakesMuch])
 def test_the_numbers_are_the_same(kind, share):
     assert_twins(mlp, looking, share=share, make_optimizer=lambda model: kind(model.parameters()))
+
+
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    kind=st.sampled_from([*KINDS, TakesMuch]),
+    actions=st.lists(st.sampled_from(ACTIONS), min_size=6, max_size=24),
+    share=st.sampled_from([0.6, 1.0, 1.6]),
+)
+def test_any_loop(kind, actions, share):
+    def with_another(model):
+        optimizer = kind(model.parameters())
+        optimizer.other = torch.optim.SGD(list(model.parameters())[:3], lr=1e-2, foreach=False)
+        return optimizer
+
+    lead = ["micro-batch", "step", "zero"] * 3
+    assert_twins(
+        lambda: mlp(depth=2), mixed_loop([*lead, *actions]), share=share, make_optimizer=with_another
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
