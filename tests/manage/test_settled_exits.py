@@ -113,6 +113,36 @@ def test_a_graph_of_the_settled_state_is_gone_through_after_it_has_ended():
     assert_leaves_and_comes_back(loop)
 
 
+@pytest.mark.parametrize("unfreezes", [False, True])
+def test_a_graph_through_frozen_parameters_is_gone_through_after_it_has_ended(unfreezes):
+    """It has saved them, and has no accumulator of theirs: a generator's loss through its critic. ``unfreezes``: it is
+    the critic's turn before that."""
+
+    def build():
+        return mlp().requires_grad_(False)
+
+    def through(model, target, rows=8):
+        x = batch(target, rows).requires_grad_()
+        return x, model(x).square().mean()
+
+    def loop(model, optimizer, target, note):
+        seen = []
+        for _ in range(6):
+            x, loss = through(model, target)
+            loss.backward()
+            seen.append(x.grad)
+        note(True)
+        x, loss = through(model, target)
+        model.requires_grad_(unfreezes)
+        other, beside = through(model, target, 5)
+        note(False)
+        loss.backward()
+        beside.backward()
+        return [*seen, loss, x.grad, beside, other.grad]
+
+    assert_leaves_and_comes_back(loop, build=build, make_optimizer=lambda model: None)
+
+
 @pytest.mark.parametrize(
     "fused", [None, False]
 )  # None: hetero chooses the kernels, by a step of its own around torch's

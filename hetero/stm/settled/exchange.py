@@ -35,8 +35,22 @@ def exchange(parameter: nn.Parameter, shadow: nn.Parameter) -> None:
 def let_go(shadow: nn.Parameter, placeholder: torch.Tensor) -> None:
     """Its memory is somebody else's now: a graph that has been gone through, of which losses that the user keeps hold
     the ends, is not to keep it. ``placeholder``: one number of that type on that device."""
-    if shadow._use_count() == 2:  # type: ignore[attr-defined]  # the name and the end of a graph, which reads nothing
+    if shadow._use_count() == 2 and _has_end(shadow):  # type: ignore[attr-defined]  # the name and that end
         shadow.data = placeholder.expand(shadow.shape)
+
+
+def _has_end(shadow: nn.Parameter) -> bool:
+    """A graph ends in it, which reads nothing there. A graph that has saved it while it was frozen has no such end: it
+    holds it as often, and reads it in backward."""
+    if not (shadow.is_floating_point() or shadow.is_complex()):
+        return False
+    trained, uses = shadow.requires_grad, shadow._use_count()  # type: ignore[attr-defined]
+    shadow.requires_grad_()  # it may have been frozen since
+    end = torch.autograd.graph.get_gradient_edge(shadow).node  # a new one, if there is none: one use more
+    has_end: bool = shadow._use_count() == uses  # type: ignore[attr-defined]
+    del end
+    shadow.requires_grad_(trained)
+    return has_end
 
 
 def redirect(shadow: nn.Parameter, tensor: ManagedTensor) -> None:
