@@ -7,6 +7,7 @@ import pytest
 import torch
 from accelerators import GAPS, ON_CUDA, SEGMENTS, device, races, set_memory_limit
 from loops import batch, mlp
+from settling import is_intercepted
 from torch import nn
 from twins import assert_same, plain
 
@@ -144,6 +145,37 @@ def in_turn(models, optimizers, target, steps=8):
             optimizer.zero_grad()
             seen.append(loss)
     return seen
+
+
+def two_with_one_optimizer():
+    models = mlp(depth=2), mlp(depth=2)
+    optimizer = torch.optim.Adam([p for model in models for p in model.parameters()], lr=1e-2)
+    return models, [optimizer, optimizer]
+
+
+def in_a_chain(models, optimizers, target, steps=14):
+    """The second one trains for longer before its kind of iteration comes again."""
+    first, second = models
+    optimizer = optimizers[0]
+    if not is_intercepted(first):
+        optimizer.param_groups[0]["fused"] = True  # what is chosen for a managed one
+    seen = []
+    for number in range(steps):
+        loss = second(first(batch(target))).square().mean()
+        if number < 6:
+            loss = loss + second(batch(target, 9 + number)).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.detach())
+    return seen
+
+
+@pytest.mark.usefixtures("homes_on_device")
+def test_one_that_settles_leaves_the_others_parameters_of_one_optimizer_alone():
+    """They live on the device, and are stepped there: what moves the versions of their homes would undo that."""
+    for stats in twins(in_a_chain, two_with_one_optimizer, 16 << 20):
+        assert stats.settled_forwards > 0
 
 
 # Each model has 196 KiB of parameters, and 587 KiB with gradients and states. Of one, an operator needs 98 KiB.

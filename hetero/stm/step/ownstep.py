@@ -62,11 +62,15 @@ class OwnStep:
         # By the number of the group: its parameters with the strides that their gradients have to have; None: to be
         # looked at anew in each step.
         self._open: dict[int, list[tuple[torch.Tensor, tuple[int, ...]]] | None] = {}
+        # Ids of its parameters. What else the optimizer holds is stepped as it is without us, or is another manager's,
+        # which may not have settled: it takes what moves their versions here for writes to homes.
+        self._ours: frozenset[int] = frozenset()
 
     def begin(self, tensors: Iterable[ManagedTensor], device: torch.device) -> None:
         """``tensors`` are about to become parameters on ``device``; their states are there."""
         optimizer = self._optimizer
         by_id = {id(tensor.parameter): tensor for tensor in tensors}
+        self._ours = frozenset(by_id)
         for number, group in enumerate(optimizer.param_groups):
             if not is_open(optimizer, group):
                 continue
@@ -165,7 +169,7 @@ class OwnStep:
             known = self._open.get(number)
             if known is None or not _is_as_known(optimizer, group, known):
                 with plain():
-                    parts, chosen = split(optimizer, [group], lambda parameter: True)
+                    parts, chosen = split(optimizer, [group], lambda parameter: id(parameter) in self._ours)
                 given += parts
                 self._written += chosen
             else:
@@ -188,6 +192,8 @@ def _is_as_known(
     for all parameters of a call or for none."""
     if not is_open(optimizer, group) or len(known) != len(group["params"]):
         return False
+    if any(p is not parameter for p, (parameter, _) in zip(group["params"], known, strict=True)):
+        return False  # another manager of this optimizer has split its groups
     needs_momentum = bool(group.get("momentum"))  # it may have been turned on since
     for parameter, strides in known:
         gradient = parameter.grad
