@@ -182,7 +182,7 @@ def test_a_forward_formula_that_depends_on_the_mode_gives_the_same_bits():
 def test_without_stepping_aside_that_formula_gives_other_bits():
     x, model = torch.randn(32, WIDTH), Smoothed()
     expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
-    with guard.guarded(Retry(lambda: 0), at_once=True):
+    with guard.guarded(Retry(lambda unless_free: 0), at_once=True):
         other = torch.autograd.grad(model(x).sum(), list(model.parameters()))
     assert not all(torch.equal(*pair) for pair in zip(other, expected, strict=True))
 
@@ -198,7 +198,7 @@ def smoothed():
 
 def test_that_formula_takes_memory_by_values(smoothed):
     noted = []
-    with guard.guarded(Retry(lambda: 0, note_values=lambda: noted.append(None)), at_once=True):
+    with guard.guarded(Retry(lambda unless_free: 0, note_values=lambda: noted.append(None)), at_once=True):
         smoothed()
     assert noted
 
@@ -211,14 +211,14 @@ def test_what_that_formula_finds_no_memory_for_is_explained(smoothed, monkeypatc
         return hetero.BudgetError(f"{operator}: {error}")
 
     monkeypatch.setattr(guard, "_cross_entropy", functools.wraps(guard._cross_entropy)(refuse))
-    with guard.guarded(Retry(lambda: 0, explain=explain), at_once=True):
+    with guard.guarded(Retry(lambda unless_free: 0, explain=explain), at_once=True):
         with pytest.raises(hetero.BudgetError, match="cross_entropy_loss: 2 MiB"):
             smoothed()
         assert len(_get_current_dispatch_mode_stack()) == 1
 
 
 def test_modes_stay_where_they_are_if_no_room_can_be_made(smoothed):
-    def relieve():
+    def relieve(unless_free):
         raise KeyboardInterrupt
 
     with guard.guarded(Retry(relieve), at_once=True):
@@ -241,7 +241,7 @@ def test_without_stepping_aside_those_formulas_give_other_bits(monkeypatch):
     # So that the test above cannot pass by chance: torch still chooses by the mode.
     x = torch.rand(32, WIDTH, dtype=torch.float32).add_(0.5).requires_grad_()
     (expected,) = torch.autograd.grad(x.prod(1).sum(), x)
-    with guard.guarded(Retry(lambda: 0), at_once=True):
+    with guard.guarded(Retry(lambda unless_free: 0), at_once=True):
         loss = x.prod(1).sum()
         (other,) = torch.autograd.grad(loss, x)
         with guard.formulas_kept([loss := x.prod(1).sum()]):

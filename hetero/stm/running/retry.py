@@ -133,8 +133,7 @@ class Retry(TorchDispatchMode):
                 ordinary = _ordinary_parameters((args, kwargs))
                 given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
                 own = sum(tensor.nbytes for tensor in given)
-                while self.relieve(_THEIR_OWN * own):
-                    pass
+                self.make_room(_THEIR_OWN * own)
                 args, kwargs = _on_device_still(ordinary, (args, kwargs), copies)
             while True:
                 try:
@@ -161,9 +160,9 @@ class Retry(TorchDispatchMode):
                         draw_again()
                     args, kwargs = _on_device_still(ordinary, (args, kwargs), copies)
 
-    def make_room(self) -> None:
-        """All there is, for what cannot be tried again."""
-        while self.relieve():
+    def make_room(self, nbytes: int) -> None:
+        """So many bytes, or all there is, for what cannot be tried again."""
+        while self.relieve(nbytes):
             pass
 
     def begin(self) -> None:
