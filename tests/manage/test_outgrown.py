@@ -251,8 +251,8 @@ def test_settled_it_ends_that_and_the_budget_holds_again():
 def test_an_iteration_that_grows_a_little_each_time_is_planned_anew_less_and_less_often(monkeypatch):
     planned, keep_free = [], Outgrown.keep_free
 
-    def counting(self, keys, *, missed, room):
-        planned.append(keep_free(self, keys, missed=missed, room=room))
+    def counting(self, keys, **given):
+        planned.append(keep_free(self, keys, **given))
         return planned[-1]
 
     monkeypatch.setattr(Outgrown, "keep_free", counting)
@@ -371,17 +371,27 @@ def test_what_is_kept_free_and_how_often(iterations, room):
             expected = max(0, drift)
         elif missed and not passes and drift > 0:
             expected = sorted((drift, room // 2, 2 * drift))[1]
-        assert outgrown.keep_free("keys", missed=missed, room=lambda: room) == expected
+        assert outgrown.keep_free("keys", trains=False, missed=missed, room=lambda: room) == expected
         assert outgrown.is_unsure("keys") == (passes and handled)
         outgrown.note_measured("keys")
-    assert outgrown.keep_free("keys", missed=True, room=lambda: room) == 0
+    assert outgrown.keep_free("keys", trains=False, missed=True, room=lambda: room) == 0
+
+
+def test_what_an_evaluation_in_the_middle_of_an_iteration_has_shown_is_its_own():
+    outgrown = Outgrown()
+    for trains, drift in ((True, 3), (False, 20), (True, 5)):
+        outgrown.trains = trains
+        outgrown.note(drift)
+    assert outgrown.keep_free("evaluation", trains=False, missed=True, room=lambda: 0) == 20
+    assert outgrown.keep_free("evaluation", trains=False, missed=True, room=lambda: 0) == 0
+    assert outgrown.keep_free("iteration", trains=True, missed=True, room=lambda: 0) == 5
 
 
 def test_what_was_noted_of_other_iterations_counts_for_them_alone():
     outgrown = Outgrown()
     for nbytes in (3, 7, 5):
         outgrown.note_elsewhere("others", nbytes)
-    assert outgrown.keep_free("keys", missed=True, room=lambda: 100) == 0
+    assert outgrown.keep_free("keys", trains=False, missed=True, room=lambda: 100) == 0
     assert outgrown.keep_free_elsewhere() == {"others": 7}
     assert outgrown.is_unsure("others")
     assert not outgrown.is_unsure("keys")
@@ -393,7 +403,7 @@ def test_the_most_that_was_seen_in_an_iteration_counts():
     seen = Counter({"forward": 3, "loss": 7, "backward": 5})
     for place, drift in seen.items():
         outgrown.note(drift, passes_budget=place == "loss")
-    assert outgrown.keep_free("keys", missed=False, room=lambda: 0) == 7
+    assert outgrown.keep_free("keys", trains=False, missed=False, room=lambda: 0) == 7
 
 
 def test_a_peak_is_told_once_and_again_after_somebody_has_reset_the_counter():

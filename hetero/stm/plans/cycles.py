@@ -130,6 +130,7 @@ class Cycles:
         self._close_if_over(key.phase)
         self._current = self._training if key.trains or key.phase is not Phase.FORWARD else self._inference
         history = self._current
+        self._book.outgrown.trains = history is self._training
         if len(history.keys) >= _LONGEST_CYCLE:
             self.abandon()
         if not history.keys:

@@ -7,19 +7,32 @@ while nothing is intercepted, `hetero.stm.settled`; plans are made in `hetero.st
 
 from collections import Counter
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 
 __all__ = ["Outgrown"]
 
 _SPARE = 2  # times as much as was seen is kept free for what may grow on, so that this stays rare
 
 
+@dataclass(slots=True)
+class _Seen:
+    """In an iteration."""
+
+    drift: int = 0
+    passes_budget: bool = False
+    is_next: bool = True
+
+
 class Outgrown:
-    """Of all kinds of iterations of one manager; ``keys`` says which."""
+    """Of all kinds of iterations of one manager; ``keys`` says which.
+
+    Attributes:
+        trains: what runs now belongs to an iteration that trains. One that does not may run in its middle.
+    """
 
     def __init__(self) -> None:
-        self._drift = 0
-        self._passes_budget = False
-        self._is_next = True
+        self.trains = False
+        self._seen = {False: _Seen(), True: _Seen()}
         self._times: Counter[tuple[Hashable, bool]] = Counter()
         self._unsure: set[Hashable] = set()
         self._elsewhere: dict[Hashable, int] = {}
@@ -31,9 +44,10 @@ class Outgrown:
         would have been. Then it is the most that was there, not what there was at some moment. ``is_next``: not this
         time, for which room had been made; but the next one may, whose plan knows only why it was made.
         """
-        self._drift = max(self._drift, nbytes)
-        self._passes_budget = self._passes_budget or passes_budget
-        self._is_next = self._is_next and (is_next or not passes_budget)
+        seen = self._seen[self.trains]
+        seen.drift = max(seen.drift, nbytes)
+        seen.passes_budget = seen.passes_budget or passes_budget
+        seen.is_next = seen.is_next and (is_next or not passes_budget)
 
     def note_elsewhere(self, keys: Hashable, nbytes: int) -> None:
         """An iteration with these has passed the budget, by what its plan should keep free; not the one that runs."""
@@ -44,19 +58,21 @@ class Outgrown:
         noted, self._elsewhere = self._elsewhere, {}
         return {keys: nbytes for keys, nbytes in noted.items() if self._is_due(keys, is_next=False)}
 
-    def keep_free(self, keys: Hashable, *, missed: bool, room: Callable[[], int]) -> int:
-        """The iteration is over: how many more bytes its plan should keep free, or 0. ``missed``: it cost fetches.
-        ``room``: bytes that the plan has for copies; of more than half of them no more is kept free than was seen.
+    def keep_free(self, keys: Hashable, *, trains: bool, missed: bool, room: Callable[[], int]) -> int:
+        """The iteration, one that ``trains`` or does not, is over: how many more bytes its plan should keep free, or 0.
+        ``missed``: it cost fetches. ``room``: bytes that the plan has for copies; of more than half of them no more is
+        kept free than was seen.
 
         What passes the budget whatever the plan keeps free is not planned for again and again, but at the 1st, 2nd,
         4th, 8th ... time. Those that only the next one may pass count by themselves: a text's forwards, or a policy's,
         come to many of them before the first that does.
         """
-        drift, passes_budget, is_next = self._drift, self._passes_budget, self._is_next
-        self._drift, self._passes_budget, self._is_next = 0, False, True
-        if passes_budget:
-            return max(0, drift) if self._is_due(keys, is_next=is_next) else 0
-        return max(drift, min(_SPARE * drift, room() // 2)) if missed and drift > 0 else 0
+        seen, self._seen[trains] = self._seen[trains], _Seen()
+        if seen.passes_budget:
+            return max(0, seen.drift) if self._is_due(keys, is_next=seen.is_next) else 0
+        if not (missed and seen.drift > 0):
+            return 0
+        return max(seen.drift, min(_SPARE * seen.drift, room() // 2))
 
     def _is_due(self, keys: Hashable, *, is_next: bool) -> bool:
         self._times[keys, is_next] += 1

@@ -162,6 +162,7 @@ class PlanBook:
         plan = self._plans.get(keys)
         more = self.outgrown.keep_free(
             keys,
+            trains=keys[0].trains,
             missed=missed,
             room=lambda: 0 if plan is None else self.budget - plan.margin - self._planner.least(plan),
         )
