@@ -30,10 +30,18 @@ __all__ = [
     "Send",
     "Trace",
     "Updates",
+    "large_bytes",
 ]
 
 WORTH = 0.005
 """Share of a predicted step: what differs by less counts as equally fast, and fewer bytes decide."""
+
+
+def large_bytes(budget: int) -> int:
+    """From how many bytes on an activation has sampling moments of its own, when it is saved and when it is needed,
+    under a device budget of ``budget`` bytes. Smaller ones leave and come with the operators of parameters: each moment
+    costs time in every iteration."""
+    return max(1, budget // 64)
 
 
 class CapacityError(BudgetError):
