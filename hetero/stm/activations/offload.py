@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import torch
 
-from hetero.devices import Accelerator, CopyEngine
+from hetero.devices import Accelerator, CopyEngine, bytes_of
 from hetero.eviction.model import large_bytes
 from hetero.msc import MemStatsCollector
 from hetero.stm.activations.records import Account, Activation, Flight, Key, Saved
@@ -343,7 +343,7 @@ class Activations:
             self._collector.note_shed(account.key)
             return account.device_nbytes
         with torch.inference_mode(False):
-            memory = _flat(record.aliases[0])
+            memory = bytes_of(record.aliases[0])
             if account.host is None:
                 account.host = self._slots.take(memory.numel())
                 if account.host is None:
@@ -438,10 +438,3 @@ def _may_move(tensor: torch.Tensor) -> bool:
         and not tensor.is_neg()
         and not tensor.is_inference()
     )
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """All bytes of its storage."""
-    storage = tensor.untyped_storage()
-    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return flat.set_(storage, 0, (storage.nbytes(),), (1,))
