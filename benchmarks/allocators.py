@@ -1,6 +1,6 @@
 """What TensorFlow's and PyTorch's allocators reserve and hand out in first and later training iterations.
 
-    python -m benchmarks.allocators [--out benchmarks/results/allocators.json] [NAME ...]
+    python -m benchmarks.allocators [NAME ...]
 
 The analysis of Lee et al. (TensorFlow 1.6, tf_cnn_benchmarks, V100, 20 iterations), repeated by simulation: four
 iterations of each network are traced under fake tensors and fed to the simulated allocators. T: bytes requested, C:
@@ -13,11 +13,8 @@ paper says that the first iteration differs, not why; how much it differs here f
 """
 
 import argparse
-import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +22,7 @@ import transformers
 from torch import nn
 from torch.nn import functional
 
+from benchmarks.record import write
 from examples import cnn
 from hetero.pool.allocators import (
     Allocator,
@@ -38,7 +36,6 @@ from hetero.pool.allocators import (
 from hetero.trace import allocation_events, trace_recipe
 from hetero.units import format_bytes
 
-ROOT = Path(__file__).resolve().parents[1]
 ITERATIONS = 4
 Recipe = Callable[[], tuple[Any, ...]]
 
@@ -59,7 +56,6 @@ PAPER = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help=f"of {', '.join(networks())}; default: all")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "allocators.json")
     arguments = parser.parse_args()
     chosen = {name: recipe for name, recipe in networks().items() if name in (arguments.names or networks())}
     rows = []
@@ -72,10 +68,9 @@ def main() -> None:
     summary = summarise(bfc)
     for finding, value in summary.items():
         print(f"{finding:<30} here {value:<50} paper {PAPER[finding]}")
-    result = {"iterations": ITERATIONS, "rows": rows, "summary": summary, "paper": PAPER}
-    result["date"] = time.strftime("%Y-%m-%d")
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-    arguments.out.with_suffix(".md").write_text(as_markdown(bfc, summary))
+    result = {"rows": rows, "summary": summary, "paper": PAPER}
+    path = write("allocators", {"iterations": ITERATIONS}, result, device=None)
+    path.with_suffix(".md").write_text(as_markdown(bfc, summary))
 
 
 def analyse(recipe: Recipe) -> dict[str, IterationAnalysis]:

@@ -1,6 +1,6 @@
 """SmartPool and the portfolio on the networks of the SmartPool paper: batch 100, CIFAR-10 images.
 
-    python -m benchmarks.networks [--seconds 10] [--out benchmarks/results/networks.json]
+    python -m benchmarks.networks [--seconds 10]
 
 A later training step (SGD with momentum) of each is traced under fake tensors. Ratios are footprint over peak load, as
 in the paper's Table I; beside them what CNMeM, its baseline, PyTorch's caching allocator and TensorFlow's BFC reserve
@@ -8,14 +8,11 @@ for the same step twice.
 """
 
 import argparse
-import json
-import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import hetero.pool as pool
-from benchmarks.allocators import ROOT
+from benchmarks.record import write
 from examples import cnn
 from hetero.pool.allocators import CnmemAllocator, events_of_problem, simulate
 from hetero.trace import trace_recipe
@@ -32,7 +29,6 @@ PAPER = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "networks.json")
     arguments = parser.parse_args()
     rows = []
     heads = (
@@ -59,8 +55,7 @@ def main() -> None:
     print(
         f"worst SmartPool ratio: {worst['smartpool']:.5f} ({worst['network']}); the paper's: {PAPER['worst ratio']}"
     )
-    result = {"date": time.strftime("%Y-%m-%d"), "seconds": arguments.seconds, "paper": PAPER, "rows": rows}
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    write("networks", {"seconds": arguments.seconds}, {"paper": PAPER, "rows": rows}, device=None)
 
 
 def measure(name: str, recipe: "partial[tuple[object, ...]]", seconds: float) -> dict[str, Any]:

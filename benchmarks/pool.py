@@ -1,7 +1,6 @@
 """Planners on the offline placement instances: footprints, ratios and times, as a table and as JSON.
 
-    python benchmarks/pool.py [--seconds 60] [--data ../shared/data/dsa] [--out
-    benchmarks/results/pool.json] [NAME ...]
+    python -m benchmarks.pool [--seconds 60] [--data ../shared/data/dsa] [NAME ...]
 
 Each instance is placed by SmartPool and by the portfolio within the limit; both are checked by the naive
 validator. Greedy speed is measured on generated problems of 20,000 and 60,000 buffers. Kernels are compiled
@@ -10,9 +9,6 @@ before anything is timed.
 
 import argparse
 import csv
-import json
-import os
-import platform
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +16,7 @@ from typing import Any
 import numpy as np
 
 import hetero.pool as pool
+from benchmarks.record import write
 from hetero.jit import COMPILED
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,11 +37,11 @@ def main() -> None:
         row = measure(path, arguments.seconds, known.get(path.stem))
         rows.append(row)
         print(format_row(row), flush=True)
-    result = {"machine": machine(), "seconds": arguments.seconds, "instances": rows, "greedy": greedy_speed()}
-    for line in result["greedy"]:
+    greedy = greedy_speed()
+    for line in greedy:
         print(f"{line['planner']:<20} {line['buffers']:>7} buffers {line['seconds']:8.2f} s")
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    parameters = {"seconds": arguments.seconds, "compiled": COMPILED, "numpy": np.__version__}
+    write("pool", parameters, {"instances": rows, "greedy": greedy}, device=None)
 
 
 def parse() -> argparse.Namespace:
@@ -52,7 +49,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data" / "dsa")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "pool.json")
     return parser.parse_args()
 
 
@@ -118,25 +114,6 @@ def generated(count: int, seed: int) -> pool.Problem:
 def read_best_known(folder: Path) -> dict[str, dict[str, str]]:
     with (folder / "best_known.csv").open(newline="") as file:
         return {row["instance"]: row for row in csv.DictReader(file)}
-
-
-def machine() -> dict[str, object]:
-    return {
-        "processor": processor(),
-        "cores": os.cpu_count(),
-        "load_average": os.getloadavg(),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "compiled": COMPILED,
-        "date": time.strftime("%Y-%m-%d"),
-    }
-
-
-def processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 if __name__ == "__main__":

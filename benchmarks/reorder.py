@@ -1,6 +1,6 @@
 """Peaks of AOTAutograd's graphs in the given order, in Inductor's choice of orders and in ours.
 
-    python -m benchmarks.reorder [--out benchmarks/results/reorder.json]
+    python -m benchmarks.reorder
 
 Each network's forward and backward graphs are captured under fake tensors. ``given``: the peak of live bytes in
 AOTAutograd's order; ``inductor``: the best of that, lpmf, bfs and dfs, the orders among which Inductor's
@@ -9,12 +9,9 @@ AOTAutograd's order; ``inductor``: the best of that, lpmf, bfs and dfs, the orde
 Inputs of the forward are kept by the caller; the backward gives back what was saved for it.
 """
 
-import argparse
-import json
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +21,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from benchmarks.allocators import ROOT
+from benchmarks.record import write
 from examples import cnn
 from hetero.pool.reorder import inductor, reorder
 from hetero.trace.reorder import dataflow_of
@@ -32,9 +29,6 @@ from hetero.units import format_bytes
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "reorder.json")
-    arguments = parser.parse_args()
     rows = []
     print(
         f"{'network':<12} {'graph':<9} {'operators':>9} {'given':>10} {'inductor':>9} {'hetero':>9} {'backend':>9}  by"
@@ -49,8 +43,7 @@ def main() -> None:
                 f"{row['rule']} ({row['seconds']:.1f} s)",
                 flush=True,
             )
-    result = {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "rows": rows}
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    write("reorder", {}, rows, device=None)
 
 
 def compare(name: str, make: Callable[[], tuple[nn.Module, dict[str, Any]]]) -> list[dict[str, Any]]:

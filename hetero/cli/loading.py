@@ -5,9 +5,11 @@ with the original as its cause.
 """
 
 import importlib.util
+import os
 import sys
 import traceback
 from collections.abc import Callable
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,8 @@ __all__ = ["call", "load_function"]
 
 
 def load_function(target: str) -> Callable[[], Any]:
-    """The function that ``FILE.py:FUNCTION`` names; the file's folder is importable, as if it had been run.
+    """The function that ``FILE.py:FUNCTION`` names; the file's folder is importable, as if it had been run. The file
+    may have any name, that of a library as well.
 
     Raises `ConfigError`.
     """
@@ -27,12 +30,13 @@ def load_function(target: str) -> Callable[[], Any]:
     path = Path(file)
     if not path.is_file():
         raise ConfigError(f"{target!r}: there is no file {path}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    name_of_module = _module_name(path)
+    spec = importlib.util.spec_from_file_location(name_of_module, path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{target!r}: {path} is no Python file; its name must end in .py")
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.absolute().parent))
-    sys.modules[path.stem] = module
+    sys.modules[name_of_module] = module
     call(spec.loader.exec_module, module, what=f"loading {path}")
     function = getattr(module, name, None)
     if not callable(function):
@@ -40,6 +44,18 @@ def load_function(target: str) -> Callable[[], Any]:
         wrong = "is not a function" if hasattr(module, name) else "is not there"
         raise ConfigError(f"{path} has {', '.join(there) or 'no functions'}; {name} {wrong}")
     return function  # type: ignore[no-any-return]
+
+
+def _module_name(path: Path) -> str:
+    """Its stem, by which worker processes find again what it defines, unless whoever imports that means something else
+    (a file called ``torch.py``)."""
+    folder, loaded = str(path.absolute().parent), sys.modules.get(path.stem)
+    if loaded is not None:
+        is_taken = getattr(loaded, "__file__", None) != str(path.absolute())
+    else:
+        elsewhere = [entry for entry in sys.path if os.path.abspath(entry) != folder]
+        is_taken = PathFinder.find_spec(path.stem, elsewhere) is not None
+    return f"_hetero_{path.stem}" if is_taken else path.stem
 
 
 def call(function: Callable[..., Any], *args: Any, what: str) -> Any:

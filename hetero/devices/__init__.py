@@ -9,7 +9,7 @@ from hetero.devices.copies import CopyEngine, Wait
 from hetero.devices.host import device_memory_free, host_memory_free, host_memory_used
 from hetero.devices.pinned import HostArena, PinnedSlab
 from hetero.devices.probe import LinkSpeeds, probe_links
-from hetero.devices.storage import fills_memory, storage_of
+from hetero.devices.storage import bytes_of, fills_memory, has_no_gaps, storage_of
 
 __all__ = [
     "Accelerator",
@@ -18,9 +18,11 @@ __all__ = [
     "LinkSpeeds",
     "PinnedSlab",
     "Wait",
+    "bytes_of",
     "default_device",
     "device_memory_free",
     "fills_memory",
+    "has_no_gaps",
     "host_memory_free",
     "host_memory_used",
     "named_device",

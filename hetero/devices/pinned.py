@@ -23,6 +23,7 @@ from collections.abc import Callable
 import torch
 
 from hetero.devices.accelerator import Accelerator
+from hetero.devices.storage import extent_of
 
 __all__ = ["HostArena", "PinnedSlab"]
 
@@ -95,7 +96,7 @@ class HostArena:
     ) -> torch.Tensor:
         """An uninitialised host tensor of its own storage, and no inference tensor whatever the mode. Layout as
         `torch.empty_strided`."""
-        extent = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if 0 not in size else 0
+        extent = extent_of(size, stride)
         nbytes = extent * dtype.itemsize
         with torch.inference_mode(False):
             if nbytes == 0:

@@ -17,7 +17,7 @@ from hetero.eviction.intervals import Bools, Floats, Intervals, read_intervals
 from hetero.eviction.model import Links, Schedule, Trace
 from hetero.eviction.planner import plan
 from hetero.eviction.predictions import Predictions
-from hetero.eviction.scores import SCORES, across_peak, by_score, choose, combined
+from hetero.eviction.scores import SCORES, Score, across_peak, by_score, choose, combine
 from hetero.eviction.search import WAYS, better, search
 from hetero.eviction.selection import farthest_next_use, fewest_bytes
 from hetero.eviction.timing import timed_starts
@@ -78,7 +78,7 @@ def _explore(
 
 
 def _choices(
-    trace: Trace, problem: Intervals, scores: Mapping[str, Floats], relaxed: Sequence[Fluid]
+    trace: Trace, problem: Intervals, scores: Mapping[Score, Floats], relaxed: Sequence[Fluid]
 ) -> Iterator[tuple[str, Bools]]:
     """Choices that fit, each once, with the name of what made them."""
     seen: set[bytes] = set()
@@ -89,7 +89,7 @@ def _choices(
 
 
 def _all_choices(
-    trace: Trace, problem: Intervals, scores: Mapping[str, Floats], relaxed: Sequence[Fluid]
+    trace: Trace, problem: Intervals, scores: Mapping[Score, Floats], relaxed: Sequence[Fluid]
 ) -> Iterator[tuple[str, Bools | None]]:
     candidates = across_peak(trace, problem)
     ranks = scores["doa"].argsort(kind="stable").argsort() / max(len(problem.use), 1)
@@ -103,7 +103,7 @@ def _all_choices(
         yield name, choose(problem, problem.room, values)
     weights = random.Random(0)
     for _ in range(_COMBINATIONS):
-        values = combined(scores, [weights.uniform(-1.0, 1.0) for _ in SCORES])
+        values = combine(scores, [weights.uniform(-1.0, 1.0) for _ in SCORES])
         yield "scores", choose(problem, problem.room, values, among=candidates)
 
 

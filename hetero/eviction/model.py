@@ -30,10 +30,18 @@ __all__ = [
     "Send",
     "Trace",
     "Updates",
+    "large_bytes",
 ]
 
 WORTH = 0.005
 """Share of a predicted step: what differs by less counts as equally fast, and fewer bytes decide."""
+
+
+def large_bytes(budget: int) -> int:
+    """From how many bytes on an activation has sampling moments of its own, when it is saved and when it is needed,
+    under a device budget of ``budget`` bytes. Smaller ones leave and come with the operators of parameters: each moment
+    costs time in every iteration."""
+    return max(1, budget // 64)
 
 
 class CapacityError(BudgetError):
@@ -78,7 +86,7 @@ class Updates:
     ``early``: each begins as soon as its gradient is there, of several the first in this order, and the tensor's copy
     is worthless from the gradient on. ``copies[i]``: seconds more for one that begins before moment ``queued``, because
     it keeps what it overwrites; empty for none. ``places``: tensors whose place on the device is theirs for good, in no
-    moment's capacity; it is filled anew after each update."""
+    moment's capacity; it is filled anew after each update. Raises `PlanError` if these do not go together."""
 
     tensors: tuple[int, ...]
     seconds: tuple[float, ...]
@@ -87,6 +95,18 @@ class Updates:
     early: bool = False
     copies: tuple[float, ...] = ()
     places: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for what, tensors in (("tensors", self.tensors), ("places", self.places)):
+            if len(set(tensors)) < len(tensors):
+                raise PlanError(f"updates name a tensor twice among their {what}, {tensors}: name each once")
+        for what, times in (("seconds", self.seconds), ("copies", self.copies or self.seconds)):
+            if len(times) != len(self.tensors):
+                raise PlanError(
+                    f"updates have {len(self.tensors)} tensors and {len(times)} {what}: give one for each"
+                )
+            if not all(0.0 <= seconds < math.inf for seconds in times):
+                raise PlanError(f"updates have {what} of {times}: a time must be finite, not negative")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +119,7 @@ class Moment:
     ``dirties``: operands whose device copy the operator writes; evicting them later costs a write back.
     ``invalidates``: tensors whose device copies become worthless here, before the operator.
     ``produces``: operands that come into being here, on the device, and need no fetch: they have no copy before.
-    ``sends``: gradients that go home, in the order of their times.
+    ``sends``: gradients that go home, in the order of their times, none of which is beyond ``seconds``.
     ``awaits``: those of ``Updates.places`` that it reads as well; they are no operands.
     """
 
@@ -148,6 +168,57 @@ class Trace:
             if not (0.0 <= moment.seconds < math.inf):
                 raise PlanError(
                     f"moment {index} takes {moment.seconds} s: a time must be finite, not negative"
+                )
+        self._check_sends()
+        self._check_updates()
+
+    def _check_sends(self) -> None:
+        if self.sending_bytes < 0:
+            raise PlanError(f"{self.sending_bytes} bytes may be on their way: give 0 or more")
+        for index, moment in enumerate(self.moments):
+            earliest = 0.0
+            for send in moment.sends:
+                if not 0 <= send.tensor < len(self.sizes):
+                    raise PlanError(
+                        f"moment {index} sends the gradient of tensor {send.tensor}; the trace has "
+                        f"{len(self.sizes)} tensors"
+                    )
+                if send.nbytes < 0:
+                    raise PlanError(
+                        f"moment {index} sends {send.nbytes} bytes for tensor {send.tensor}: a size cannot be negative"
+                    )
+                if not earliest <= send.seconds <= moment.seconds:
+                    raise PlanError(
+                        f"moment {index} sends the gradient of tensor {send.tensor} after {send.seconds} s, and takes "
+                        f"{moment.seconds} s: sends are listed in the order of their times, from {earliest} s on here"
+                    )
+                earliest = send.seconds
+
+    def _check_updates(self) -> None:
+        updates = self.updates
+        places = frozenset(() if updates is None else updates.places)
+        for index, moment in enumerate(self.moments):
+            if moment.awaits and not places.issuperset(moment.awaits):
+                stray = sorted(set(moment.awaits) - places)
+                raise PlanError(
+                    f"moment {index} awaits tensors {stray}, which have no place of their own: name them in "
+                    "Updates.places, or among its operands"
+                )
+            if places and not places.isdisjoint(moment.operands):
+                doubled = sorted(places.intersection(moment.operands))
+                raise PlanError(
+                    f"tensors {doubled} have a place of their own, and are operands of moment {index}: name them in "
+                    "its awaits instead, because their places are in no moment's capacity"
+                )
+        if updates is None:
+            return
+        stray = sorted({x for x in (*updates.tensors, *updates.places) if not 0 <= x < len(self.sizes)})
+        if stray:
+            raise PlanError(f"updates name tensors {stray}; the trace has {len(self.sizes)} tensors")
+        for what, index in (("queued", updates.queued), ("finished", updates.finished)):
+            if not 0 <= index < len(self.moments):
+                raise PlanError(
+                    f"updates are {what} at moment {index}; the trace has {len(self.moments)} moments"
                 )
 
 

@@ -1,23 +1,27 @@
 """AutoSwap's four priority scores (Zhang et al. 2019, section IV-B), over the intervals of a trace.
 
-Owns what the scores mean here, and the choice in the order of a score. What is clean leaves for nothing and costs
-only its way back; what is not used again costs only its way out. Every choice returned fits.
+Owns what the scores mean here, their combination, and the choice in the order of a score. What is clean leaves for
+nothing and costs only its way back; what is not used again costs only its way out. `hetero.swap.scores` has them for
+AutoSwap's own steps, where every variable is copied both ways. Every choice returned fits.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Literal, get_args
 
 import numpy as np
 
+from hetero.errors import ConfigError
 from hetero.eviction.intervals import Bools, Floats, Intervals, Ints
 from hetero.eviction.model import Links, Trace
 from hetero.eviction.sweep import fill, spans
 
-__all__ = ["SCORES", "across_peak", "by_score", "choose", "combined"]
+__all__ = ["SCORES", "Score", "across_peak", "by_score", "choose", "combine"]
 
-SCORES = ("doa", "aoa", "wdoa", "swdoa")
+Score = Literal["doa", "aoa", "wdoa", "swdoa"]
+SCORES: tuple[Score, ...] = get_args(Score)
 
 
-def by_score(trace: Trace, problem: Intervals, links: Links) -> dict[str, Floats]:
+def by_score(trace: Trace, problem: Intervals, links: Links) -> dict[Score, Floats]:
     """Every score of every interval: float64, shape (uses,) each. Larger leaves first.
 
     ``doa``: seconds during which it could be away, less its transfers'. ``aoa``: DOA x bytes; where DOA is negative,
@@ -40,9 +44,14 @@ def by_score(trace: Trace, problem: Intervals, links: Links) -> dict[str, Floats
     }
 
 
-def combined(scores: Mapping[str, Floats], weights: Sequence[float]) -> Floats:
-    """The weighted sum of the standardised scores (section IV-C), in the order of `SCORES`."""
-    total = np.zeros(len(scores[SCORES[0]]))
+def combine(scores: Mapping[Score, Floats], weights: Sequence[float]) -> Floats:
+    """The weighted sum of the four standardised scores, in the order of `SCORES` (section IV-C).
+
+    A score that is the same for all counts nothing. Raises `ConfigError` unless there are four weights.
+    """
+    if len(weights) != len(SCORES):
+        raise ConfigError(f"{len(weights)} weights: give one for each of {', '.join(SCORES)}")
+    total = np.zeros(len(scores["doa"]))
     for name, weight in zip(SCORES, weights, strict=True):
         values = scores[name]
         spread = float(values.std()) if len(values) else 0.0

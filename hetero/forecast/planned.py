@@ -20,7 +20,7 @@ from hetero.eviction import (
     lower_bound,
     plan_iteration,
 )
-from hetero.eviction.model import WORTH
+from hetero.eviction.model import WORTH, large_bytes
 from hetero.forecast.moments import StepMoments
 from hetero.forecast.reading import Reading, read
 from hetero.simulate import Machine
@@ -31,8 +31,7 @@ from hetero.units import format_bytes
 __all__ = ["Forecast", "Host", "forecast"]
 
 _MOST_PAIRS = 40  # of homes and places that are planned in the search
-_LARGE = 64  # activations of 1/64 of the budget have sampling moments of their own, as in training
-_SMALL = 2048  # and those of less than 1/2048 stay
+_SMALL = 2048  # activations of less than 1/2048 of the budget stay
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +120,7 @@ def forecast(
 
 
 def _read_for(trace: StepTrace, seconds: Sequence[float], budget: int) -> Reading:
-    return read(trace, seconds, threshold=max(1, budget // _SMALL), large=max(1, budget // _LARGE))
+    return read(trace, seconds, threshold=max(1, budget // _SMALL), large=large_bytes(budget))
 
 
 def _least_budget(trace: StepTrace, seconds: Sequence[float]) -> int:

@@ -107,7 +107,7 @@ class Period:
     evicted in its middle; ``lost_own``: among them what will be there again, which it had saved itself or others have.
 
     ``seconds``: its own time ([Note: own time]). ``waits`` and ``gradients``: in the order in which they came;
-    ``sends``: of each gradient parameter, bytes and seconds of own time until then, after `read_events`;
+    ``sends``: of each gradient parameter, bytes and seconds of own time until then, ascending, after `read_events`;
     ``handed_over``: the same gradients, and what there was beside them.
 
     Saved tensors go by (which forward, which record of it): ``saved`` with their bytes, ``used`` by backward and
@@ -180,9 +180,12 @@ class Period:
         before = 0.0 if after is None else sum(wait.seconds for wait in after.waits if not wait.within)
         self.seconds = max(0.0, seconds_between(self.begin, end) - sum(within) - before)
         skipped = len(self.waits) - len(waits)
-        self.sends = tuple(
-            (g.index, g.nbytes, self._own(g.event, sum(within[: g.waits - skipped]))) for g in self.gradients
-        )
+        latest, sends = 0.0, []
+        for gradient in self.gradients:
+            # Of what runs on streams of its own, the one that came later may have been made earlier.
+            latest = max(latest, self._own(gradient.event, sum(within[: gradient.waits - skipped])))
+            sends.append((gradient.index, gradient.nbytes, latest))
+        self.sends = tuple(sends)
 
     def _own(self, event: torch.Event, waited: float) -> float:
         assert self.begin is not None

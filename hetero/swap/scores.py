@@ -1,21 +1,19 @@
-"""The four priority scores of AutoSwap (Zhang et al. 2019, section IV-B), and their combination.
+"""The four priority scores of AutoSwap (Zhang et al. 2019, section IV-B), as the paper has them.
 
-Owns what each score means. Larger is swapped first. It selects nothing.
+Owns what each score means for the gaps of a step. Larger is swapped first. It selects nothing. `hetero.eviction.scores`
+has the same for what training plans, where copies may be clean, worthless or gone; on a step that has none of that, a
+property test holds both to the same numbers. These stay as the paper wrote them, to be compared with.
 """
 
 from collections.abc import Sequence
-from typing import Literal, get_args
 
 import numpy as np
 
-from hetero.errors import ConfigError
+from hetero.eviction.scores import SCORES, Score, combine
 from hetero.simulate import Machine
 from hetero.swap.model import Floats, Gap, Ints, Step
 
 __all__ = ["SCORES", "Score", "combine", "scores"]
-
-Score = Literal["doa", "aoa", "wdoa", "swdoa"]
-SCORES: tuple[Score, ...] = get_args(Score)
 
 
 def scores(step: Step, gaps: Sequence[Gap], machine: Machine) -> dict[Score, Floats]:
@@ -35,22 +33,6 @@ def scores(step: Step, gaps: Sequence[Gap], machine: Machine) -> dict[Score, Flo
         "wdoa": _areas(step, gaps, step.load),
         "swdoa": _submodular(step, gaps),
     }
-
-
-def combine(by_score: dict[Score, Floats], weights: Sequence[float]) -> Floats:
-    """The weighted sum of the four standardised scores, in the order of `SCORES` (section IV-C).
-
-    A score that is the same for all gaps counts nothing. Raises `ConfigError` unless there are four weights.
-    """
-    if len(weights) != len(SCORES):
-        raise ConfigError(f"{len(weights)} weights: give one for each of {', '.join(SCORES)}")
-    total = np.zeros(len(by_score["doa"]))
-    for name, weight in zip(SCORES, weights, strict=True):
-        values = by_score[name]
-        spread = float(values.std()) if len(values) else 0.0
-        if spread > 0.0:
-            total += weight * (values - values.mean()) / spread
-    return total
 
 
 def _areas(step: Step, gaps: Sequence[Gap], load: Ints) -> Floats:

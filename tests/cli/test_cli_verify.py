@@ -1,12 +1,16 @@
 """`hetero verify`: equal, different, and what cannot be compared."""
 
 import importlib
+import pickle
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from hetero.cli import app
+from hetero.cli.loading import load_function
 
 RUN = CliRunner()
 
@@ -179,6 +183,23 @@ def test_a_file_that_is_no_python_is_refused(tmp_path: Path) -> None:
     result = RUN.invoke(app, ["verify", f"{broken}:make"])
     assert result.exit_code == 2
     assert "raised SyntaxError" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["torch", "json", "wave", "its_own_name"])
+def test_a_file_may_be_called_as_a_library_is_and_takes_its_place_for_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    path, before = tmp_path / f"{name}.py", sys.modules.get(name)
+    path.write_text("import torch\nclass Batch:\n    pass\ndef make():\n    return torch.zeros(1), Batch()\n")
+    for _ in range(2):
+        zeros, batch = load_function(f"{path}:make")()
+        assert torch.equal(zeros, torch.zeros(1))
+        assert type(pickle.loads(pickle.dumps(batch))) is type(batch)
+    if name == "its_own_name":  # workers that unpickle find it by that
+        assert type(batch).__module__ == name
+    else:
+        assert sys.modules.get(name) is before
 
 
 def test_a_budget_too_small_is_refused_with_the_least_that_would_do(source: Path) -> None:

@@ -2,12 +2,23 @@
 
 import math
 import pickle
+from dataclasses import replace
 
 import pytest
 from random_traces import LINKS
 
 from hetero.errors import BudgetError, ConfigError, PlanError
-from hetero.eviction import Candidate, CapacityError, Links, Moment, Trace, plan, resolve_policy
+from hetero.eviction import (
+    Candidate,
+    CapacityError,
+    Links,
+    Moment,
+    Send,
+    Trace,
+    Updates,
+    plan,
+    resolve_policy,
+)
 
 
 def copy(tensor, nbytes, *, next_use=1.0, last_use=0.0, fetched_at=0.0, dirty=False):
@@ -77,6 +88,52 @@ def test_operands_beyond_the_capacity_are_refused_with_moment_and_bytes():
 def test_a_trace_that_makes_no_sense_is_refused(sizes, moment, message):
     with pytest.raises(PlanError, match=message):
         Trace(sizes=sizes, moments=(Moment(**{"operands": (), "capacity": 1, **moment}),))
+
+
+UPDATED = Updates(tensors=(0, 1), seconds=(1.0, 2.0), queued=1, finished=1, places=(1,))
+SENDING = Moment(
+    operands=(0,), awaits=(1,), seconds=2.0, capacity=9, sends=(Send(tensor=0, nbytes=4, seconds=1.0),)
+)
+
+
+def updating(moment=None, updates=None, **keywords):
+    moments = (replace(SENDING, **(moment or {})), Moment(operands=(), capacity=9))
+    updates = None if updates == {} else replace(UPDATED, **(updates or {}))
+    return Trace(sizes=(4, 4), moments=moments, updates=updates, **keywords)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"sending_bytes": -1}, "-1 bytes may be on their way"),
+        ({"moment": {"sends": (Send(tensor=2, nbytes=4, seconds=1.0),)}}, "moment 0 sends .* tensor 2"),
+        ({"moment": {"sends": (Send(tensor=-1, nbytes=4, seconds=1.0),)}}, "moment 0 sends .* tensor -1"),
+        ({"moment": {"sends": (Send(tensor=0, nbytes=-4, seconds=1.0),)}}, "sends -4 bytes for tensor 0"),
+        ({"moment": {"sends": (Send(tensor=0, nbytes=4, seconds=3.0),)}}, "after 3.0 s, and takes 2.0 s"),
+        ({"moment": {"sends": (Send(tensor=0, nbytes=4, seconds=math.nan),)}}, "after nan s"),
+        (
+            {"moment": {"sends": tuple(Send(tensor=0, nbytes=4, seconds=s) for s in (1.0, 0.5))}},
+            "after 0.5 s.* from 1.0 s on",
+        ),
+        ({"moment": {"awaits": (0, 1)}}, r"moment 0 awaits tensors \[0\].* Updates.places"),
+        ({"updates": {}}, r"moment 0 awaits tensors \[1\]"),
+        ({"moment": {"operands": (0, 1)}}, r"tensors \[1\] have a place of their own.* moment 0"),
+        ({"updates": {"tensors": (0, 0)}}, r"twice among their tensors, \(0, 0\)"),
+        ({"updates": {"places": (1, 1)}}, r"twice among their places, \(1, 1\)"),
+        ({"updates": {"tensors": (0, 2)}}, r"updates name tensors \[2\]; the trace has 2"),
+        ({"updates": {"places": (1, -1)}}, r"updates name tensors \[-1\]"),
+        ({"updates": {"seconds": (1.0,)}}, "2 tensors and 1 seconds"),
+        ({"updates": {"copies": (1.0,)}}, "2 tensors and 1 copies"),
+        ({"updates": {"seconds": (1.0, math.inf)}}, "seconds of .*inf"),
+        ({"updates": {"copies": (0.0, -1.0)}}, "copies of .*-1.0"),
+        ({"updates": {"queued": 2}}, "queued at moment 2; the trace has 2 moments"),
+        ({"updates": {"finished": -1}}, "finished at moment -1"),
+    ],
+)
+def test_sends_and_updates_that_make_no_sense_are_refused(changed, message):
+    updating()
+    with pytest.raises(PlanError, match=message):
+        updating(**changed)
 
 
 def test_links_that_make_no_sense_are_refused():

@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import pickle
 
 import pytest
 import torch
@@ -62,6 +63,24 @@ def test_deepcopy_and_pickle_of_a_managed_model_are_plain_models():
         return seen
 
     assert_twins(mlp, loop, share=0.9)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_has_its_buffers_where_the_model_has_and_computes_wherever_it_is_moved(copied):
+    target = device()
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), *(nn.Linear(64, 64) for _ in range(6)))
+    gc.collect()
+    budget = torch.accelerator.memory_allocated() + (64 << 10)
+    with hetero.manage(model, None, device=target, device_budget=budget):
+        x = torch.randn(4, 64)
+        model(x.to(target))
+        model.eval()
+        expected = model(x.to(target)).detach().cpu()
+        twin = copied(model)
+        assert {p.device.type for p in twin.parameters()} == {"cpu"}
+        assert {b.device.type for b in twin.buffers()} == {target.type}
+    assert_same(twin.to(target)(x.to(target)).detach().cpu(), expected, "on the device")
+    torch.testing.assert_close(twin.cpu()(x).detach(), expected)  # its kernels may round otherwise
 
 
 def test_moving_averages_at_home():

@@ -94,6 +94,13 @@ def test_a_gradient_goes_home_after_so_much_own_time():
     assert times.segments == ((PeriodTimes(seconds=4.0, sends=((0, 40, 1.0), (1, 60, 3.0))),),)
 
 
+def test_gradients_keep_the_order_in_which_they_came_whichever_stream_was_first():
+    gradients = [Gradient(0, 40, At(4.0), waits=0), Gradient(1, 60, At(2.0), waits=0)]
+    times = read_times([segment(period(1.0, gradients=gradients), opened=0.0, closed=7.0)])
+    assert times is not None
+    assert times.segments[0][0].sends == ((0, 40, 3.0), (1, 60, 3.0))
+
+
 def test_an_iteration_that_was_not_timed_as_a_whole_says_nothing():
     whole = segment(period(1.0), opened=0.0, closed=2.0)
     assert read_times([whole, segment(period(3.0), opened=2.0, closed=4.0, timed=False)]) is None

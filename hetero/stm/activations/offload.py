@@ -19,7 +19,8 @@ from collections.abc import Callable
 
 import torch
 
-from hetero.devices import Accelerator, CopyEngine
+from hetero.devices import Accelerator, CopyEngine, bytes_of
+from hetero.eviction.model import large_bytes
 from hetero.msc import MemStatsCollector
 from hetero.stm.activations.records import Account, Activation, Flight, Key, Saved
 from hetero.stm.activations.slots import HostSlots
@@ -37,10 +38,8 @@ _DTYPES = frozenset(
         *(torch.int8, torch.int16, torch.int32, torch.int64),
     }
 )
-# Shares of the device budget: below the first a transfer's latency is worth more than its bytes; above the second
-# a record has sampling moments of its own, when it is saved and when it is needed.
+# Of the device budget: of less than one part in so many, a transfer's latency is worth more than its bytes.
 _WORTH_MOVING = 1 << 14
-_WORTH_A_MOMENT = 1 << 6
 
 
 class Activations:
@@ -65,7 +64,7 @@ class Activations:
         self._lock = lock
         self._slots = slots
         self.least = device_budget // _WORTH_MOVING  # bytes of a storage that is worth a record
-        self._large = max(1, device_budget // _WORTH_A_MOMENT)
+        self._large = large_bytes(device_budget)
         self._by_storage: dict[int, weakref.ref[Activation]] = {}
         self._live: dict[weakref.ref[Activation], Account] = {}  # in the order in which they were saved
         self._gone: deque[weakref.ref[Activation]] = deque()
@@ -344,7 +343,7 @@ class Activations:
             self._collector.note_shed(account.key)
             return account.device_nbytes
         with torch.inference_mode(False):
-            memory = _flat(record.aliases[0])
+            memory = bytes_of(record.aliases[0])
             if account.host is None:
                 account.host = self._slots.take(memory.numel())
                 if account.host is None:
@@ -439,10 +438,3 @@ def _may_move(tensor: torch.Tensor) -> bool:
         and not tensor.is_neg()
         and not tensor.is_inference()
     )
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """All bytes of its storage."""
-    storage = tensor.untyped_storage()
-    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return flat.set_(storage, 0, (storage.nbytes(),), (1,))

@@ -72,7 +72,8 @@ class HostSlots:
     def lend(self, nbytes: int, *, share: float) -> bool:
         """To what can be done without, in memory of its own, which the ledger counts as model data: False if all that
         is lent would pass that share of what nobody else needs. A negative number comes back."""
-        if nbytes > 0 and self._lent_bytes + nbytes > share * (self.most_bytes - self.nbytes):
+        room = self._lent_bytes - self._short(0)
+        if nbytes > 0 and self._lent_bytes + nbytes > share * room:
             return False
         self._lent_bytes += nbytes
         return True

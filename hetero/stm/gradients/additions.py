@@ -22,8 +22,8 @@ from functools import partial
 
 import torch
 
-from hetero.devices import CopyEngine, HostArena
-from hetero.stm.tensors.precision import Upcast, has_no_gaps
+from hetero.devices import CopyEngine, HostArena, has_no_gaps
+from hetero.stm.tensors.precision import Upcast
 from hetero.stm.tensors.state import Kind, Ledger, StatefulTensor, Tier
 
 __all__ = ["Addition", "Additions", "can_be_added"]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hetero.devices import HostArena
+from hetero.devices import HostArena, bytes_of
 from hetero.errors import ManageError
 
 __all__ = ["Homes", "set_memory", "states_beside"]
@@ -166,9 +166,8 @@ def _copies(group: Sequence[_Moved], allocate: _Allocate) -> Iterator[torch.Tens
         like = torch.empty_like(tensor, device="meta")
         yield allocate(tuple(like.size()), tuple(like.stride()), like.dtype).copy_(tensor)
         return
-    storage = tensor.untyped_storage()
-    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-    copy = allocate((storage.nbytes(),), (1,), torch.uint8).copy_(flat).untyped_storage()
+    whole = bytes_of(tensor)
+    copy = allocate((whole.numel(),), (1,), torch.uint8).copy_(whole).untyped_storage()
     for moved in group:
         old = moved.tensor.detach()
         new = torch.empty(0, dtype=old.dtype, device=copy.device)

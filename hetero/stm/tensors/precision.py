@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from hetero.devices import CopyEngine
+from hetero.devices import CopyEngine, has_no_gaps
 
 __all__ = [
     "LowTwin",
@@ -40,7 +40,6 @@ __all__ = [
     "cast_inputs",
     "computes_in",
     "expands",
-    "has_no_gaps",
     "landing_place",
 ]
 
@@ -120,14 +119,6 @@ class Upcast:
 def expands(gradient: torch.Tensor, home: torch.dtype) -> bool:
     """`landing_place` has one for ``gradient``: memory without gaps, which ``home`` does not make smaller."""
     return gradient.element_size() <= home.itemsize and has_no_gaps(gradient)
-
-
-def has_no_gaps(tensor: torch.Tensor) -> bool:
-    """Its numbers lie one beside the other in memory, in whatever order of dimensions."""
-    if tensor.is_contiguous():
-        return True
-    extent = 1 + sum((n - 1) * step for n, step in zip(tensor.size(), tensor.stride(), strict=True))
-    return extent == tensor.numel()
 
 
 def landing_place(gradient: torch.Tensor, low: torch.dtype) -> torch.Tensor:
