@@ -6,7 +6,7 @@ import importlib
 import pytest
 import torch
 from accelerators import ON_CUDA
-from loops import batch, losses, mlp
+from loops import backward, batch, losses, mlp
 from residents import living, managed_mlp, step
 from test_optimizer_db import both, configurations
 from torch import nn
@@ -177,6 +177,30 @@ def test_the_books_follow_what_comes_to_the_device_at_once(monkeypatch):
 )
 def test_every_optimizer_and_configuration(info, keywords):
     both(info, keywords, steps=8)
+
+
+def nesterov(model):
+    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, nesterov=True, foreach=True)
+
+
+@pytest.mark.parametrize("share", [0.7, 1.0, 4.0])
+def test_a_gradient_that_a_step_changes_is_seen_so(share):
+    """As torch's foreach kernel for Nesterov's momentum does; it is at home where somebody has looked at it before."""
+
+    def loop(model, optimizer, target):
+        seen = []
+        for number in range(14):
+            backward(model, target)
+            if number % 3 == 1:
+                seen.append([p.grad.clone() for p in model.parameters()])
+            optimizer.step()
+            if number % 3:
+                seen.append([p.grad.clone() for p in model.parameters()])
+            if number % 4:
+                optimizer.zero_grad()
+        return seen
+
+    assert_twins(mlp, loop, share=share, make_optimizer=nesterov)
 
 
 def adafactor(model):

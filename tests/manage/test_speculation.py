@@ -277,10 +277,16 @@ class WritesItsGradient(torch.optim.Optimizer):
                     raise ValueError("half-way")
 
 
+def nesterov(parameters):
+    """torch's, whose foreach kernel writes to gradients."""
+    return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, nesterov=True, foreach=True)
+
+
 @speculating
+@pytest.mark.parametrize("kind", [WritesItsGradient, nesterov])
 @pytest.mark.parametrize("most", [1e9, 1e-3])
 @pytest.mark.parametrize("looks", [True, False])
-def test_an_optimizer_that_writes_gradients_and_replaces_states(most, looks):
+def test_an_optimizer_that_writes_gradients_and_replaces_states(kind, most, looks):
     def loop(model, optimizer, target):
         seen = []
         for number in range(6):
@@ -298,7 +304,7 @@ def test_an_optimizer_that_writes_gradients_and_replaces_states(most, looks):
         ]
 
     def make(model):
-        return WritesItsGradient(model.parameters())
+        return kind(model.parameters())
 
     expected = at_home(lambda: mlp(depth=2), loop, make)
     model, optimizer, manager, target = managed_mlp(make)

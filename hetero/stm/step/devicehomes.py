@@ -26,7 +26,7 @@ from hetero.stm.tensors.managed import ManagedTensor
 from hetero.stm.tensors.state import Tier
 from hetero.stm.updates.captured import ParameterUpdate, run_together
 from hetero.stm.updates.kernels import same_layout, will_take_fused
-from hetero.stm.updates.optimizers import Group, lacks_states, may_be_tried
+from hetero.stm.updates.optimizers import Group, lacks_states, may_be_tried, writes_to_gradients
 from hetero.stm.updates.temporaries import is_measured, temporaries, to_undo
 
 __all__ = ["DeviceHomes", "DeviceUpdate"]
@@ -170,7 +170,9 @@ class DeviceHomes:
         reserved = 0
         for item in updates:
             tensor = item.tensor
-            room = self._update_bytes(tensor, groups) + self._stm.grads.on_device_nbytes(tensor)
+            writes = writes_to_gradients(self._optimizer, groups[id(tensor.parameter)])
+            copies = tensor.full_nbytes if writes else self._stm.grads.on_device_nbytes(tensor)
+            room = self._update_bytes(tensor, groups) + copies
             if not (batch and self._stm.residency.room.has(reserved + room)):
                 self._run_here(batch, note)
                 reserved = 0
@@ -184,6 +186,8 @@ class DeviceHomes:
                     self._send(tensor, groups)
                     self._run_at_home(item, note)
                 continue
+            if writes:  # to what is ``p.grad`` afterwards, and nobody else's
+                self._stm.gradients.kept.adopt(tensor, self._stm.gradients.give(tensor))
             update = item.make(tensor.living, self._stm.grads.on_device(tensor))
             if batch and (update.kin is None or update.kin != batch[-1][1].kin):
                 self._run_here(batch, note)

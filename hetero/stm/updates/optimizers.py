@@ -36,6 +36,7 @@ __all__ = [
     "raw_step",
     "steps_alone",
     "without_momentum",
+    "writes_to_gradients",
 ]
 
 Group = dict[str, Any]
@@ -145,6 +146,12 @@ def lacks_states(optimizer: torch.optim.Optimizer, group: Group, entry: Entry | 
     if type(optimizer) is torch.optim.SGD:
         return bool(group.get("momentum")) and (entry or {}).get("momentum_buffer") is None
     return not entry
+
+
+def writes_to_gradients(optimizer: torch.optim.Optimizer, group: Group) -> bool:
+    """Whether a step of one of torch's own changes ``p.grad``: of foreach kernels, that of Nesterov's momentum."""
+    is_nesterov = type(optimizer) is torch.optim.SGD and bool(group.get("nesterov"))
+    return is_nesterov and bool(group.get("foreach"))
 
 
 def without_momentum(optimizer: torch.optim.Optimizer) -> list[Group]:
