@@ -1,6 +1,7 @@
 """Capped memory, exact statistics, poison, freed storages, pinned memory."""
 
 import mmap
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -65,6 +66,30 @@ def test_the_cap_raises_outofmemory_with_the_numbers_and_changes_nothing(device:
     del x
     assert allocated() == before
     assert torch.accelerator.memory_stats()["num_ooms"] >= 2
+
+
+@pytest.mark.parametrize("product", [torch.bmm, lambda x, y: torch.baddbmm(x, x, y)])
+def test_a_product_that_finds_no_memory_fails_and_the_next_one_has_the_same_bits(
+    device: torch.device, product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> None:
+    x = torch.randn(8, 64, 64, device=device, dtype=torch.bfloat16)
+    y = torch.randn(64, 64, device=device, dtype=torch.bfloat16).expand(8, 64, 64)
+    expected = product(x, y).cpu()
+    refused = 0
+    # With room for the result, and not for what oneDNN copies, ATen would switch that off in the whole process.
+    for room in range(x.nbytes, 4 * x.nbytes, x.nbytes // 2):
+        set_memory_limit(allocated() + room)
+        try:
+            got = product(x, y).cpu()
+        except torch.OutOfMemoryError:
+            refused += 1
+        else:
+            assert torch.equal(got, expected)
+        finally:
+            set_memory_limit("512MiB")
+        assert torch.backends.mkldnn.enabled
+    assert refused < 6
+    assert torch.equal(product(x, y).cpu(), expected)
 
 
 def test_memory_is_nan_when_fresh_and_when_reused(device: torch.device) -> None:

@@ -25,6 +25,7 @@ struct Plan {
   c10::SmallVector<Argument, 12> arguments;
   bool takes_host_tensors;
   bool returns_host_value;  // a bool or a number: the host has waited for the stream
+  bool does_without;        // what its CPU kernel finds no memory for
 };
 
 // The operators that take some of their tensors from the host, on CUDA too: indices, lengths, step counts.
@@ -38,6 +39,15 @@ bool takes_host_tensors(const std::string& name) {
   return names.count(name) > 0;
 }
 
+// Products that oneDNN computes. Whatever it fails with, want of memory too, has ATen switch it off in the whole process
+// and compute otherwise, with other bits, from then on.
+bool does_without(const std::string& name) {
+  static const std::unordered_set<std::string> names = {
+      "aten::bmm", "aten::baddbmm", "aten::baddbmm_", "aten::_native_multi_head_attention",
+      "aten::_transformer_encoder_layer_fwd"};
+  return names.count(name) > 0;
+}
+
 const Plan& plan_of(const c10::FunctionSchema& schema) {
   static thread_local std::unordered_map<const c10::FunctionSchema*, Plan> plans;
   auto it = plans.find(&schema);
@@ -48,6 +58,7 @@ const Plan& plan_of(const c10::FunctionSchema& schema) {
     plan.arguments.push_back({info && info->isWrite(), info && !info->isWrite()});
   }
   plan.takes_host_tensors = takes_host_tensors(schema.name());
+  plan.does_without = does_without(schema.name());
   plan.returns_host_value = false;
   for (const auto& r : schema.returns()) {
     auto kind = r.type()->kind();
@@ -281,9 +292,13 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack, c10::Di
   call.check_devices();
   Stream& s = stream(current_stream());
   call.record(s);
-  {
+  try {
     InlineWork inline_work(s);
+    std::optional<RefuseForGood> for_good;
+    if (call.plan.does_without) for_good.emplace();
     op.redispatchBoxed(c10::DispatchKeySet(cpu_key), stack);
+  } catch (const Refusal& refusal) {
+    TORCH_CHECK_WITH(OutOfMemoryError, false, refusal.what);
   }
   call.write_back();
   for (size_t i = 0; i < returns; ++i) call.take_return((*stack)[stack->size() - returns + i]);

@@ -190,6 +190,13 @@ void* take_slot(size_t nbytes) {
   return nullptr;
 }
 
+thread_local int tls_refuse_for_good = 0;
+
+[[noreturn]] void refuse(std::string what) {
+  if (tls_refuse_for_good) throw Refusal{std::move(what)};
+  TORCH_CHECK_WITH(OutOfMemoryError, false, what);
+}
+
 struct DeviceAllocatorImpl final : c10::DeviceAllocator {
   at::DataPtr allocate(size_t nbytes) override {
     if (nbytes == 0) return {nullptr, nullptr, &free_device, kDevice};
@@ -209,10 +216,9 @@ struct DeviceAllocatorImpl final : c10::DeviceAllocator {
       if (p.in_segments) piece = p.segments.take(size, owner.id, most);
       if (p.in_segments ? !piece : p.allocated + size > p.limit) {
         ++p.out_of_memory;
-        TORCH_CHECK_WITH(OutOfMemoryError, false, "virtual accelerator out of memory: tried to allocate ", human(size),
-                         ", ", human(p.allocated), " in use of ", human(p.limit), " (",
-                         human(p.limit - std::min(p.limit, p.allocated)),
-                         " free)");
+        refuse(c10::str("virtual accelerator out of memory: tried to allocate ", human(size), ", ", human(p.allocated),
+                        " in use of ", human(p.limit), " (", human(p.limit - std::min(p.limit, p.allocated)),
+                        " free)"));
       }
       if (piece) counted = piece->nbytes;
       else p.apart += size;
@@ -239,7 +245,7 @@ struct DeviceAllocatorImpl final : c10::DeviceAllocator {
         Pool& p = pool();
         p.allocated -= counted, p.requested -= nbytes, --p.blocks;
         piece ? p.segments.give_back(piece) : void(p.apart -= size);
-        TORCH_CHECK_WITH(OutOfMemoryError, false, "virtual accelerator: the host has no ", human(size), " to lend");
+        refuse(c10::str("virtual accelerator: the host has no ", human(size), " to lend"));
       }
       std::memset(data, kPoison, size);
     }
@@ -534,6 +540,9 @@ AllocateOnDevice::~AllocateOnDevice() { --tls_on_device; }
 
 AllocateOnHost::AllocateOnHost() : before(std::exchange(tls_on_device, 0)) {}
 AllocateOnHost::~AllocateOnHost() { tls_on_device = before; }
+
+RefuseForGood::RefuseForGood() { ++tls_refuse_for_good; }
+RefuseForGood::~RefuseForGood() { --tls_refuse_for_good; }
 
 c10::Allocator* cpu_allocator() { return steered; }
 

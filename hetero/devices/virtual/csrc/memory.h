@@ -10,6 +10,7 @@
 
 #include <array>
 #include <atomic>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -82,6 +83,16 @@ struct AllocateOnHost {
   AllocateOnHost();
   ~AllocateOnHost();
   int before;
+};
+
+// While one of these lives, an allocation of this thread that the device has no memory for throws a Refusal: no
+// std::exception, so that no kernel takes it for something that it can do without. Only around what runs no Python.
+struct Refusal {
+  std::string what;
+};
+struct RefuseForGood {
+  RefuseForGood();
+  ~RefuseForGood();
 };
 c10::Allocator* cpu_allocator();  // the one that AllocateOnDevice steers
 void install_cpu_allocator();
