@@ -134,6 +134,8 @@ class MemStatsCollector:
         if segment is None or not (segment.sampled or segment.timed):
             return
         self._close_period()
+        if segment.sampled:
+            self.peaks.take_turn()
         self._period = Period(operands=operands, held=held, name=name, held_saved=held_saved)
         segment.periods.append(self._period)
 

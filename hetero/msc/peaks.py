@@ -65,6 +65,10 @@ class PeakKeeper:
             self._highest = max(self._highest, peak)
         self._counter.begin(self)
 
+    def take_turn(self) -> None:
+        """What runs from now on is theirs, until another's turn comes."""
+        self._counter.take_turn(self)
+
     def next_period(self) -> int:
         """The peak of the period that ends now; the next one begins."""
         peak = self._counter.next_period(self)
@@ -100,8 +104,8 @@ def unseen(accelerator: Accelerator) -> Iterator[None]:
 
 class _Counter:
     """Of one device. ``_peaks``: of each who measures or watches now, and of the user, since they last asked; without
-    what the counter shows. Empty while there is nobody: then it is the user's. Of those who measure, it is the one who
-    began last (``_measuring``): what others have while they run, they can be asked for."""
+    what the counter shows. Empty while there is nobody: then it is the user's. Of those who measure, it is the one
+    whose turn came last (``_measuring``): what others have while they run, they can be asked for."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
@@ -125,6 +129,15 @@ class _Counter:
             self._start_anew()
             self._peaks[who] = 0
             self._measuring.append(who)
+
+    def take_turn(self, who: object) -> None:
+        """``who`` runs now, and whoever has begun to measure since then does not: one backward may come through one
+        model, another, and the first again."""
+        with self._lock:
+            if self._measuring[-1] is not who:
+                self._start_anew()
+                self._measuring.remove(who)
+                self._measuring.append(who)
 
     def next_period(self, who: object) -> int:
         """The peak since they last asked."""

@@ -178,11 +178,31 @@ def test_one_that_settles_leaves_the_others_parameters_of_one_optimizer_alone():
         assert stats.settled_forwards > 0
 
 
+def there_and_back(models, optimizers, target, steps=6):
+    """One backward comes through the first model, the second, and the first again."""
+    first, second = models
+    seen = []
+    for _ in range(steps):
+        loss = first(second(first(batch(target, rows=128)))).square().mean()
+        loss.backward()
+        seen.append(loss)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return seen
+
+
 # Each model has 196 KiB of parameters, and 587 KiB with gradients and states. Of one, an operator needs 98 KiB.
 @pytest.mark.parametrize("budget", [130 << 10, 250 << 10, 400 << 10, 2 << 20])
 @pytest.mark.parametrize(("loop", "build"), [(in_turn, two_that_are_trained), (distil, taught)])
 def test_what_one_model_needs_another_does_not_keep(loop, build, budget):
     twins(loop, build, budget)
+
+
+# Where what the second half of its backward takes counts as nothing, both are passed.
+@pytest.mark.parametrize("budget", [700 << 10, 800 << 10])
+def test_a_model_that_a_backward_comes_back_to_is_measured_there_as_well(budget):
+    twins(there_and_back, two_that_are_trained, budget)
 
 
 def test_another_models_idle_copies_are_no_growth():

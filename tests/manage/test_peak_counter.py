@@ -77,8 +77,8 @@ def test_whoever_resets_it_while_others_measure_begins_anew(by_module):
 
 
 class Naive:
-    """What each may say, by the definition: the user sees all that is in use, of those who measure the one who began
-    last."""
+    """What each may say, by the definition: the user sees all that is in use, of those who measure the one whose turn
+    came last."""
 
     def __init__(self, used):
         self.used, self.user, self.peaks = used, used, {}
@@ -91,6 +91,10 @@ class Naive:
 
     def begin(self, who):
         self.peaks[who] = self.used
+
+    def turn(self, who):
+        self.peaks[who] = self.peaks.pop(who)
+        self.note(self.used)
 
     def ask(self, who):
         peak, self.peaks[who] = self.peaks[who], 0
@@ -110,7 +114,9 @@ class Naive:
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["take", "hold", "drop", "begin", "begin", "end", "ask", "look", "reset"]),
+            st.sampled_from(
+                ["take", "hold", "drop", "begin", "begin", "end", "turn", "ask", "look", "reset"]
+            ),
             st.integers(0, 2),
             st.integers(1, 9),
         ),
@@ -144,6 +150,10 @@ def test_any_number_who_measure_and_a_user_who_looks_see_what_is_theirs(course):
             keeper = measuring[place % len(measuring)]
             keeper.end()
             naive.end(keeper)
+        elif what == "turn" and measuring:
+            keeper = measuring[place % len(measuring)]
+            keeper.take_turn()
+            naive.turn(keeper)
         elif what == "ask" and measuring:
             keeper = measuring[place % len(measuring)]
             assert keeper.next_period() == naive.ask(keeper)
