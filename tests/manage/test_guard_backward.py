@@ -11,6 +11,7 @@ from twins import assert_twins
 
 import hetero
 from hetero.devices import virtual
+from hetero.stm.interception.onethread import run_on_device_thread
 from hetero.stm.running.guard import arm, formulas_kept, guarded
 from hetero.stm.running.retry import Retry
 
@@ -55,6 +56,75 @@ def test_nodes_that_are_still_to_come_are_tried_again_once_it_is_armed(armed):
         at_home = x.detach().cpu().requires_grad_()
         at_home.exp().sin().cos().sum().backward()
         assert torch.equal(x.grad.cpu(), at_home.grad)
+
+
+class Nested(torch.autograd.Function):
+    """``function``, whose backward is one of its own within the one that runs, as a reentrant checkpoint's."""
+
+    @staticmethod
+    def forward(ctx, x, function):
+        ctx.save_for_backward(x)
+        ctx.function = function
+        return function(x.detach())
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.function(x)
+        with formulas_kept([y]):
+            y.backward(gradient)
+        return x.grad, None
+
+
+@pytest.mark.skipif(ON_CUDA, reason="sets the limit of a device's memory")
+@pytest.mark.parametrize("on_device_thread", [False, True])
+@pytest.mark.parametrize("is_nested", [False, True])
+@pytest.mark.parametrize("is_first", [False, True])
+def test_they_are_wherever_it_runs_and_whichever_model_needs_it(on_device_thread, is_nested, is_first):
+    """``is_first``: of two models, that of the outer guard."""
+    target = device(memory="256MiB")
+    gc.collect()
+    relieved = []
+
+    def relieve():
+        relieved.append(threading.get_ident())
+        virtual.set_memory_limit("256MiB")
+        return 1
+
+    def idle():
+        return 0
+
+    def becomes_short(gradient):
+        virtual.set_memory_limit(torch.virtual.memory_allocated())
+        arm(relieve)
+
+    def function(x):
+        middle = x.exp()
+        if middle.requires_grad:
+            middle.register_hook(becomes_short)
+        return middle.sin().cos()
+
+    x = torch.linspace(0, 1, NUMBERS).to(target).requires_grad_()
+    loss = (Nested.apply(x, function) if is_nested else function(x)).sum()
+
+    def run():
+        with formulas_kept([loss]):
+            loss.backward()
+
+    first, second = Retry(relieve if is_first else idle), Retry(idle if is_first else relieve)
+    try:
+        with guarded(first, at_once=False), guarded(second, at_once=False):
+            if on_device_thread:
+                run_on_device_thread(target, run)
+            else:
+                run()
+    finally:
+        virtual.set_memory_limit("256MiB")
+    assert len(relieved) > 0
+    at_home = x.detach().cpu().requires_grad_()
+    at_home.exp().sin().cos().sum().backward()
+    assert torch.equal(x.grad.cpu(), at_home.grad)
 
 
 def test_what_backward_keeps_in_a_planned_iteration_makes_copies_leave():

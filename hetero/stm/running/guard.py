@@ -91,6 +91,7 @@ class _Guard:
 
     def __init__(self, retry: Retry) -> None:
         self.retry = retry
+        self.thread = threading.get_ident()
         self.is_armed = False
         self.backwards: list[_Backward] = []
 
@@ -139,9 +140,10 @@ def arm(relieve: Relieve) -> None:
     In a backward, which runs on threads of autograd's, it is every node that is still to come."""
     guard = _here.guard
     if guard is None:
-        guard = next((guard for guard in reversed(_guards) if guard.retry.relieve == relieve), None)
-        if guard is not None and guard.backwards and not guard.backwards[-1].handles:
-            _arm_nodes(guard.retry, guard.backwards[-1])
+        for guard in [guard for guard in _guards if guard.retry.relieve == relieve][-1:]:
+            for backward in guard.backwards:
+                if not backward.handles:  # else it is armed, if by another model's guard
+                    _arm_nodes(guard.retry, backward)
     elif not guard.is_armed:
         guard.is_armed = True
         guard.retry.begin()
@@ -177,10 +179,10 @@ def formulas_kept(outputs: Sequence[Any]) -> Iterator[None]:
         [output.grad_fn if isinstance(output, torch.Tensor) else output.node for output in outputs]
     )
     is_guarded = modes.active(Retry)
-    waiting = None if is_guarded else _here.guard
-    if waiting is not None:
-        waiting.backwards.append(backward)
-    elif is_guarded:
+    waiting = [] if is_guarded else _around()
+    for guard in waiting:
+        guard.backwards.append(backward)
+    if is_guarded:
         for node in _reachable(backward.roots):
             if node.name() in _CHOSEN_BY_MODE:
                 # Autograd restores its threads' modes after every node: this lasts for one.
@@ -193,10 +195,17 @@ def formulas_kept(outputs: Sequence[Any]) -> Iterator[None]:
             raise
         raise explained from error
     finally:
-        if waiting is not None:
-            waiting.backwards.remove(backward)
+        for guard in waiting:
+            guard.backwards.remove(backward)
         for handle in backward.handles:
             handle.remove()
+
+
+def _around() -> list[_Guard]:
+    """Guards that a backward is within which begins on this thread. On one of autograd's, where it is within another
+    backward, nothing tells whose that is: all there are, whichever of them comes to be armed."""
+    here = threading.get_ident()
+    return [guard for guard in _guards if guard.thread == here] or list(_guards)
 
 
 @functools.wraps(_cross_entropy)
