@@ -127,6 +127,35 @@ def test_they_are_wherever_it_runs_and_whichever_model_needs_it(on_device_thread
     assert torch.equal(x.grad.cpu(), at_home.grad)
 
 
+@pytest.mark.skipif(ON_CUDA, reason="sets the limit of a device's memory")
+def test_a_recurrent_layers_backward_is_tried_again_at_its_first_operator():
+    target = device(memory="256MiB")
+    gc.collect()
+    relieved = []
+
+    def relieve():
+        relieved.append(1)
+        virtual.set_memory_limit(
+            virtual.memory_limit() + 4096
+        )  # for what is made before that one, and no more
+        return 4096
+
+    layer = nn.GRU(64, 64)
+    x = torch.randn(3, 8, 64)
+    layer(x)[0].sum().backward()
+    expected = [p.grad for p in layer.parameters()]
+    layer.zero_grad()
+    y = layer.to(target)(x.to(target))[0]
+    y.register_hook(lambda gradient: virtual.set_memory_limit(torch.virtual.memory_allocated()))
+    try:
+        with guarded(Retry(relieve), at_once=True):
+            y.sum().backward()
+    finally:
+        virtual.set_memory_limit("256MiB")
+    assert len(relieved) > 0
+    assert all(torch.equal(p.grad.cpu(), e) for p, e in zip(layer.parameters(), expected, strict=True))
+
+
 def test_what_backward_keeps_in_a_planned_iteration_makes_copies_leave():
     class Keeping(nn.Module):
         def __init__(self):

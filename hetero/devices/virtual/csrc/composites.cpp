@@ -159,10 +159,14 @@ variable_list adopt_all(const variable_list& made) {
   return adopted;
 }
 
-// Operators see autograd again, as if nothing above had dispatched: the graph on the CPU is one of its own.
+// Operators see autograd again, as if nothing above had dispatched: the graph on the CPU is one of its own. Dispatch
+// modes go on to see operators: who tries them again when they find no memory has to see the first ones as well.
 struct AsIfAtTheTop {
   explicit AsIfAtTheTop(bool gradients) : mode(gradients) {}
-  c10::impl::ForceDispatchKeyGuard keys{c10::default_included_set, c10::default_excluded_set};
+  static c10::DispatchKeySet included() {
+    return c10::default_included_set | (c10::impl::tls_local_dispatch_key_set().included_ & c10::python_ks);
+  }
+  c10::impl::ForceDispatchKeyGuard keys{included(), c10::default_excluded_set};
   at::AutoGradMode mode;
 };
 
