@@ -34,7 +34,7 @@ from hetero.stm.interception.intercept import is_managed, managed_of
 from hetero.stm.neighbours import ask, join
 from hetero.stm.plans.cycles import Cycles
 from hetero.stm.plans.homechoice import HomeChoice
-from hetero.stm.plans.plan import PlanMaker
+from hetero.stm.plans.making import PlanMaker
 from hetero.stm.plans.planbook import PlanBook
 from hetero.stm.running.executor import Executor
 from hetero.stm.running.relief import Relief

@@ -6,7 +6,7 @@ import pytest
 from settling import managed_mlp, step
 
 from hetero.stm.plans import homechoice
-from hetero.stm.plans.plan import PlanMaker
+from hetero.stm.plans.making import PlanMaker
 
 
 class Clock:

@@ -1,63 +1,37 @@
-"""Making a plan of what was measured.
+"""The plan of an iteration: a schedule, where its segments lie in it, and what it was made for.
 
-Owns `CyclePlan` and its arithmetic: what each moment leaves to model data (`hetero.stm.plans.rows`: moment by moment),
-what lives on the device, what is kept free for gradients on their way. Which samples count, and when a plan is used, is
-decided in `hetero.stm.plans.planbook`; the schedule is `hetero.eviction`'s.
+Owns `CyclePlan` and what follows from it. It is made in `hetero.stm.plans.making`; when it is used is decided in
+`hetero.stm.plans.cycles`.
 """
 
 import bisect
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hetero.eviction import (
-    CapacityError,
-    HomeCost,
-    Links,
-    Moment,
-    Policy,
-    Schedule,
-    Trace,
-    Updates,
-    leave_link_free,
-    on_their_way,
-    plan_iteration,
-    renewable,
-    spare_bytes,
-    without_places,
-)
-from hetero.msc import Phase, Segment
-from hetero.stm.plans.lives import Lives, read_lives
-from hetero.stm.plans.rows import (
-    Rows,
-    home_gradients,
-    mandatory_in,
-    non_model_peak,
-    sends_to_come,
-)
-from hetero.stm.plans.samples import Samples
-from hetero.stm.plans.timings import Keys, Timing, Timings
+from hetero.eviction import Moment, Schedule, Trace, renewable, spare_bytes, without_places
+from hetero.msc import Phase
+from hetero.stm.plans.timings import Keys
 from hetero.stm.tensors.managed import ManagedTensor
 
-__all__ = ["CyclePlan", "PlanMaker"]
+__all__ = ["CyclePlan", "by_first_use"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CyclePlan:
     """A schedule and where its segments lie in it.
 
-    ``operands[i]``, ``limits[i]``, ``non_model[i]``: of moment i; a limit is for all model data, gradients on their way
-    included; non-model bytes are those in use when the operator begins. ``undisturbed[i]``: its operands if the
-    schedule asks for nothing there, else None. ``margin``: kept free of everything. ``first_uses``: rank of each tensor
-    by when it is used first. ``device_homes``: tensors that live on the device and take ``home_bytes[i]`` there; the
-    trace, which is about the others, does not know them. ``whole_gradients[i]``: what gradients would take, did
-    everything live there. ``first_saved``: the trace's numbers of saved tensors (`hetero.stm.plans.lives.Lives`).
-    ``guarded``: segments in which something has to leave in the middle of a period, as it
-    did when it was measured. ``by_values``: what it takes depends on more than what tells iterations apart; what was
-    measured is no bound. ``left``: of each forward, what `hetero.msc.Segment.left_bytes` was at most. ``places``:
-    tensors whose place on the device is theirs all along, in no moment's capacity, and is filled again when they have
-    been updated.
+    ``operands[i]``, ``limits[i]``, ``non_model[i]``: of moment i; a limit is for all model data, gradients on their
+    way included; non-model bytes are those in use when the operator begins. ``undisturbed[i]``: its operands if the
+    schedule asks for nothing there, else None. ``margin``: kept free of everything. ``device_homes``: tensors that
+    live on the device and take ``home_bytes[i]`` there; the trace, which is about the others, does not know them.
+    ``whole_gradients[i]``: what gradients would take, did everything live there. ``first_saved``: the trace's numbers
+    of saved tensors (`hetero.stm.plans.lives.Lives`). ``guarded``: segments in which something has to leave in the
+    middle of a period, as it did when it was measured. ``by_values``: what it takes depends on more than what tells
+    iterations apart; what was measured is no bound. ``left``: of each forward, what `hetero.msc.Segment.left_bytes`
+    was at most. ``places``: tensors whose place on the device is theirs all along, in no moment's capacity, and is
+    filled again when they have been updated.
     """
 
     keys: Keys
@@ -70,9 +44,6 @@ class CyclePlan:
     gradient_reserves: tuple[int, ...]
     trace: Trace
     schedule: Schedule
-    positions: dict[tuple[int, ...], list[int]]
-    uses: dict[int, list[int]]
-    first_uses: dict[int, int]
     device_homes: tuple[int, ...]
     home_bytes: tuple[int, ...]
     whole_gradients: tuple[int, ...]
@@ -81,6 +52,28 @@ class CyclePlan:
     by_values: bool
     left: tuple[int | None, ...]
     places: tuple[int, ...]
+
+    @functools.cached_property
+    def positions(self) -> dict[tuple[int, ...], list[int]]:
+        """Moments with these operands, ascending."""
+        positions: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for position, indices in enumerate(self.operands):
+            positions[indices].append(position)
+        return dict(positions)
+
+    @functools.cached_property
+    def uses(self) -> dict[int, list[int]]:
+        """Of each tensor, the moments that need it, ascending."""
+        uses: dict[int, list[int]] = defaultdict(list)
+        for position, moment in enumerate(self.trace.moments):
+            for tensor in (*moment.operands, *moment.awaits):
+                uses[tensor].append(position)
+        return dict(uses)
+
+    @functools.cached_property
+    def first_uses(self) -> dict[int, int]:
+        """Rank of each parameter by when it is used first."""
+        return by_first_use(self.operands)
 
     @functools.cached_property
     def spare(self) -> tuple[int, ...]:
@@ -168,284 +161,7 @@ class CyclePlan:
         return uses[place] - position if place < len(uses) else uses[0] + len(self.operands) - position
 
 
-class PlanMaker:
-    """Makes plans for one manager's parameters under its budget. ``fixed_bytes``: of buffers on the device;
-    ``host_room``: bytes that saved tensors may take at home."""
-
-    def __init__(
-        self,
-        tensors: Sequence[ManagedTensor],
-        *,
-        budget: int,
-        links: Links,
-        policy: Policy,
-        prefetch: bool,
-        fixed_bytes: Callable[[], int],
-        host_room: Callable[[], int],
-    ) -> None:
-        self._tensors = tensors
-        self.budget = budget
-        self.timings = Timings(links)
-        self._policy = policy
-        self._prefetch = prefetch
-        self._fixed_bytes = fixed_bytes
-        self._host_room = host_room
-
-    def make(
-        self,
-        keys: Keys,
-        samples: Samples,
-        margin: int,
-        homes: tuple[int, ...],
-        costs: Mapping[int, HomeCost],
-        *,
-        places: tuple[int, ...] = (),
-        early: bool = False,
-        thorough: bool = True,
-    ) -> CyclePlan:
-        """The plan for iterations of these segments, as sampled, with ``homes`` living on the device at ``costs``.
-
-        ``places``: see `CyclePlan`. ``early``: updates begin in backward. ``thorough``: as in `plan_iteration`. Raises
-        `CapacityError` if they leave too little to the others; without homes and places it does not.
-        """
-        at_home = frozenset(range(len(self._tensors))).difference(homes)
-        lives = read_lives([samples[key][-1] for key in keys], len(self._tensors))
-        sizes = (*(t.device_nbytes if t.index in at_home else 0 for t in self._tensors), *lives.sizes)
-        home_bytes, step_bytes = self._home_bytes(homes, costs, keys, samples)
-        timing = self._timing(keys, samples)
-        places = tuple(x for x in places if x in at_home and timing is not None)
-        elsewhere = frozenset((*homes, *places))
-        beside = self._fixed_bytes() + sum(sizes[x] for x in places)
-        placed = [beside + nbytes for nbytes in home_bytes]
-        spare = self._spare_bytes(keys, samples, margin, placed, sizes, lives, elsewhere)
-        gradients = self._gradient_reserves(keys, samples, at_home, timing, spare)
-        phases = [key.phase for key in keys for _ in samples[key][-1].periods]
-        steps = [step_bytes if phase is Phase.STEP else 0 for phase in phases]
-        rows = Rows(
-            room=self.budget - margin,
-            placed=[sum(all_of_them) for all_of_them in zip(placed, gradients, steps, strict=True)],
-            at_home=at_home,
-            elsewhere=elsewhere,
-            places=places,
-        )
-        for place, key in enumerate(keys):
-            rows.add_segment(samples[key], lives, sizes, None if timing is None else timing.periods[place])
-        trace = Trace(
-            sizes=sizes,
-            moments=tuple(rows.moments),
-            sending_bytes=max(gradients),
-            updates=None
-            if timing is None
-            else self._updates(timing, keys, rows.bounds, rows.operands, homes, places, early=early),
-        )
-        schedule = plan_iteration(
-            trace,
-            links=self.timings.links(keys),
-            policy=self._policy,
-            prefetch=self._prefetch,
-            host_room=self._host_room(),
-            thorough=thorough,
-        )
-        if keys[-1].phase is Phase.STEP:
-            # As it was before any plan, too: a later one may have been waiting for what had been ordered.
-            idle = min(rows.moments[-1].seconds, samples[keys[-1]][-1].periods[-1].seconds)
-            schedule = leave_link_free(trace, schedule, self.timings.links(keys), seconds=idle)
-        return CyclePlan(
-            keys=keys,
-            bounds=tuple(rows.bounds),
-            operands=tuple(rows.operands),
-            undisturbed=tuple(
-                None if actions.evict or actions.fetch else [self._tensors[index] for index in indices]
-                for indices, actions in zip(rows.operands, schedule.actions, strict=True)
-            ),
-            limits=tuple(rows.limits),
-            non_model=tuple(rows.non_model),
-            margin=margin,
-            gradient_reserves=tuple(gradients),
-            trace=trace,
-            schedule=schedule,
-            positions=_positions(rows.operands),
-            uses=_uses(rows.moments),
-            places=places,
-            first_uses=_first_uses(rows.operands),
-            device_homes=homes,
-            home_bytes=tuple(home_bytes),
-            whole_gradients=tuple(self._whole_gradients(keys, samples)),
-            first_saved=lives.first_saved,
-            guarded=tuple(rows.guarded),
-            by_values=any(segment.by_values for key in keys for segment in samples[key]),
-            left=tuple(_left(samples[key]) for key in keys),
-        )
-
-    def _timing(self, keys: Keys, samples: Samples) -> Timing | None:
-        """Times of iterations that followed a plan, if they had the periods that were measured."""
-        timing = self.timings.get(keys)
-        counts = [len(samples[key][-1].periods) for key in keys]
-        return timing if timing and [len(periods) for periods in timing.periods] == counts else None
-
-    def _updates(
-        self,
-        timing: Timing,
-        keys: Keys,
-        bounds: Sequence[int],
-        operands: Sequence[tuple[int, ...]],
-        homes: tuple[int, ...],
-        places: tuple[int, ...],
-        *,
-        early: bool,
-    ) -> Updates | None:
-        """What the host does later, in the order of first use."""
-        steps = [place for place, key in enumerate(keys) if key.phase is Phase.STEP]
-        if not steps:
-            return None
-        ranks = _first_uses(operands)
-        queued = {index for index in timing.queued if index not in homes}
-        order = sorted(queued, key=lambda index: (ranks.get(index, len(ranks)), index))
-        nbytes = [self._tensors[index].home.nbytes for index in order]
-        return Updates(
-            tensors=tuple(order),
-            seconds=tuple(size * timing.host_seconds for size in nbytes),
-            queued=bounds[steps[-1] + 1] - 1,
-            finished=bounds[steps[-1]],
-            early=early,
-            copies=tuple(size * timing.copy_seconds for size in nbytes) if early else (),
-            places=places,
-        )
-
-    def least(self, plan: CyclePlan) -> int:
-        """What the plan's moments need with no copy but the operands'."""
-        parameters = len(self._tensors)
-        return max(
-            self._beside(plan, position)
-            + sum(self._tensors[index].device_nbytes for index in operands)
-            + sum(plan.trace.sizes[index] for index in moment.operands if index >= parameters)
-            for position, (operands, moment) in enumerate(zip(plan.operands, plan.trace.moments, strict=True))
-        )
-
-    def planned(self, plan: CyclePlan) -> int:
-        """What the plan's moments need with the copies that it keeps and fetches ahead."""
-        sizes, resident, most = plan.trace.sizes, set(plan.schedule.start), 0
-        places = sum(sizes[x] for x in plan.places)
-        for position, (moment, actions) in enumerate(
-            zip(plan.trace.moments, plan.schedule.actions, strict=True)
-        ):
-            resident.difference_update(actions.evict)
-            resident.update(actions.fetch, moment.operands)
-            placed = self._beside(plan, position) + plan.home_bytes[position] + places
-            gradients = plan.gradient_reserves[position]
-            most = max(most, placed + gradients + sum(sizes[index] for index in resident))
-            resident.difference_update(moment.invalidates)
-        return most
-
-    def _beside(self, plan: CyclePlan, position: int) -> int:
-        """Bytes of a moment that are no parameters: what operators allocate, and buffers."""
-        return self.budget - plan.margin - plan.limits[position] + self._fixed_bytes()
-
-    def _home_bytes(
-        self,
-        homes: tuple[int, ...],
-        costs: Mapping[int, HomeCost],
-        keys: Keys,
-        samples: Samples,
-    ) -> tuple[list[int], int]:
-        """What ``homes`` take in each period, and the most that the update of one of them takes more."""
-        known = {index: costs[index] for index in homes if index in costs}
-        if len(known) < len(homes):  # states gone, the optimizer changed
-            raise CapacityError(moment=0, needed=self.budget + 1, capacity=self.budget)
-        always = sum(cost.nbytes - cost.gradient_nbytes for cost in known.values())
-        gradients = self._home_gradients(
-            keys, samples, {index: cost.gradient_nbytes for index, cost in known.items()}
-        )
-        most = max((cost.step_nbytes for cost in known.values()), default=0)
-        return [always + nbytes for nbytes in gradients], most
-
-    def _whole_gradients(self, keys: Keys, samples: Samples) -> list[int]:
-        trained = {t.index: t.full_nbytes for t in self._tensors if t.parameter.requires_grad}
-        return self._home_gradients(keys, samples, trained)
-
-    def _home_gradients(self, keys: Keys, samples: Samples, sizes: Mapping[int, int]) -> list[int]:
-        return home_gradients(
-            [samples[key] for key in keys],
-            sizes,
-            are_there=[samples.begins_with_gradients(key) for key in keys],
-            cast={tensor.index for tensor in self._tensors if tensor.low is not None},
-        )
-
-    def _gradient_reserves(
-        self,
-        keys: Keys,
-        samples: Samples,
-        at_home: frozenset[int],
-        timing: Timing | None,
-        spare: Sequence[int],
-    ) -> list[int]:
-        """For each moment, room for gradients on their way down: for two, so that one is copied while the next is made;
-        for less where, as was measured, they are gone by then; where no more are made, for what is still on its way.
-
-        Never more than is to ``spare``.
-        """
-        trained = [t for t in self._tensors if t.parameter.requires_grad and t.index in at_home]
-        most = 2 * max((t.device_nbytes for t in trained), default=0)
-        come, ways = list[bool](), list[int]()
-        for place, key in enumerate(keys):
-            count = len(samples[key][-1].periods)
-            come += sends_to_come(samples[key][-1], at_home)
-            if key.phase is not Phase.BACKWARD:
-                ways += [0] * count
-            elif timing is None:
-                ways += [most] * count
-            else:
-                ways += on_their_way(timing.periods[place], timing.links, at_home)
-        left_there = (left for left, more in zip(spare, come, strict=True) if more)
-        reserve = min(most, max([most // 2, *ways]), *left_there)
-        return [
-            max(0, reserve if more else min(way, reserve, left))
-            for more, way, left in zip(come, ways, spare, strict=True)
-        ]
-
-    def _spare_bytes(
-        self,
-        keys: Keys,
-        samples: Samples,
-        margin: int,
-        placed: Sequence[int],
-        sizes: tuple[int, ...],
-        lives: Lives,
-        elsewhere: frozenset[int],
-    ) -> list[int]:
-        """What each operator leaves beside its operands: with less, gradients on their way would pass the budget."""
-        spare: list[int] = []
-        for key in keys:
-            measured = samples[key]
-            for index, period in enumerate(measured[-1].periods):
-                now = len(spare)
-                mandatory = mandatory_in(period, lives, now)
-                beside = placed[now] + non_model_peak(measured, index) + lives.unseen[now]
-                needed = beside + sum(sizes[x] for x in mandatory if x not in elsewhere)
-                spare.append(self.budget - margin - needed)
-        return spare
-
-
-def _left(samples: Sequence[Segment]) -> int | None:
-    return max((s.left_bytes for s in samples if s.left_bytes is not None), default=None)
-
-
-def _positions(operands: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], list[int]]:
-    positions: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for position, indices in enumerate(operands):
-        positions[indices].append(position)
-    return dict(positions)
-
-
-def _first_uses(operands: Sequence[tuple[int, ...]]) -> dict[int, int]:
-    """Rank of each tensor by its first use."""
+def by_first_use(operands: Sequence[tuple[int, ...]]) -> dict[int, int]:
+    """Rank of each tensor by its first use among ``operands``, of one moment after the other."""
     order = dict.fromkeys(tensor for indices in operands for tensor in indices)
     return {tensor: rank for rank, tensor in enumerate(order)}
-
-
-def _uses(moments: Sequence[Moment]) -> dict[int, list[int]]:
-    uses: dict[int, list[int]] = defaultdict(list)
-    for position, moment in enumerate(moments):
-        for tensor in (*moment.operands, *moment.awaits):
-            uses[tensor].append(position)
-    return dict(uses)

@@ -11,8 +11,9 @@ from dataclasses import replace
 from hetero.eviction import CapacityError, HomeCost, Schedule, Trace
 from hetero.msc import Phase, Segment, SegmentKey
 from hetero.stm.plans.fits import ForwardKind, kind_of
+from hetero.stm.plans.making import PlanMaker
 from hetero.stm.plans.outgrown import Outgrown
-from hetero.stm.plans.plan import CyclePlan, PlanMaker
+from hetero.stm.plans.plan import CyclePlan
 from hetero.stm.plans.samples import Samples
 from hetero.stm.plans.timings import Keys
 
