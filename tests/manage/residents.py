@@ -25,6 +25,16 @@ def managed_mlp(budget="4MiB", make_optimizer=adamw, **keywords):
     return model, optimizer, manager, target
 
 
+def assert_nothing_moves(manager, once, times=3):
+    """While ``once`` is called so often."""
+    before = manager.stats
+    for _ in range(times):
+        once()
+    after = manager.stats
+    assert after.total_fetched_bytes == before.total_fetched_bytes
+    assert after.total_written_bytes == before.total_written_bytes
+
+
 def step(model, optimizer, target):
     backward(model, target)
     optimizer.step()

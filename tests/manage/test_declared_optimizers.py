@@ -3,16 +3,16 @@ the device where their parameters live there, though nobody knows what their ste
 
 import pytest
 import torch
-from accelerators import ON_CUDA, ON_HOST
+from accelerators import GAPS, ON_CUDA, STEPS_AT_HOME
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from loops import ACTIONS, losses, mixed_loop, mlp
-from residents import living, managed_mlp, step
-from twins import assert_same, assert_twins, plain, unmanaged
+from loops import ACTIONS, backward, losses, mixed_loop, mlp
+from residents import assert_nothing_moves, living, managed_mlp, step
+from twins import assert_same, assert_twins, plain
 
 pytestmark = [
     pytest.mark.usefixtures("homes_on_device", "late_queue"),
-    pytest.mark.skipif(ON_CUDA, reason=ON_HOST),
+    pytest.mark.skipif(ON_CUDA, reason=STEPS_AT_HOME),
 ]
 PLENTY = 64 << 20
 EXAMPLES = 15
@@ -151,16 +151,10 @@ def test_where_everything_fits_nothing_moves(kind):
         for _ in range(8):
             step(model, optimizer, target)
         assert living(manager) == {name for name, _ in model.named_parameters()}
-        before = manager.stats
-        for _ in range(3):
-            step(model, optimizer, target)
-        after = manager.stats
-    assert after.total_fetched_bytes == before.total_fetched_bytes
-    assert after.total_written_bytes == before.total_written_bytes
+        assert_nothing_moves(manager, lambda: step(model, optimizer, target))
 
 
 def test_what_takes_too_much_is_undone_and_goes_home_for_good():
-    """Within the budget, which `twins` asserts above."""
     model, optimizer, manager, target = managed_mlp(3 << 20, lambda model: TakesMuch(model.parameters()))
     moves = 0
     with manager:
@@ -172,37 +166,32 @@ def test_what_takes_too_much_is_undone_and_goes_home_for_good():
             step(model, optimizer, target)
         assert living(manager) == home
         assert {name for name, p in model.named_parameters() if p.dim() > 1}.isdisjoint(home)
+        assert manager.stats.peak_device_bytes <= (3 << 20) + GAPS
     assert moves > 0
 
 
 def test_an_update_that_raises_leaves_what_was_there():
-    def loop(model, optimizer, target):
-        seen = losses(model, optimizer, target, 6)
-        loss = model(torch.randn(8, 64).to(target)).square().mean()
-        loss.backward()
-        before = plain([*model.parameters()])
-        optimizer.fails = True
-        try:
-            optimizer.step()
-        except ArithmeticError:
-            seen.append("raised")
-        else:
-            with pytest.raises(ArithmeticError):  # queued, or on the device
-                plain([*model.parameters()])
-            seen.append("raised")
-        optimizer.fails = False
-        after = plain([*model.parameters()])
-        for old, new, parameter in zip(before, after, model.parameters(), strict=True):
-            if parameter.shape == (64, 128):
-                assert_same(new, old, "of one that raises")
-        return seen
-
     model, optimizer, manager, target = managed_mlp(PLENTY, lambda model: Fails(model.parameters()))
+
+    def of_what_raises():
+        wanted = [p for p in model.parameters() if p.shape == (64, 128)]
+        return plain([tensor for p in wanted for tensor in (p, optimizer.state[p]["exp_avg"])])
+
     with manager:
-        assert loop(model, optimizer, target)[-1] == "raised"
-        assert living(manager)
+        losses(model, optimizer, target, 6)
+        before = of_what_raises()
+        losses(model, optimizer, target, 1)  # which brings back the states that we have looked at
+        assert living(manager) == {name for name, _ in model.named_parameters()}
+        between = of_what_raises()
+        assert not any(map(torch.equal, before, between))
+        backward(model, target)
+        optimizer.fails = True
+        with pytest.raises(ArithmeticError):
+            optimizer.step()
+        assert_same(of_what_raises(), between, "of what raises")
+        optimizer.fails = False
         losses(model, optimizer, target, 3)
-    assert unmanaged(mlp, lambda m, o, t: losses(m, o, t, 2), lambda m: Fails(m.parameters()))
+        assert not any(map(torch.equal, between, of_what_raises()))
 
 
 def test_states_that_are_made_late_are_counted():

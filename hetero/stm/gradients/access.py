@@ -50,6 +50,11 @@ class GradientAccess:
         with self._lock:
             return self._gradients.on_device(tensor)
 
+    def own(self, tensor: ManagedTensor) -> torch.Tensor:
+        """As `on_device`, for a caller who writes to it: it is ``p.grad`` from now on."""
+        with self._lock:
+            return self._gradients.own(tensor)
+
     def on_device_nbytes(self, tensor: ManagedTensor) -> int:
         """What `on_device` allocates."""
         with self._lock:

@@ -159,6 +159,11 @@ class Gradients:
         self._meter.count_fetch(gradient.nbytes)
         return gradient.to(self._engine.accelerator.device)
 
+    def own(self, tensor: ManagedTensor) -> torch.Tensor:
+        """As `on_device`, for whoever writes to it: it is ``p.grad`` from now on, and nobody else's memory."""
+        self.kept.adopt(tensor, self.give(tensor))
+        return self.on_device(tensor)
+
     def on_device_nbytes(self, tensor: ManagedTensor) -> int:
         """What `on_device` allocates."""
         return self.kept.look_nbytes(tensor) if tensor in self.kept else tensor.full_nbytes

@@ -43,7 +43,8 @@ _CHOSEN_BY_MODE = frozenset(
         "BinaryCrossEntropyWithLogitsBackward0",
     }
 )
-_THEIR_OWN = 16  # bytes for each byte that they return: up to 12 were measured (cumprod's, in half precision)
+# Bytes that they take for each that they return: up to 12 were measured (cumprod's, in half precision).
+_FOR_EACH_RETURNED = 16
 
 
 _cross_entropy: Any = torch._C._nn.cross_entropy_loss
@@ -82,7 +83,7 @@ def _room_for(node: Any) -> int:
     """Bytes that ``node`` takes at most: what it returns, as those say that it is returned to, several times."""
     returned = [following._input_metadata[place] for following, place in node.next_functions if following]
     nbytes: int = sum(math.prod(each.shape) * each.dtype.itemsize for each in returned)
-    return _THEIR_OWN * nbytes
+    return _FOR_EACH_RETURNED * nbytes
 
 
 class _Guard:
@@ -140,10 +141,12 @@ def arm(relieve: Relieve) -> None:
     In a backward, which runs on threads of autograd's, it is every node that is still to come."""
     guard = _here.guard
     if guard is None:
-        for guard in [guard for guard in _guards if guard.retry.relieve == relieve][-1:]:
-            for backward in guard.backwards:
-                if not backward.handles:  # else it is armed, if by another model's guard
-                    _arm_nodes(guard.retry, backward)
+        theirs = next((guard for guard in reversed(_guards) if guard.retry.relieve == relieve), None)
+        if theirs is None:
+            return
+        for backward in theirs.backwards:
+            if not backward.handles:  # else it is armed, if by another model's guard
+                _arm_nodes(theirs.retry, backward)
     elif not guard.is_armed:
         guard.is_armed = True
         guard.retry.begin()
@@ -223,7 +226,7 @@ def _cross_entropy_unguarded(
         return _cross_entropy(*given)
     with unguarded() as retries:
         for retry in retries:
-            retry.make_room(_THEIR_OWN * input.nbytes)
+            retry.make_room(_FOR_EACH_RETURNED * input.nbytes)
             retry.note_values()  # its memory depends on how many targets are not ignored
         try:
             return _cross_entropy(*given)

@@ -26,7 +26,7 @@ from hetero.stm.tensors.managed import ManagedTensor
 from hetero.stm.tensors.state import Tier
 from hetero.stm.updates.captured import ParameterUpdate, run_together
 from hetero.stm.updates.kernels import same_layout, will_take_fused
-from hetero.stm.updates.optimizers import Group, lacks_states, may_be_tried, writes_to_gradients
+from hetero.stm.updates.optimizers import Group, lacks_states, may_be_tried, may_write_to_gradients
 from hetero.stm.updates.temporaries import is_measured, temporaries, to_undo
 
 __all__ = ["DeviceHomes", "DeviceUpdate"]
@@ -170,7 +170,7 @@ class DeviceHomes:
         reserved = 0
         for item in updates:
             tensor = item.tensor
-            writes = writes_to_gradients(self._optimizer, groups[id(tensor.parameter)])
+            writes = may_write_to_gradients(self._optimizer, groups[id(tensor.parameter)])
             copies = tensor.full_nbytes if writes else self._stm.grads.on_device_nbytes(tensor)
             room = self._update_bytes(tensor, groups) + copies
             if not (batch and self._stm.residency.room.has(reserved + room)):
@@ -186,9 +186,8 @@ class DeviceHomes:
                     self._send(tensor, groups)
                     self._run_at_home(item, note)
                 continue
-            if writes:  # to what is ``p.grad`` afterwards, and nobody else's
-                self._stm.gradients.kept.adopt(tensor, self._stm.gradients.give(tensor))
-            update = item.make(tensor.living, self._stm.grads.on_device(tensor))
+            gradient = self._stm.grads.own(tensor) if writes else self._stm.grads.on_device(tensor)
+            update = item.make(tensor.living, gradient)
             if batch and (update.kin is None or update.kin != batch[-1][1].kin):
                 self._run_here(batch, note)
                 reserved = 0
@@ -210,22 +209,20 @@ class DeviceHomes:
     def _try_here(self, item: DeviceUpdate, note: Callable[[ManagedTensor, ParameterUpdate], None]) -> bool:
         """False: it takes more memory than there is, and nothing has been done. It is at home from now on."""
         tensor = item.tensor
-        value = cast(torch.Tensor, tensor.living)
-        version = value._version
-        gradient = before = self._stm.gradients.give(tensor)
+        value, gradient = cast(torch.Tensor, tensor.living), self._stm.grads.own(tensor)
+        version, before = value._version, None
+        update = item.make(value, gradient)
         try:
             with self._accelerator.capped(self._stm.plans.budget):
-                before = gradient.clone()  # such a step may write to it
-                update = item.make(value, gradient)
+                before = gradient.clone()
                 update.run()
         except torch.OutOfMemoryError:
             self._accelerator.note_answered()
-            gradient = before
+            if before is not None:
+                gradient.copy_(before)
             self._refused[tensor.index] = _PATIENCE
             self._stm.home_choice.refuse()
             return False
-        finally:
-            self._stm.gradients.kept.adopt(tensor, gradient)
         tensor.note_stepped(version)
         note(tensor, update)
         return True

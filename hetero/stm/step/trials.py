@@ -21,7 +21,7 @@ from hetero.stm.gradients.changes import Change, Wish
 from hetero.stm.step.jobs import Captured, Surroundings, make_job, wait
 from hetero.stm.tensors.managed import ManagedTensor
 from hetero.stm.updates.captured import ParameterUpdate
-from hetero.stm.updates.optimizers import Entry, Group, is_known, writes_to_gradients
+from hetero.stm.updates.optimizers import Entry, Group, may_write_to_gradients
 
 __all__ = ["Snapshot", "Trial", "complete", "same_value", "tensors_of"]
 
@@ -108,7 +108,7 @@ class Trial:
             for event in self.uploads:
                 self.engine.host_after_upload(event, self.tensor.home)
             self.engine.before_host_write(self.tensor.home)
-            if not is_known(self.shell) or writes_to_gradients(self.shell, self.settings):
+            if may_write_to_gradients(self.shell, self.settings):
                 self._gradient_before = self.gradient.clone()
             begin = time.perf_counter()
             self.snapshot.take()

@@ -33,10 +33,10 @@ __all__ = [
     "lacks_states",
     "make_shell",
     "may_be_tried",
+    "may_write_to_gradients",
     "raw_step",
     "steps_alone",
     "without_momentum",
-    "writes_to_gradients",
 ]
 
 Group = dict[str, Any]
@@ -148,8 +148,10 @@ def lacks_states(optimizer: torch.optim.Optimizer, group: Group, entry: Entry | 
     return not entry
 
 
-def writes_to_gradients(optimizer: torch.optim.Optimizer, group: Group) -> bool:
-    """Whether a step of one of torch's own changes ``p.grad``: of foreach kernels, that of Nesterov's momentum."""
+def may_write_to_gradients(optimizer: torch.optim.Optimizer, group: Group) -> bool:
+    """Whether a step may change ``p.grad``. Of torch's kernels one does: foreach, with Nesterov's momentum."""
+    if not is_known(optimizer):
+        return True
     is_nesterov = type(optimizer) is torch.optim.SGD and bool(group.get("nesterov"))
     return is_nesterov and bool(group.get("foreach"))
 

@@ -52,9 +52,9 @@ def temporaries(optimizer: torch.optim.Optimizer, group: Group, parameter: torch
 
 
 def to_undo(entry: Entry | None, nbytes: int) -> int:
-    """Copies of a parameter of ``nbytes``, its states and its gradient, and a gradient that may be written to."""
+    """Copies of a parameter of ``nbytes``, its states and its gradient."""
     states = (value for value in (entry or {}).values() if isinstance(value, torch.Tensor))
-    return 3 * nbytes + sum(value.nbytes for value in states)
+    return 2 * nbytes + sum(value.nbytes for value in states)
 
 
 def _of_adafactor(group: Group, parameter: torch.Tensor) -> float:
