@@ -236,8 +236,11 @@ class Run:
                 self.last_error = repr(error)
                 self.note(f"raised {type(error).__name__}", None)  # messages name devices
                 self.models.zero_grad()  # docs/limits.md: how much has been accumulated is undefined
-            excess = torch.accelerator.max_memory_allocated() - budget
-            self.over = self.over or (f"{self.where}: {excess} bytes above the budget" if excess > 0 else "")
+            finally:  # where a step is refused as well
+                excess = torch.accelerator.max_memory_allocated() - budget
+                self.over = self.over or (
+                    f"{self.where}: {excess} bytes above the budget" if excess > 0 else ""
+                )
 
     def iterate(self, rng, **how):
         how = SimpleNamespace(**({key: values[0] for key, values in ITERATION.items()} | how))
@@ -373,13 +376,14 @@ def compare(program: Any, target: torch.device, setting: dict[str, Any], expecte
     run, refused, difference = Run(program, target, keywords), "", ""
     try:
         run.play()
-        for (where, value), (there, other) in zip(run.seen, expected, strict=True):
+    except (hetero.BudgetError, torch.OutOfMemoryError) as refusal:
+        refused = f"{run.where}: refused: {refusal}"
+    try:
+        for (where, value), (there, other) in zip(run.seen, expected, strict=not refused):  # until then
             assert where == there, f"{where} instead of {there}"
             assert_same(value, other, where)
     except AssertionError as error:
         difference = f"{error}; last error raised: {run.last_error}"
-    except (hetero.BudgetError, torch.OutOfMemoryError) as refusal:
-        refused = f"{run.where}: refused: {refusal}"
     over, unlike_before = run.over, run.close()
     del run
     left = fresh_memory() - base
