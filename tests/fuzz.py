@@ -41,6 +41,8 @@ from twins import assert_same, plain
 import hetero
 
 HANGS_AFTER = 240.0  # seconds that a seed may take, on a busy machine as well
+# What clipping begins to keep for a model on the device may pass the budget once (docs/limits.md): norms and a factor.
+OF_CLIPPING = 2 * 512
 
 # -- models and programs --------------------------------------------------------------------------------------
 
@@ -238,9 +240,8 @@ class Run:
                 self.models.zero_grad()  # docs/limits.md: how much has been accumulated is undefined
             finally:  # where a step is refused as well
                 excess = torch.accelerator.max_memory_allocated() - budget
-                self.over = self.over or (
-                    f"{self.where}: {excess} bytes above the budget" if excess > 0 else ""
-                )
+                if excess > OF_CLIPPING * len(self.models):
+                    self.over = self.over or f"{self.where}: {excess} bytes above the budget"
 
     def iterate(self, rng, **how):
         how = SimpleNamespace(**({key: values[0] for key, values in ITERATION.items()} | how))
@@ -400,12 +401,40 @@ def compare(program: Any, target: torch.device, setting: dict[str, Any], expecte
     return "refused" if refused else "equal"
 
 
+class ManyNodes(torch.autograd.Function):
+    """Its backward makes many nodes of a graph."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        with torch.enable_grad():
+            for _ in range(100_000):
+                gradient.requires_grad_().view_as(gradient)
+        return gradient
+
+
+def number_apart(target: torch.device, seed: int) -> None:
+    """Let nodes that backward makes (``create_graph=True``) have higher numbers than forward's, or lower ones.
+
+    Autograd takes nodes by their numbers, and each thread counts its own. Where the counts pass each other is the
+    history's: two unmanaged runs in one process differ in the last bit (docs/limits.md)."""
+    x = torch.zeros(1, device=target, requires_grad=True)
+    if seed % 2:
+        ManyNodes.apply(x).sum().backward()
+    else:
+        ManyNodes.backward(None, x.detach())
+
+
 def check(seed: int) -> list[str]:
     """As `compare`, for each setting."""
     faulthandler.dump_traceback_later(HANGS_AFTER, exit=True)
     torch.set_num_threads(1)
     program = draw(seed)
     target = device(**program.link)
+    number_apart(target, seed)
     base = fresh_memory()
     reference = Run(program, target, None)
     reference.play()
