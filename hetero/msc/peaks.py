@@ -66,8 +66,12 @@ class PeakKeeper:
         self._counter.begin(self)
 
     def take_turn(self) -> None:
-        """What runs from now on is theirs, until another's turn comes."""
+        """What runs from now on is theirs, until another's turn comes, or nobody's."""
         self._counter.take_turn(self)
+
+    def end_turn(self) -> None:
+        """What runs from now on is the caller's."""
+        self._counter.end_turn()
 
     def next_period(self) -> int:
         """The peak of the period that ends now; the next one begins."""
@@ -105,12 +109,14 @@ def unseen(accelerator: Accelerator) -> Iterator[None]:
 class _Counter:
     """Of one device. ``_peaks``: of each who measures or watches now, and of the user, since they last asked; without
     what the counter shows. Empty while there is nobody: then it is the user's. Of those who measure, it is the one
-    whose turn came last (``_measuring``): what others have while they run, they can be asked for."""
+    whose turn came last (``_measuring``): what others have while they run, they can be asked for. What the caller has,
+    nobody can be: it counts for all of them."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
         self._peaks: dict[object, int] = {}
         self._measuring: list[object] = []
+        self._is_callers = False
         self._lock = threading.RLock()
         self._is_shown = False
         self._let_go: Callable[[], None] = lambda: None
@@ -129,15 +135,24 @@ class _Counter:
             self._start_anew()
             self._peaks[who] = 0
             self._measuring.append(who)
+            self._is_callers = False
 
     def take_turn(self, who: object) -> None:
         """``who`` runs now, and whoever has begun to measure since then does not: one backward may come through one
         model, another, and the first again."""
         with self._lock:
-            if self._measuring[-1] is not who:
+            if self._measuring[-1] is not who or self._is_callers:
                 self._start_anew()
                 self._measuring.remove(who)
                 self._measuring.append(who)
+                self._is_callers = False
+
+    def end_turn(self) -> None:
+        """The caller runs now."""
+        with self._lock:
+            if self._measuring and not self._is_callers:
+                self._start_anew()
+                self._is_callers = True
 
     def next_period(self, who: object) -> int:
         """The peak since they last asked."""
@@ -188,7 +203,7 @@ class _Counter:
         """What the counter shows is that of all whom it concerns."""
         peak = self._accelerator.peak_bytes()
         for who, before in self._peaks.items():
-            if who not in self._measuring[:-1]:
+            if self._is_callers or who not in self._measuring[:-1]:
                 self._peaks[who] = max(before, peak)
         self._accelerator.reset_peak()
 

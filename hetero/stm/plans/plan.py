@@ -102,16 +102,16 @@ class CyclePlan:
 
     @functools.cached_property
     def expected(self) -> tuple[tuple[int, ...], ...]:
-        """Of each segment, parameters whose copies the schedule has on the device, or on their way, when it begins, and
-        uses, in the order in which it does."""
+        """Of each segment, parameters and saved tensors that the schedule has on the device, or on their way, when it
+        begins, and uses, in the order in which it does."""
         always = self.first_uses.keys() & {*self.device_homes, *self.places}
         begins = frozenset(self.bounds)
         needed, found = self.first_uses.keys() & set(self.schedule.start), dict[int, set[int]]()
         for position in reversed(range(len(self.operands))):
             moment, actions = self.trace.moments[position], self.schedule.actions[position]
             needed.difference_update(moment.invalidates)
-            needed.update(self.operands[position])
-            needed.difference_update(actions.fetch, actions.evict)
+            needed.update(self.operands[position], self._saved(moment.operands))
+            needed.difference_update(actions.fetch, actions.evict, moment.produces)
             if position in begins:
                 found[position] = needed | always
         return tuple(
@@ -136,6 +136,10 @@ class CyclePlan:
     def forward_seconds(self) -> float:
         """Of the forwards, as measured."""
         return sum(moment.seconds for moment in self._moments(Phase.FORWARD))
+
+    def _saved(self, tensors: Sequence[int]) -> tuple[int, ...]:
+        """Those of ``tensors`` that are no parameters."""
+        return tuple(index for index in tensors if index >= self.first_saved[0])
 
     def _moments(self, phase: Phase) -> list[Moment]:
         bounds = zip(self.keys, self.bounds, self.bounds[1:], strict=False)

@@ -261,6 +261,7 @@ class Executor:
         """Nothing runs until the next segment: others may have the memory. A model may also be dropped here."""
         self.take_from_caller()
         self._cap(False)
+        self._collector.peaks.end_turn()
 
     def leave_to_caller(self) -> None:
         """The caller goes on. What is still capped is tried again as the model's operators are; it is not refused for
@@ -270,6 +271,7 @@ class Executor:
         elif self._is_capped:
             self._end_guard_of_caller()
             self._end_guard_of_caller = guard_caller(self._retry())
+        self._collector.peaks.end_turn()
 
     def take_from_caller(self) -> None:
         """What comes now is not the caller's."""
