@@ -2,7 +2,8 @@
 
 Owns its history. An iteration (*cycle*) is the sequence of segments from one optimizer step to the next, or of one call
 of the closure that a step evaluates as often as it likes, or one forward without gradients, or one forward and backward
-where there is no optimizer. Invariant: a plan
+where there is no optimizer. Forwards without gradients that come while another waits for its backward are part of its
+iteration, because they need the room that its copies and saved tensors have (what a model says without its adapters). Invariant: a plan
 (`hetero.stm.plans.planbook`) is used only while the segments that ran so far in this cycle are the ones it was made
 for; plans for other sequences (an eval loop, another shape, another number of micro-batches) live beside it.
 """
@@ -54,6 +55,8 @@ class Followed:
 
 # Segments without a step in between (forwards whose graphs are dropped): give up waiting for the iteration's end.
 _LONGEST_CYCLE = 1024
+# Forwards without gradients, one after the other, that are part of a training iteration. More are an evaluation.
+_MOST_WITHIN = 8
 # Of training iterations with several forwards: where there are more, hardly one will come again.
 _MOST_PUT_TOGETHER = 16
 
@@ -128,7 +131,7 @@ class Cycles:
     def begin_segment(self, key: SegmentKey) -> Place:
         """Find the plan for the segment that begins. Closes the cycle before it if this begins a new one."""
         self._close_if_over(key.phase)
-        self._current = self._training if key.trains or key.phase is not Phase.FORWARD else self._inference
+        self._current = self._training if self._is_training(key) else self._inference
         history = self._current
         self._book.outgrown.trains = history is self._training
         if len(history.keys) >= _LONGEST_CYCLE:
@@ -156,6 +159,14 @@ class Cycles:
             guarded=unsure or history.has_strayed or _is_guarded(plan, place),
             unsure=unsure,
         )
+
+    def _is_training(self, key: SegmentKey) -> bool:
+        """The segment that begins with ``key`` is part of an iteration that trains."""
+        if key.trains or key.phase is not Phase.FORWARD:
+            return True
+        before = self._training.keys[-_MOST_WITHIN:]
+        waits = bool(before) and not self._training.is_over and before[-1].phase is Phase.FORWARD
+        return waits and any(key.trains for key in before)
 
     def will_be_guarded(self, key: SegmentKey) -> bool:
         """`Place.guarded` of a training segment that is about to begin with ``key``."""

@@ -130,7 +130,7 @@ class Executor:
             self._plans.samples.note_gradients(key)
         self._drift = self._measure_drift(self._course.position)
         # As keys and values of a text do, and may within it.
-        grows = key.phase is Phase.FORWARD and not key.trains
+        grows = place.number == 0 and key.phase is Phase.FORWARD and not key.trains
         if self._drift and (grows or is_within_guard):
             self._set_guarded(True)
         # What runs before the segment's first managed operator has a period too.
