@@ -3,9 +3,10 @@
 Owns its history. An iteration (*cycle*) is the sequence of segments from one optimizer step to the next, or of one call
 of the closure that a step evaluates as often as it likes, or one forward without gradients, or one forward and backward
 where there is no optimizer. Forwards without gradients that come while another waits for its backward are part of its
-iteration, because they need the room that its copies and saved tensors have (what a model says without its adapters). Invariant: a plan
-(`hetero.stm.plans.planbook`) is used only while the segments that ran so far in this cycle are the ones it was made
-for; plans for other sequences (an eval loop, another shape, another number of micro-batches) live beside it.
+iteration, because they need the room that its copies and saved tensors have (what a model says without its adapters).
+Invariant: a plan (`hetero.stm.plans.planbook`) is used only while the segments that ran so far in this cycle are the
+ones it was made for; plans for other sequences (an eval loop, another shape, another number of micro-batches) live
+beside it.
 """
 
 from collections.abc import Callable, Iterable
