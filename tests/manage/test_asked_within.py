@@ -38,7 +38,6 @@ def test_they_are_planned_with_the_iteration(share, times):
     # While the second iteration is measured, copies may come in another order than planned.
     parameters = 18
     assert manager.stats.unplanned_fetches < parameters
-    assert manager.stats.lower_bound_bytes is not None  # the last iteration has followed its plan
 
 
 @pytest.mark.parametrize("share", [0.4, 0.7, 1.2])

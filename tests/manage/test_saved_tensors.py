@@ -505,3 +505,34 @@ def test_where_host_memory_is_short_saved_tensors_stay():
         assert 0 < manager._stm.ledger.nbytes(Tier.HOST, Kind.ACTIVATION) <= budget - homes
         assert manager._stm.activations.device_bytes > 1 << 20
         loss.backward()
+
+
+class Attending(nn.Module):
+    """The node of its backward reads three large tensors, one after the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(64, 4, dropout=0.1)
+        self.last = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.last(x + self.attention(x, x, x, need_weights=False)[0])
+
+
+@pytest.mark.parametrize("share", [0.6, 0.7, 0.8])
+def test_others_leave_for_what_comes_back_by_surprise_and_for_who_reads_it(share):
+    """The first graph that is kept follows the plan of those that were not, whose tensors were gone by then."""
+
+    def loop(model, optimizer, target):
+        seen = []
+        for step in range(8):
+            loss = model(torch.randn(256, 64).to(target)).square().mean()
+            if step == 6:
+                loss.backward(retain_graph=True)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss.item())
+        return seen
+
+    assert_twins(Attending, loop, share=share, speculate=False)

@@ -213,8 +213,14 @@ class Executor:
             self._cycles.note_outdated()
 
     def make_room(self, nbytes: int) -> None:
-        """For a saved tensor that comes back at an instant that no plan foresaw."""
-        self._room.require(nbytes, limit=self._limit(), operator=lambda: "a saved tensor")
+        """For a saved tensor that comes back at an instant that no plan foresaw. Others leave for what whoever reads it
+        takes itself."""
+        limit = self._limit()
+        self._room.require(nbytes, limit=limit, operator=lambda: "a saved tensor")
+        if self._course.plan is not None and self._room.exceeds(limit - nbytes):
+            self._activations.shed(self._room.excess(limit - nbytes))
+            if not self._is_guarded and self._room.exceeds(limit - nbytes):
+                self._guard_from_here()
 
     def leave_room(self) -> None:
         """Before what the caller does between forward and backward, unguarded: what was measured of it fits, with more
