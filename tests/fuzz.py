@@ -94,6 +94,7 @@ ITERATION: dict[str, tuple[Any, ...]] = {
     "rows": ((8,), (8,), (4, 16), (256,), (24,)),
     "micro": (1, 1, 1, 2, 3),  # batches for a step
     "forwards": (1, 1, 1, 2),  # for a backward
+    "asks": (0, 0, 0, 1, 12),  # so many times without gradients, before it
     "clip": (False, True),
     "autocast": (False, False, False, True),
     "zero": ("none", "none", "in place", "never"),
@@ -255,6 +256,9 @@ class Run:
                 with torch.autocast(self.target.type, torch.bfloat16, enabled=how.autocast):
                     loss = sum(model(x).float() for _ in range(how.forwards)).square().mean()
                 self.note("loss", loss)
+                with torch.no_grad():
+                    for _ in range(how.asks):
+                        self.note("said", model(x).sum())
                 if how.penalizes:
                     wanted = [p for p in parameters if p.requires_grad]
                     gradients = torch.autograd.grad(loss, wanted, create_graph=True, allow_unused=True)
