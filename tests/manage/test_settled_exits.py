@@ -321,6 +321,23 @@ def test_of_several_forwards_for_one_backward_all_fit_if_the_first_does(share):
     assert manager.stats.settled_forwards > 30
 
 
+def test_as_many_forwards_as_had_a_backward_each_do_not_all_wait_for_one():
+    """Two micro-batches fit, one after the other. What both have saved does not."""
+    budget = 2300 << 10
+    model, optimizer, manager, target = managed_mlp(budget)
+    with manager:
+        for _ in range(6):
+            for _ in range(2):
+                model(batch(target, 128)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert manager.plan.everything_fits
+        torch.accelerator.reset_peak_memory_stats()
+        sum(model(batch(target, 128)).square().mean() for _ in range(2)).backward()
+        assert torch.accelerator.max_memory_allocated() <= budget + GAPS
+        optimizer.step()
+
+
 def test_a_larger_batch_that_does_not_fit_beside_everything():
     model, optimizer, manager, target = managed_mlp("2200KiB")
     torch.accelerator.reset_peak_memory_stats()

@@ -5,13 +5,13 @@ who acts on it is `hetero.stm.settled`.
 """
 
 import operator
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from hetero.msc import Phase, SegmentKey
 from hetero.stm.plans.plan import CyclePlan
 
-__all__ = ["ForwardKind", "Growth", "KindGrowth", "kind_of", "read_growth"]
+__all__ = ["ForwardKind", "Growth", "KindGrowth", "before_each_backward", "kind_of", "read_growth"]
 
 _SPARE = 2  # times as much as was measured has to be there, where that is no bound
 
@@ -41,6 +41,22 @@ def kind_of(key: SegmentKey) -> ForwardKind:
     """Of a forward's segment: its key without the number of forwards that wait for their backward."""
     signature = key.signature
     return key.trains, signature[0] if isinstance(signature, tuple) else signature
+
+
+def before_each_backward(keys: Iterable[SegmentKey]) -> Iterator[list[ForwardKind]]:
+    """Forwards that train, and wait for the same backward that adds to gradients."""
+    waiting: list[ForwardKind] = []
+    for key in keys:
+        if key.phase is Phase.FORWARD and key.trains:
+            waiting.append(kind_of(key))
+        elif key.phase is Phase.BACKWARD and not _returns_gradients(key):
+            yield waiting
+            waiting = []
+
+
+def _returns_gradients(key: SegmentKey) -> bool:
+    """Of a backward's segment, as `hetero.stm.running.segments` writes it."""
+    return isinstance(key.signature, tuple) and key.signature[-1] is True
 
 
 def read_growth(plans: Iterable[CyclePlan], *, budget: int, gradient_bytes: int, step_bytes: int) -> Growth:

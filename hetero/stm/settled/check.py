@@ -14,9 +14,8 @@ import torch
 from torch import nn
 
 from hetero.devices import Accelerator
-from hetero.msc import Phase
 from hetero.stm.manager import StatefulTensorMgr
-from hetero.stm.plans.fits import ForwardKind, Growth, kind_of
+from hetero.stm.plans.fits import ForwardKind, Growth, before_each_backward
 from hetero.stm.settled.attempts import Attempts
 from hetero.stm.updates.optimizers import without_momentum
 
@@ -120,10 +119,10 @@ class Check:
             return False
         coming = [*self._since, kind]
         for plan in self._stm.plans:
-            known = [kind_of(key) for key in plan.keys if key.phase is Phase.FORWARD]
-            if any(known[begin : begin + len(coming)] == coming for begin in range(len(known))):
-                self._since = coming
-                return True
+            for known in before_each_backward(plan.keys):
+                if any(known[begin : begin + len(coming)] == coming for begin in range(len(known))):
+                    self._since = coming
+                    return True
         return False
 
     # -- helpers --------------------------------------------------------------------------------------
