@@ -250,7 +250,7 @@ def test_schedulers(name, born):
         for number in range(14):
             if number == born:
                 scheduler = SCHEDULERS[name](optimizer)
-            loss = model(batch(target, 5 if number == 9 else 8)).square().mean()
+            loss = model(batch(target, 11 if number == 9 else 8)).square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -289,7 +289,7 @@ def test_hooks_of_the_users_own_see_the_same():
         hooked = id(parameters[1])
         parameters[1].register_post_accumulate_grad_hook(lambda p: first.append([p.grad, id(p) == hooked]))
         for number in range(12):
-            x = batch(target, 5 if number == 8 else 8)
+            x = batch(target, 11 if number == 8 else 8)
             if number == 6:
                 parameters[2].register_post_accumulate_grad_hook(lambda p: second.append(p.grad.clone()))
                 parameters[3].register_hook(lambda g: g + 1)

@@ -102,11 +102,11 @@ def test_checkpoints_are_plain_and_those_who_hold_one_keep_it_settled():
         settle(model, optimizer, manager, target)
         held = model.state_dict()
         assert all(type(value) is torch.Tensor and value.device == target for value in held.values())
-        step(model, optimizer, target, rows=5)  # of a new size: but what is held would be left behind
+        step(model, optimizer, target, rows=11)  # of a new size: but what is held would be left behind
         assert manager.plan.everything_fits
         assert all(torch.equal(held[name], p) for name, p in model.named_parameters())
         del held
-        step(model, optimizer, target, rows=6)
+        step(model, optimizer, target, rows=12)
         assert not manager.plan.everything_fits
 
 
@@ -331,7 +331,7 @@ def test_parameters_that_have_become_parts_of_one_vector():
         vector = nn.utils.parameters_to_vector(model.parameters()).detach() * 0.9
         nn.utils.vector_to_parameters(vector, model.parameters())
         del vector
-        seen.append(model(batch(target, 5)).square().mean())  # of a kind that is to be measured
+        seen.append(model(batch(target, 11)).square().mean())  # of a kind that is to be measured
         note(False)
         seen[-1].backward()
         optimizer.step()

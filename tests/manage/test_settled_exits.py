@@ -49,16 +49,66 @@ def test_a_batch_of_another_size():
     def loop(model, optimizer, target, note):
         seen = losses(model, optimizer, target, 6)
         note(True)
-        for rows in (5, 8, 5, 5, 8, 8):
+        for rows in (11, 8, 11, 11, 8, 8):
             seen.append(step(model, optimizer, target, rows))
             if len(seen) == 7:
                 note(False)
         note(True)  # both sizes are known now
-        seen.append(step(model, optimizer, target, 5))
+        seen.append(step(model, optimizer, target, 11))
         note(True)
         return seen
 
     assert_leaves_and_comes_back(loop)
+
+
+def test_a_smaller_batch_is_not_measured():
+    """Nor is one that is as large in each dimension as some known one."""
+
+    def loop(model, optimizer, target, note):
+        seen = []
+        for shape in [(8, 4, 64)] * 3 + [(4, 16, 64)] * 6 + [(3, 4, 64), (4, 2, 64), (1, 16, 64)] * 2:
+            loss = model(torch.randn(shape).to(target)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss)
+            if len(seen) > 7:
+                note(True)
+        seen.append(model(torch.randn(5, 5, 64).to(target)).square().mean())
+        note(False)
+        return seen
+
+    assert_leaves_and_comes_back(loop)
+
+
+class TakesMoreForLess(nn.Module):
+    """Of one row, for a while, a megabyte."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, x):
+        if len(x) == 1:
+            torch.ones(1 << 20, dtype=torch.uint8, device=x.device)
+        return self.inner(x)
+
+
+@pytest.mark.skipif(ON_CUDA, reason=BLOCKS)
+def test_a_smaller_batch_that_takes_more_passes_the_budget_once():
+    budget = 1500 << 10
+    model, optimizer, manager, target = managed_mlp(budget, build=TakesMoreForLess)
+    with manager:
+        settle(model, optimizer, manager, target)
+        torch.accelerator.reset_peak_memory_stats()
+        step(model, optimizer, target, rows=1)
+        assert torch.accelerator.max_memory_allocated() > budget
+        step(model, optimizer, target)
+        assert is_intercepted(model)
+        for rows in (1, 8, 8, 8, 8, 1, 8):
+            torch.accelerator.reset_peak_memory_stats()
+            step(model, optimizer, target, rows)
+            assert torch.accelerator.max_memory_allocated() <= budget
 
 
 def test_a_batch_of_another_size_with_a_loss_that_is_not_tried_again():
@@ -66,7 +116,7 @@ def test_a_batch_of_another_size_with_a_loss_that_is_not_tried_again():
 
     def loop(model, optimizer, target, note):
         seen = []
-        for rows in (8, 8, 8, 8, 8, 8, 5, 5, 8, 8, 5, 8):
+        for rows in (8, 8, 8, 8, 8, 8, 11, 11, 8, 8, 11, 8):
             targets = torch.rand(rows, 64).to(target)
             seen.append(nn.functional.binary_cross_entropy_with_logits(model(batch(target, rows)), targets))
             seen[-1].backward()
@@ -87,13 +137,12 @@ def test_evaluation_between_steps_and_in_the_middle_of_one():
     def loop(model, optimizer, target, note):
         seen = losses(model, optimizer, target, 6)
         note(True)
-        for number in range(4):
+        for _ in range(4):
             model.eval()
             with torch.no_grad():
                 seen.append(model(batch(target)))
             model.train()
-            if number == 0:
-                note(False)
+            note(True)  # it takes no more than training
             loss = square_loss(model, target)
             with torch.no_grad():
                 seen.append(model(batch(target)))
@@ -120,7 +169,7 @@ def test_a_graph_of_the_settled_state_is_gone_through_after_it_has_ended():
         for number in range(2):
             first = square_loss(model, target)
             note(True)
-            second = model(batch(target, 5)).square().mean()
+            second = model(batch(target, 11)).square().mean()
             note(number > 0)  # after that, its size is known
             second.backward()
             first.backward()
@@ -153,7 +202,7 @@ def test_a_graph_through_frozen_parameters_is_gone_through_after_it_has_ended(un
         note(True)
         x, loss = through(model, target)
         model.requires_grad_(unfreezes)
-        other, beside = through(model, target, 5)
+        other, beside = through(model, target, 11)
         note(False)
         loss.backward()
         beside.backward()
@@ -189,14 +238,14 @@ def test_a_closure_with_a_batch_of_another_size(fused):
             return inner(*args, **kwargs)
 
         optimizer.step = wrapped
-        for rows in (8, 5, 8, 5, 5, 8):
+        for rows in (8, 11, 8, 11, 11, 8):
             seen.append(optimizer.step(functools.partial(closure, rows)))
             settled.append(not is_intercepted(model))
         assert len(calls) == 6
         model(batch(target)).square().mean().backward()
         optimizer.step(None)
         optimizer.step(closure=None)
-        return [*seen, *(step(model, optimizer, target, rows) for rows in (8, 5, 8))]
+        return [*seen, *(step(model, optimizer, target, rows) for rows in (8, 11, 8))]
 
     def make_optimizer(model):
         return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=fused, fused=fused)
@@ -221,7 +270,7 @@ def test_a_step_method_that_was_kept_steps_with_the_same_kernels(kept, schedules
 
     def loop(model, optimizer, target):
         seen, run = [], optimizer.step
-        for number, rows in enumerate((8, 8, 8, 8, 8, 8, 8, 5, 5, 8, 8, 8, 5, 8, 8, 8)):
+        for number, rows in enumerate((8, 8, 8, 8, 8, 8, 8, 11, 11, 8, 8, 8, 11, 8, 8, 8)):
             if number == kept:
                 if schedules:
                     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n))
@@ -265,7 +314,7 @@ def test_closures_alone_settle_as_well(fused):
             return loss
 
         seen = []
-        for rows in (8, 8, 8, 8, 8, 8, 5, 8, 8, 8):
+        for rows in (8, 8, 8, 8, 8, 8, 11, 8, 8, 8):
             seen.append(optimizer.step(functools.partial(closure, rows)))
             scheduler.step()
         return seen
@@ -287,7 +336,7 @@ def test_micro_batches_of_which_one_is_new():
     def loop(model, optimizer, target, note):
         seen = losses(model, optimizer, target, 6)
         note(True)
-        for rows in ((8, 8), (8, 5, 8), (8, 8)):
+        for rows in ((8, 8), (8, 11, 8), (8, 8)):
             for count in rows:
                 loss = model(batch(target, count)).square().mean()
                 loss.backward()

@@ -27,7 +27,7 @@ from torch import nn
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.managed import ManagedTensor
 
-__all__ = ["Signatures", "may_record"]
+__all__ = ["Signatures", "is_no_larger", "may_record"]
 
 
 class Signatures:
@@ -102,6 +102,13 @@ class Signatures:
 
 _MOST_NUMBERS = 8
 _MOST_SIZES = 8
+
+
+def is_no_larger(call: tuple[object, ...], known: tuple[object, ...]) -> bool:
+    """Their signatures, or the same parts of these, differ in sizes at most, and ``call`` is larger in no dimension."""
+    sizes, known_sizes = list[int](), list[int]()
+    alike = _without_sizes(call, sizes) == _without_sizes(known, known_sizes)
+    return alike and all(map(operator.le, sizes, known_sizes))
 
 
 def _without_sizes(part: object, sizes: list[int]) -> object:

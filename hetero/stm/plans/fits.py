@@ -11,7 +11,14 @@ from dataclasses import dataclass, replace
 from hetero.msc import Phase, SegmentKey
 from hetero.stm.plans.plan import CyclePlan
 
-__all__ = ["ForwardKind", "Growth", "KindGrowth", "before_each_backward", "kind_of", "read_growth"]
+__all__ = [
+    "ForwardKind",
+    "Growth",
+    "KindGrowth",
+    "before_each_backward",
+    "kind_of",
+    "read_growth",
+]
 
 _SPARE = 2  # times as much as was measured has to be there, where that is no bound
 

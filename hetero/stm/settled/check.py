@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from hetero.devices import Accelerator
+from hetero.stm.interception.signatures import is_no_larger
 from hetero.stm.manager import StatefulTensorMgr
-from hetero.stm.plans.fits import ForwardKind, Growth, before_each_backward
+from hetero.stm.plans.fits import ForwardKind, Growth, KindGrowth, before_each_backward
 from hetero.stm.settled.attempts import Attempts
 from hetero.stm.updates.optimizers import without_momentum
 
@@ -46,7 +47,8 @@ class Check:
         self._optimizer = optimizer
         self._attempts = attempts
         self.must_leave = False
-        self._growth = Growth(peak=0, by_kind={})
+        self._by_kind: dict[ForwardKind, KindGrowth] = {}
+        self._unlike: set[ForwardKind] = set()  # what had more than others of their kind
         self._limit = 0
         self._seen_failures = self._seen_peak = 0
         self._last: ForwardKind | None = None  # kind of the last forward that ran settled
@@ -64,7 +66,7 @@ class Check:
         """It has settled for a forward of such a kind. ``growth``: what iterations need beside model data; ``limit``:
         the bytes that all may take together, which is the budget less what was given to others, until `Manager.trim`.
         """
-        self._growth, self._limit = growth, limit
+        self._by_kind, self._limit = dict(growth.by_kind), limit
         trained = [t.parameter for t in self._stm.tensors if t.parameter.requires_grad]
         self._probe = trained[-1] if trained else None
         self._frozen = [t.parameter for t in self._stm.tensors if not t.parameter.requires_grad]
@@ -89,7 +91,7 @@ class Check:
             self._note_peak(peak)
         if any(map(_momentum, self._without_momentum)):
             self.must_leave = True
-        growth = self._growth.by_kind.get(kind)
+        growth = self._by_kind.get(kind) or self._of_larger(kind)
         makes_gradients = kind[0] and self._probe is not None and self._probe.grad is None
         admits = (
             growth is not None
@@ -127,6 +129,21 @@ class Check:
 
     # -- helpers --------------------------------------------------------------------------------------
 
+    def _of_larger(self, kind: ForwardKind) -> KindGrowth | None:
+        """Of a forward that was never measured: at most what larger ones take, the last batch of an epoch; or those
+        that train, an evaluation. From then on it is known."""
+        if kind in self._unlike:
+            return None
+        larger = [growth for known, growth in self._by_kind.items() if _is_covered(kind, known)]
+        if not larger:
+            return None
+        most = KindGrowth(
+            with_gradients=max(growth.with_gradients for growth in larger),
+            without=max(growth.without for growth in larger),
+        )
+        self._by_kind[kind] = most
+        return most
+
     def _note_failures(self, failures: int) -> None:
         """The allocator's count of them is another than at the last check; less if somebody has reset it."""
         if failures > self._seen_failures:
@@ -140,9 +157,24 @@ class Check:
             self.must_leave = True
             self._attempts.note_passed()
             assert self._last is not None
+            self._unlike.add(self._last)
             model_bytes = self._stm.ledger.device_bytes
             self._stm.plans.note_settled(self._last, peak - self._limit, model_bytes=model_bytes)
         self._seen_peak = peak
+
+
+def _is_covered(kind: ForwardKind, known: ForwardKind) -> bool:
+    """Such a forward needs no more than a ``known`` one: its inputs are the same, but for sizes, none of which is
+    larger; and it records no gradients, where that matters whether the model trains as well."""
+    trains, signature = kind
+    known_trains, known_signature = known
+    if not (isinstance(signature, tuple) and isinstance(known_signature, tuple)):
+        return False
+    if not trains and known_trains:  # the first part is the model's mode
+        signature, known_signature = signature[1:], known_signature[1:]
+    elif trains != known_trains:
+        return False
+    return is_no_larger(signature, known_signature)
 
 
 def _state_of(probe: nn.Parameter) -> _State:
