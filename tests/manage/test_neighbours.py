@@ -85,6 +85,32 @@ def test_adversaries_follow_their_plans_or_settle(budget, settles):
             assert stats.lower_bound_bytes is not None  # the last iteration has followed its plan
 
 
+def by_turns(models, optimizers, target, steps=8):
+    """Each is frozen while the other learns."""
+    (generator, discriminator), (for_generator, for_discriminator) = models, optimizers
+    seen = []
+    for _ in range(steps):
+        generator.requires_grad_(False)
+        for_discriminator.zero_grad()
+        loss = discriminator(batch(target)).square().mean() + discriminator(generator(batch(target))).mean()
+        loss.backward()
+        for_discriminator.step()
+        generator.requires_grad_(True)
+        discriminator.requires_grad_(False)
+        for_generator.zero_grad()
+        discriminator(generator(batch(target))).mean().neg().backward()
+        for_generator.step()
+        discriminator.requires_grad_(True)
+        seen.append(loss.item())
+    return seen
+
+
+@pytest.mark.usefixtures("homes_on_device")
+@pytest.mark.parametrize("budget", [1050 << 10, 1150 << 10])
+def test_one_whose_parameters_are_frozen_settles_only_where_there_is_room_for_their_states(budget):
+    twins(by_turns, two_with_adam, budget)
+
+
 def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, foreach=False)
 
@@ -92,6 +118,11 @@ def sgd(model):
 def two_that_are_trained():
     models = mlp(depth=3), mlp(depth=3)
     return models, [sgd(model) for model in models]
+
+
+def two_with_adam():
+    models = mlp(depth=3), mlp(depth=3)
+    return models, [torch.optim.Adam(model.parameters(), lr=1e-3, foreach=False) for model in models]
 
 
 def taught():

@@ -76,6 +76,7 @@ class Fitting:
         missing = sum(t.device_nbytes for t in stm.tensors if not t.is_resident)
         gradients = [t for t in stm.tensors if t.parameter.grad is not None]
         missing += sum(t.device_nbytes for t in gradients if not stm.gradients.is_kept(t))
+        missing += 0 if self._step is None else self._step.device_homes.missing_bytes()
         all_there = len(gradients) == sum(t.parameter.requires_grad for t in stm.tensors)
         kinds = growth.by_kind.values()
         most = missing + max(each.with_gradients if all_there else each.without for each in kinds)

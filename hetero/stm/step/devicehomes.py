@@ -251,6 +251,15 @@ class DeviceHomes:
             return False
         return not any(self._stm.tensors[index].parameter.requires_grad for index in away)
 
+    def missing_bytes(self) -> int:
+        """Of the states that `complete` brings."""
+        groups = self._groups()
+        away = [self._stm.tensors[index] for index in self._stepped() - self._here.keys()]
+        states = (state for tensor in away for state in self._states(tensor, groups))
+        return sum(
+            self._accelerator.allocated_size(state.nbytes) for state in states if state.device.type == "cpu"
+        )
+
     def complete(self) -> bool:
         """Bring what is not stepped any more; False if any state is left at home."""
         groups = self._groups()
