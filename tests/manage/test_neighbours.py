@@ -131,8 +131,8 @@ def taught():
     return (student, teacher.requires_grad_(False)), [sgd(student), None]
 
 
-def distil(models, optimizers, target, steps=10):
-    """A student learns from a teacher, which is the average of what it has been."""
+def distil(models, optimizers, target, steps=10, own=lambda p: p.data):
+    """A student learns from a teacher, which is the average of what it has been. ``own``: what is averaged there."""
     student, teacher = models
     seen = []
     for _ in range(steps):
@@ -145,9 +145,13 @@ def distil(models, optimizers, target, steps=10):
         optimizers[0].zero_grad()
         with torch.no_grad():
             for slow, fast in zip(teacher.parameters(), student.parameters(), strict=True):
-                slow.data.mul_(0.9).add_(fast.data, alpha=0.1)
+                own(slow).mul_(0.9).add_(fast.detach(), alpha=0.1)
         seen.append(loss)
     return seen
+
+
+def distil_in_place(models, optimizers, target):
+    return distil(models, optimizers, target, own=lambda p: p)
 
 
 def prefer(models, optimizers, target, steps=8):
@@ -245,6 +249,11 @@ def there_and_back(models, optimizers, target, steps=6):
 @pytest.mark.parametrize(("loop", "build"), [(in_turn, two_that_are_trained), (distil, taught)])
 def test_what_one_model_needs_another_does_not_keep(loop, build, budget):
     twins(loop, build, budget)
+
+
+@pytest.mark.parametrize("budget", [500 << 10, 600 << 10])
+def test_a_teacher_that_would_fit_is_averaged_in_place_with_a_student_that_does_not(budget):
+    twins(distil_in_place, taught, budget)
 
 
 # Where what the second half of its backward takes counts as nothing, both are passed.

@@ -340,6 +340,9 @@ def _at_home(
         count_writes(listed)
         for tensor in operands:
             tensor.owner.homes.after_write(tensor)
+        if func is not torch.Tensor.copy_ and any(_is_on_host(value) for value in tensors_in((args, kwargs))):
+            # As with a teacher that is the average of a model whose parameters are at home.
+            _keep_home(operands)
     # ``buffer[:] = p`` returns nothing.
     written = (*args[:1], kwargs.get("out")) if writes else ()
     results = [value for value in tensors_in((result, *written)) if not is_managed(value)]
@@ -355,6 +358,19 @@ def _at_home(
         if any(value.requires_grad for value in tensors):
             settled.forbid()  # a loss of them is made at home, and may be again
     return result
+
+
+def _is_on_host(value: torch.Tensor) -> bool:
+    """On the device ``value``, the user's own, would be an operand on another one."""
+    return not is_managed(value) and value.is_cpu and value.dim() > 0
+
+
+def _keep_home(operands: list[ManagedTensor]) -> None:
+    """Those that no optimizer steps: what it combines them with it has on the device as well."""
+    for tensor in operands:
+        settled = tensor.owner.settled
+        if settled is not None and (settled.optimizer is None or not tensor.parameter.requires_grad):
+            settled.forbid()
 
 
 def note_use_at_home(operands: list[ManagedTensor], results: list[torch.Tensor]) -> None:
