@@ -263,12 +263,14 @@ class Cycles:
         plan = self._book.get(keys)
         if plan is None:
             return False
+        parameters = len(plan.first_uses)
+        lost = sum(period.unplanned_fetches for segment in history.segments for period in segment.periods)
         if history.is_outdated or history.has_more:
-            parameters = len(plan.first_uses)
-            lost = sum(period.unplanned_fetches for segment in history.segments for period in segment.periods)
             return self._departures.note_more(
                 keys, lost=parameters if history.is_outdated else lost, parameters=parameters
             )
+        if lost > 0 and self._book.lacks_room(keys):
+            return self._departures.note_more(keys, lost=lost, parameters=parameters)
         return self._departures.note_less(keys, frozenset(history.omitted))
 
 

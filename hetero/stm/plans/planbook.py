@@ -138,12 +138,22 @@ class PlanBook:
         self._hasty.discard(keys)
         self.timings.forget(keys)
 
+    def lacks_room(self, keys: Keys) -> bool:
+        """What its plan keeps free all along, for what was not there when it was measured, leaves less than it needs:
+        only measuring tells when in the iteration that is there."""
+        plan = self._plans.get(keys)
+        if plan is None or plan.margin == self.margin:
+            return False
+        return self.budget - plan.margin < self._planner.least(plan)
+
     def measure_again(self, keys: Keys, *, for_good: bool) -> None:
         """Iterations with these keys are no longer what they were: forget them. What the longest of these took may come
         again. ``for_good``: even if they turn out to be shorter."""
-        plan = self._plans.pop(keys, None)
+        plan = self._plans.get(keys)
         if plan is not None:
-            self._kept_free[keys] = max(0, plan.margin - self.margin)
+            # What that left no room for will have been measured.
+            self._kept_free[keys] = 0 if self.lacks_room(keys) else max(0, plan.margin - self.margin)
+            del self._plans[keys]
         if plan is self.last:
             self.last = None
         self._forget(keys)
