@@ -229,6 +229,9 @@ class Executor:
         if plan is not None:
             if self._drift and not self._collector.is_sampling and not plan.guarded[self._course.number]:
                 self._caller.begin_after_drift(plan, position=self._course.callers)
+            if self._drift:
+                # What leaves for it has to come back: if that costs fetches, it is planned for.
+                self._plans.outgrown.note(self._drift)
             limit = plan.limits[self._course.callers] - self._drift
             self._keep_to(limit - MOST_OF_ITS_OWN * self._drift)
         else:
