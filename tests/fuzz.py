@@ -325,7 +325,9 @@ class Run:
         averages = list(self.averages.parameters())
         with torch.no_grad():
             for mean, p in zip(averages, self.models.parameters(), strict=True):
-                mean.lerp_(p.detach().to(mean.device), 0.1)  # docs/limits.md: copies stay where they were made
+                mean.lerp_(
+                    p.detach().to(mean.device), 0.1
+                )  # docs/limits.md: copies stay where they were made
         self.note("averages", averages)
 
     def rewind(self, rng):

@@ -53,6 +53,8 @@ class Segment:
     times were, from ``opened`` to ``closed``; so were its ``copies``. ``left_bytes``: non-model data on the device when
     the caller, with what it has made of a forward's results, called a backward. ``has_gradients``: some were there
     when it began. ``by_values``: so far as it was guarded, an operator ran in it whose memory depends on values.
+    ``brought_back``: copies and saved tensors that its plan has on the device when it begins, and that had left since
+    the segment before.
     """
 
     key: SegmentKey
@@ -67,6 +69,12 @@ class Segment:
     has_gradients: bool = False
     by_values: bool = False
     queued: tuple[int, ...] = ()  # parameters whose updates were left to be done later, in order
+    brought_back: int = 0
+
+    @property
+    def missed_fetches(self) -> int:
+        """That its plan did not foresee, ahead of their use or not."""
+        return self.brought_back + sum(period.unplanned_fetches for period in self.periods)
 
 
 class MemStatsCollector:

@@ -264,7 +264,7 @@ class Cycles:
         if plan is None:
             return False
         parameters = len(plan.first_uses)
-        lost = sum(period.unplanned_fetches for segment in history.segments for period in segment.periods)
+        lost = sum(segment.missed_fetches for segment in history.segments)
         if history.is_outdated or history.has_more:
             return self._departures.note_more(
                 keys, lost=parameters if history.is_outdated else lost, parameters=parameters

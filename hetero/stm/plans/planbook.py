@@ -169,7 +169,7 @@ class PlanBook:
                 self.outgrown.note_elsewhere(keys, passed + max(0, unused))
 
     def _make_if_outgrown(self, keys: Keys, segments: list[Segment]) -> None:
-        missed = any(period.unplanned_fetches for segment in segments for period in segment.periods)
+        missed = any(segment.missed_fetches for segment in segments)
         plan = self._plans.get(keys)
         more = self.outgrown.keep_free(
             keys,

@@ -37,10 +37,11 @@ class Backlog:
         """Nothing waits."""
         return not (self._to_evict or self._to_prefetch or self._to_renew)
 
-    def begin(self, expected: Iterable[int]) -> None:
-        """A segment begins; what is not there of ``expected`` is to be fetched."""
+    def begin(self, expected: Iterable[int]) -> int:
+        """A segment begins; what is not there of ``expected`` is to be fetched. Returns how many that are."""
         self._to_evict, self._to_renew, self._renewed = [], [], []
         self._to_prefetch = [index for index in expected if not self._is_resident(index)]
+        return len(self._to_prefetch)
 
     def want(self, indices: Iterable[int]) -> None:
         """They are to be fetched, after what waits."""

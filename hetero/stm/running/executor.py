@@ -117,12 +117,14 @@ class Executor:
             self._caller.look_back()
         if place.number == 0 and not place.sample:
             self._caller.begin_iteration()
-        self._backlog.begin(place.expected if self._course.plan is not None else ())
+        missing = self._backlog.begin(place.expected if self._course.plan is not None else ())
         self._activations.reclaim(0)
         if place.sample:
             self._relief.await_release()
             self._holders.begin()
         self._segment = self._collector.begin_segment(key, sample=place.sample, time=place.time)
+        if place.number > 0:  # before an iteration, others may have run
+            self._segment.brought_back = missing
         if place.sample:
             self._segment.has_gradients = any(has_gradient(tensor) for tensor in self._tensors)
         there = self._segment.has_gradients or len(self._gradients.kept) > 0
