@@ -111,6 +111,15 @@ def test_one_whose_parameters_are_frozen_settles_only_where_there_is_room_for_th
     twins(by_turns, two_with_adam, budget)
 
 
+def test_who_is_frozen_for_a_while_stays_settled():
+    steps = 16
+    generator, discriminator = twins(
+        lambda *given: by_turns(*given, steps=steps), two_that_are_trained, 16 << 20
+    )
+    assert generator.settled_forwards > 2 * steps // 2  # of two in each step
+    assert discriminator.settled_forwards > 3 * steps // 2
+
+
 def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, foreach=False)
 

@@ -8,6 +8,7 @@ before: in backward, in the step, wherever nobody of ours is called.
 
 import operator
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from hetero.stm.interception.signatures import is_no_larger
 from hetero.stm.manager import StatefulTensorMgr
 from hetero.stm.plans.fits import ForwardKind, Growth, KindGrowth, before_each_backward
 from hetero.stm.settled.attempts import Attempts
+from hetero.stm.tensors.managed import ManagedTensor
 from hetero.stm.updates.optimizers import without_momentum
 
 __all__ = ["Check"]
@@ -62,14 +64,17 @@ class Check:
         # Groups of the optimizer: there is no room for the states that the step makes once it is on.
         self._without_momentum: list[dict[str, Any]] = []
 
-    def begin(self, kind: ForwardKind, growth: Growth, limit: int) -> None:
+    def begin(
+        self, kind: ForwardKind, growth: Growth, limit: int, *, trained: Sequence[ManagedTensor]
+    ) -> None:
         """It has settled for a forward of such a kind. ``growth``: what iterations need beside model data; ``limit``:
-        the bytes that all may take together, which is the budget less what was given to others, until `Manager.trim`.
+        the bytes that all may take together, which is the budget less what was given to others, until `Manager.trim`;
+        ``trained``: parameters whose gradients and states are among these.
         """
         self._by_kind, self._limit = dict(growth.by_kind), limit
-        trained = [t.parameter for t in self._stm.tensors if t.parameter.requires_grad]
-        self._probe = trained[-1] if trained else None
-        self._frozen = [t.parameter for t in self._stm.tensors if not t.parameter.requires_grad]
+        self._probe = trained[-1].parameter if trained else None
+        known = {t.index for t in trained}
+        self._frozen = [t.parameter for t in self._stm.tensors if t.index not in known]
         self._without_momentum = [] if self._optimizer is None else without_momentum(self._optimizer)
         self.must_leave = False
         self._last = kind

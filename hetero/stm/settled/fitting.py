@@ -15,6 +15,7 @@ from hetero.stm.plans.plan import CyclePlan
 from hetero.stm.step.hoststep import HostStep
 from hetero.stm.step.ownstep import step_bytes
 from hetero.stm.tensors.exposure import gradient_is_private
+from hetero.stm.tensors.managed import ManagedTensor
 from hetero.stm.tensors.onlookers import Onlookers, has_other_optimizer
 
 __all__ = ["Fitting"]
@@ -41,7 +42,7 @@ class Fitting:
             return None
         sizes = {id(t.parameter): t.full_nbytes for t in self._stm.tensors}
         parameters = sum(t.living_nbytes for t in self._stm.tensors)
-        trained = [t for t in self._stm.tensors if t.parameter.requires_grad]
+        trained = self.trained()
         gradient_bytes = sum(t.full_nbytes for t in trained)
         model = parameters + self._stm.registry.buffer_bytes()
         temporary = 0
@@ -59,6 +60,11 @@ class Fitting:
             self._too_much = plans
             return None
         return growth
+
+    def trained(self) -> list[ManagedTensor]:
+        """Parameters that are, or that were stepped and are frozen for a while: those of who judges a generator."""
+        stepped = self._step.device_homes.stepped if self._step is not None else frozenset[int]()
+        return [t for t in self._stm.tensors if t.parameter.requires_grad or t.index in stepped]
 
     def has_room(self, growth: Growth) -> bool:
         """Now, and nothing that is under way stands against it: as far as that needs no look at every reference."""

@@ -149,7 +149,7 @@ class Settled:
             self._rest()  # its calls are around those of compiled modules
             if (compiled := self._compiled()) is not None:
                 compiled.pause()
-            self._check.begin(kind, growth, limit)
+            self._check.begin(kind, growth, limit, trained=self._fitting.trained())
             self.is_on = True
             settled_now.add(self)
             return True
