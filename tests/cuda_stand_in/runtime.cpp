@@ -413,6 +413,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsig
   if (result) *result = cudaDriverEntryPointSuccess;
   return cudaSuccess;
 }
+size_t cudnnGetVersion() { return 91900; }
 int cuDevicePrimaryCtxGetState(int, unsigned* flags, int* active) { return *flags = 0, *active = 1, 0; }
 
 // --- NVML: what hetero asks of it, and torch for the message of an out-of-memory error ---

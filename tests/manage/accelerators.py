@@ -92,7 +92,8 @@ class StepsAtHome(threading.local):  # the queue's thread steps as well
     """
 
     def __init__(self) -> None:
-        self._steps: list[tuple[torch.optim.Optimizer, dict[Any, _Visit]]] = []  # one may call another's
+        # One may call another's.
+        self._steps: list[tuple[torch.optim.Optimizer, dict[Any, _Visit], dict[str, torch.Tensor]]] = []
 
     def before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A hook before each step, the first one."""
@@ -128,7 +129,15 @@ class StepsAtHome(threading.local):  # the queue's thread steps as well
 
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
         visits = {p: _Visit(p) for p in _parameters(optimizer) if p.is_cuda}
-        self._steps.append((optimizer, visits))
+        # torch would send home what `GradScaler` has set there, and not wait for it.
+        scaling = {
+            name: value
+            for name in ("grad_scale", "found_inf")
+            if visits and isinstance(value := getattr(optimizer, name, None), torch.Tensor)
+        }
+        self._steps.append((optimizer, visits, scaling))
+        for name, value in scaling.items():
+            setattr(optimizer, name, value.cpu())
         for group in optimizer.param_groups:
             group["params"][:] = [visits[p].twin if p in visits else p for p in group["params"]]
         _rename(optimizer.state, {p: visit.twin for p, visit in visits.items()})
@@ -136,7 +145,9 @@ class StepsAtHome(threading.local):  # the queue's thread steps as well
             visit.send_states(dict.get(optimizer.state, visit.twin) or {})
 
     def end(self) -> None:
-        optimizer, visits = self._steps.pop()
+        optimizer, visits, scaling = self._steps.pop()
+        for name, value in scaling.items():
+            setattr(optimizer, name, value)
         back = {visit.twin: p for p, visit in visits.items()}
         for group in optimizer.param_groups:
             group["params"][:] = [back.get(p, p) for p in group["params"]]
