@@ -93,6 +93,7 @@ def hooks(model, optimizer):
     return sum(len(each or ()) for each in kinds) + (saving is not None)
 
 
+@pytest.mark.skipif(ON_CUDA, reason=STEPS_AT_HOME)
 def test_no_hook_is_set():
     model, optimizer, manager, target = managed_mlp()
     with manager:
