@@ -268,7 +268,7 @@ void foreach_copy_(at::TensorList to, at::TensorList from, bool non_blocking) {
 bool stays(const c10::OperatorHandle& op) {
   static const std::unordered_set<std::string> names = {
       "aten::empty", "aten::empty_strided", "aten::set_",  "aten::resize_", "aten::record_stream",
-      "aten::is_pinned", "aten::_pin_memory", "aten::_local_scalar_dense", "aten::_cudnn_init_dropout_state"};
+      "aten::is_pinned", "aten::_pin_memory", "aten::_local_scalar_dense"};
   if (names.count(op.schema().name())) return true;
   for (const auto& r : op.schema().returns())  // views
     if (r.alias_info() && !r.alias_info()->isWrite()) return true;
@@ -285,6 +285,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
     if (name.name.rfind("aten::", 0) != 0 || name.name == "aten::copy_" || name.name == "aten::_foreach_copy_") continue;
     auto op = dispatcher.findSchema(name);
     if (!op || !op->hasKernelForDispatchKey(DispatchKey::CUDA) || stays(*op)) continue;
+    if (!op->hasComputedKernelForDispatchKey(DispatchKey::CPU)) continue;
     const auto full = name.name.substr(6) + (name.overload_name.empty() ? "" : "." + name.overload_name);
     m.impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
   }

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from accelerators import races
+from accelerators import GAPS, races
 from blocks import ROWS, WIDTH, deep, steps
 from torch import nn
 from twins import adamw, assert_same, device, managed, plain, unmanaged
@@ -144,6 +144,8 @@ def test_without_room_on_the_host_nothing_leaves_and_what_then_does_not_fit_is_r
         r"batch size, raise host_budget, or raise device_budget to .* bytes\)", str(caught.value)
     )
     trained(int(0.4 * peak), budget + peak)  # so it is
+    if GAPS:
+        return  # a budget below the size of a segment refuses nothing there
     with pytest.raises(BudgetError) as caught:
         trained(int(0.1 * peak), budget + peak)
     assert "host_budget" not in str(caught.value)

@@ -114,6 +114,7 @@ def test_a_node_of_backward_that_is_not_tried_again_is_named_as_well():
     assert "CumprodBackward0" in named
 
 
+@pytest.mark.skipif(GAPS > 0, reason="a budget below the size of a segment refuses nothing there")
 def test_one_made_of_several_operators_is_not_tried_for_ever(monkeypatch):
     """Attention fails in its middle, having saved tensors by then: to make these leave helps no other attempt."""
     target, relieved, outcomes = device(), [], []

@@ -530,4 +530,4 @@ def test_what_grows_from_one_forward_to_the_next_finds_its_room_in_the_middle_of
             if resets:
                 torch.accelerator.reset_peak_memory_stats()
             model(x)
-            assert torch.accelerator.max_memory_allocated() <= budget
+            assert torch.accelerator.max_memory_allocated() <= budget + GAPS
