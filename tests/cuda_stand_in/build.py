@@ -108,7 +108,9 @@ def compile_(source: Path, *arguments: object) -> None:
 
 
 def run(*command: object) -> str:
-    return subprocess.run([str(part) for part in command], check=True, stdout=subprocess.PIPE, text=True).stdout
+    return subprocess.run(
+        [str(part) for part in command], check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
 
 
 if __name__ == "__main__":

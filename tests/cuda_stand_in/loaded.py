@@ -49,7 +49,12 @@ def _thnn_fused_lstm_cell_backward_impl(
     along = torch.zeros_like(cy) if grad_cy is None else grad_cy
     through = torch.zeros_like(cy) if grad_hy is None else grad_hy
     along = along + through * o * (1 - t * t)
-    grads = (along * g * i * (1 - i), along * cx * f * (1 - f), along * i * (1 - g * g), through * t * o * (1 - o))
+    grads = (
+        along * g * i * (1 - i),
+        along * cx * f * (1 - f),
+        along * i * (1 - g * g),
+        through * t * o * (1 - o),
+    )
     grad_gates = torch.cat(grads, 1)
     return grad_gates, along * f, grad_gates.sum(0) if has_bias else None
 
