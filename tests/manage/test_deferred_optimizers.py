@@ -230,6 +230,40 @@ def test_a_learning_rate_on_the_device_is_there_for_a_step_at_home(kind, fused):
     assert_same(plain(run(device())), plain(run("cpu")), "observed")
 
 
+class Decaying(torch.optim.AdamW):
+    """A step of its own, which also writes to its settings."""
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for group in self.param_groups:
+            group["lr"].mul_(0.5)
+            group["steps"] = group.get("steps", 0) + 1
+        return loss
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_settings_on_the_device_are_at_home_for_a_step_of_ones_own(fused):
+    def run(where):
+        made = []
+
+        def make(model):
+            lr = torch.tensor(0.01, device=where)
+            made.append((Decaying(model.parameters(), lr=lr, foreach=False, fused=fused), lr))
+            return made[-1][0]
+
+        def loop(model, optimizer, target):
+            seen = [two_steps(model, optimizer, target) for _ in range(3)]
+            (group,) = optimizer.param_groups
+            assert group["lr"] is made[-1][1]
+            assert group["steps"] == 6
+            return [*seen, group["lr"]]
+
+        seen, state, _ = managed(lambda: mlp(), loop, 256 << 10, make)
+        return seen, state
+
+    assert_same(plain(run(device())), plain(run("cpu")), "observed")
+
+
 def test_torch_never_sees_groups_of_which_all_are_capturable_because_there_are_none(monkeypatch):
     # On a GPU it warns of them, once for each optimizer.
     seen = []

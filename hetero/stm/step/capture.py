@@ -31,7 +31,7 @@ from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.managed import ManagedTensor
 from hetero.stm.updates.captured import ParameterUpdate, device_update, home_update, settings_of
 from hetero.stm.updates.kernels import split
-from hetero.stm.updates.optimizers import Group, at_home, is_known, make_shell
+from hetero.stm.updates.optimizers import Group, SettingsAtHome, at_home, is_known, make_shell
 
 __all__ = ["Capture"]
 
@@ -64,6 +64,7 @@ class Capture:
         self._stepped = stepped
         self._kept_ids = kept_ids
         self._groups: list[Group] | None = None  # the user's, while others stand in their place
+        self._sent_home: list[SettingsAtHome] = []
         self._written_unseen: list[torch.Tensor] = []
         # Updates that may make the first entry of a parameter of whose optimizer nothing was kept so far.
         self._without_entry: list[tuple[Any, ParameterUpdate]] = []
@@ -147,12 +148,18 @@ class Capture:
             optimizer.param_groups = _Followed(groups)
 
     def _place_settings(self, group: Group) -> Group:
-        """Where its parameters are. Not for optimizers that may write to their groups."""
-        is_home = is_known(self._optimizer) and all(map(self.is_ours, group["params"]))
-        return at_home(group) if is_home else group
+        """Where its parameters are."""
+        if not all(map(self.is_ours, group["params"])):
+            return group
+        if not is_known(self._optimizer):  # it may write to its group
+            self._sent_home.append(SettingsAtHome(group))
+            return group
+        return at_home(group)
 
     def end_groups(self) -> None:
         """They are the user's again."""
+        while self._sent_home:
+            self._sent_home.pop().end()
         if self._groups is not None:
             self._optimizer.param_groups, self._groups = self._groups, None
 

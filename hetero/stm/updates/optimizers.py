@@ -23,6 +23,7 @@ __all__ = [
     "ELEMENTWISE",
     "Entry",
     "Group",
+    "SettingsAtHome",
     "at_home",
     "calls_closure_first",
     "give_step_back",
@@ -188,6 +189,32 @@ def at_home(group: Group) -> Group:
         key: snapshot(value) for key, value in group.items() if key != "params" and not _is_on_host(value)
     }
     return {**group, **moved} if moved else group
+
+
+class SettingsAtHome:
+    """As `at_home`, but in the group itself, until `end`. What the step writes to them, it writes to the user's."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        placed = at_home(group)
+        self._values = {key: (group[key], value) for key, value in placed.items() if group[key] is not value}
+        group.update({key: here for key, (_, here) in self._values.items()})
+
+    def end(self) -> None:
+        for key, (there, here) in self._values.items():
+            if self._group.get(key) is here:  # else the step has put another in its place
+                _write_back(there, here)
+                self._group[key] = there
+
+
+def _write_back(there: Any, here: Any) -> None:
+    if isinstance(there, torch.Tensor):
+        if here._version:
+            with torch.no_grad():
+                there.copy_(here)
+    elif isinstance(there, list | tuple):
+        for one, other in zip(there, here, strict=True):
+            _write_back(one, other)
 
 
 def snapshot(value: Any) -> Any:
