@@ -3,9 +3,7 @@
 Owns every refusal of `hetero.manage`. Reads only: when one of these raises, nothing has been changed.
 """
 
-import copy
 import mmap
-from collections import defaultdict
 
 import torch
 from torch import nn
@@ -16,6 +14,7 @@ from hetero.errors import BudgetError, ManageError
 from hetero.stm.settled.who import record_of
 from hetero.stm.tensors.overlap import first_overlap
 from hetero.stm.tensors.precision import computes_in
+from hetero.stm.updates.optimizers import hyper_parameters, make_shell
 from hetero.units import format_bytes
 
 __all__ = ["check_budgets", "check_manageable", "named_buffers", "named_parameters"]
@@ -167,9 +166,8 @@ def _states_per_parameter(optimizer: torch.optim.Optimizer | None) -> int:
     probe = nn.Parameter(torch.zeros(3, 5, device="cpu"))
     probe.grad = torch.zeros_like(probe)
     try:
-        twin = copy.copy(optimizer)  # its kind and settings, nothing it holds
-        twin.state = defaultdict(dict)
-        twin.param_groups = [{**optimizer.param_groups[0], "params": [probe]}]
+        twin = make_shell(optimizer)  # a step may write to its settings: these are copies
+        twin.param_groups = [{**hyper_parameters(optimizer.param_groups[0]), "params": [probe]}]
         type(optimizer).step(twin)
     except (
         Exception

@@ -7,6 +7,8 @@ from lateness import host_step_of, managed_mlp
 from loops import batch, mlp, two_steps
 from twins import assert_same, assert_twins, at_home, device, managed, plain
 
+import hetero
+
 pytestmark = pytest.mark.usefixtures("late_queue")
 
 
@@ -239,6 +241,17 @@ class Decaying(torch.optim.AdamW):
             group["lr"].mul_(0.5)
             group["steps"] = group.get("steps", 0) + 1
         return loss
+
+
+def test_what_states_it_will_have_is_asked_without_a_trace():
+    model, steps = mlp(), []
+    lr = torch.tensor(0.01)
+    optimizer = Decaying(model.parameters(), lr=lr)
+    optimizer.register_step_pre_hook(lambda *arguments: steps.append(arguments))
+    with hetero.manage(model, optimizer, device=device(), device_budget="4MiB"):
+        assert lr == torch.tensor(0.01)
+    assert steps == []
+    assert "steps" not in optimizer.param_groups[0]
 
 
 @pytest.mark.parametrize("fused", [True, False])
