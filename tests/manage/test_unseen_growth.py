@@ -73,6 +73,7 @@ def test_what_is_saved_tells_of_it_where_nothing_moves_in_a_forward():
     assert stats.activation_out_bytes > 0
 
 
+@pytest.mark.skipif(GAPS > 0, reason="a budget below the size of a segment refuses nothing there")
 def test_what_is_kept_beside_a_plan_is_seen_while_an_iteration_is_measured():
     """Its branch's result, which the model keeps, is new in the second iteration, and all of it does not fit."""
     branch = Node("branch", 0, 1)
