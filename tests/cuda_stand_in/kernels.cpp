@@ -5,6 +5,7 @@
 // host's allocator is CUDA's: so results are handed over without a copy, and results and temporaries count, and are
 // refused, by CUDA's own caching allocator. What allocates, copies between host and device or makes views stays torch's.
 #include <ATen/Context.h>
+#include <ATen/SparseTensorImpl.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -222,6 +223,7 @@ class Call {
   Tensor take(const Tensor& t) {
     if (!t.defined() || !t.is_cpu()) return t;
     if (auto it = places_.find(t.unsafeGetTensorImpl()); it != places_.end()) return operands_[it->second].first;
+    if (t.layout() == c10::kSparse) return take_sparse(t);
     auto* from = t.storage().unsafeGetStorageImpl();
     auto it = places_.find(from);
     if (it != places_.end()) return tensor_on(operands_[it->second].first.storage(), DispatchKey::CUDA, t);
@@ -229,6 +231,15 @@ class Call {
     Tensor made = tensor_on(storage_of(taken(from), nbytes, cuda_allocator()), DispatchKey::CUDA, t);
     places_.emplace(from, operands_.size());
     operands_.emplace_back(made, t);
+    return made;
+  }
+
+  Tensor take_sparse(const Tensor& t) {
+    auto impl = [](const Tensor& sparse) { return static_cast<at::SparseTensorImpl*>(sparse.unsafeGetTensorImpl()); };
+    auto made = at::detail::make_tensor<at::SparseTensorImpl>(c10::DispatchKeySet(DispatchKey::SparseCUDA), t.dtype());
+    impl(made)->resize_(impl(t)->sparse_dim(), impl(t)->dense_dim(), t.sizes());
+    impl(made)->set_indices_and_values_unsafe(take(impl(t)->indices()), take(impl(t)->values()));
+    impl(made)->set_coalesced(impl(t)->coalesced());
     return made;
   }
 

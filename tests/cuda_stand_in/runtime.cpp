@@ -2,7 +2,8 @@
 //
 // A task of a stream (a copy, a fill, an event, a wait) is done as late as it may be: when somebody waits for it, or
 // for what comes after it. So a wait that is missing shows as wrong numbers, every time, and not as luck. Who only asks
-// (a query) is told "not ready", and one task is done, so that asking again and again ends.
+// (a query) is told "not ready" of what was queued within the last milliseconds, and one task is done, so that asking
+// again and again ends.
 //
 // No kernel can be launched: operators are given kernels of the host (kernels.cpp), which synchronize their stream and
 // then compute at once. What torch links to and is not here is generated, and aborts with its name (build.py).
@@ -24,6 +25,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+constexpr auto kLate = std::chrono::milliseconds(2);
 constexpr size_t kPoisoned = size_t{64} << 20;  // larger memory is left as it is: to touch it would use the host's
 
 // Everything is under one lock. A task may need another stream's tasks, and so on.
@@ -33,16 +35,20 @@ std::recursive_mutex& lock() {
 }
 using Guard = std::lock_guard<std::recursive_mutex>;
 
+struct Task {
+  std::function<void()> run;
+  Clock::time_point queued;
+};
+
 struct Stream {
-  std::deque<std::function<void()>> tasks;
+  std::deque<Task> tasks;
   uint64_t done = 0;
   int priority = 0;
-  bool doing = false;
   uint64_t queued() const { return done + tasks.size(); }
   void do_one() {
     auto task = std::move(tasks.front());
     tasks.pop_front();
-    task();
+    task.run();
     ++done;
   }
   void do_until(uint64_t count) {
@@ -111,12 +117,13 @@ bool is_reachable(const void* p) { return within(device().memory, p) || within(d
 
 cudaError_t queue(cudaStream_t s, std::function<void()> task, bool now) {
   Stream& stream = of(s);
-  stream.tasks.push_back(std::move(task));
+  stream.tasks.push_back({std::move(task), Clock::now()});
   if (now) stream.do_until(stream.queued());
   return cudaSuccess;
 }
 
 cudaError_t ask(Stream& stream, uint64_t count) {
+  while (stream.done < count && Clock::now() - stream.tasks.front().queued > kLate) stream.do_one();
   if (stream.done >= count) return cudaSuccess;
   stream.do_one();
   return cudaErrorNotReady;  // which is nobody's error
