@@ -135,7 +135,11 @@ extern "C" {
 
 // --- the device ---
 
-cudaError_t cudaGetDeviceCount(int* count) { return *count = 1, cudaSuccess; }
+cudaError_t cudaGetDeviceCount(int* count) {
+  const char* visible = std::getenv("CUDA_VISIBLE_DEVICES");
+  *count = visible && !*visible ? 0 : 1;
+  return *count ? cudaSuccess : fail(cudaErrorNoDevice);
+}
 cudaError_t cudaGetDevice(int* index) { return *index = 0, cudaSuccess; }
 cudaError_t cudaSetDevice(int index) { return index == 0 ? cudaSuccess : fail(cudaErrorInvalidDevice); }
 cudaError_t cudaDriverGetVersion(int* version) { return *version = 13000, cudaSuccess; }

@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerators import GAPS
 from loops import batch, mlp
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -111,7 +112,9 @@ def test_a_loss_between_forward_and_backward_is_the_same(loss_of, share):
         return seen
 
     assert_twins(mlp, loop, share=share)
-    assert max(stayed) == 1  # of the managed run's first iterations; else this would show nothing
+    # Of the managed run's first iterations; else this would show nothing. With gaps, the caller's part is not
+    # capped.
+    assert max(stayed) == (0 if GAPS else 1)
     assert modes.active(Retry) == []
 
 
