@@ -49,7 +49,7 @@ from hetero.stm import conversions
 from hetero.stm.activations.saved import part_saved_as_handles
 from hetero.stm.checkpoints import check_loads_in_place
 from hetero.stm.deferred import finish_everything
-from hetero.stm.interception import clipping, interrupts, scaling
+from hetero.stm.interception import clipping, interrupts, lists, scaling
 from hetero.stm.interception.casts import begin_region
 from hetero.stm.interception.compiled import compile_module, note_registered
 from hetero.stm.interception.intercept import (
@@ -408,6 +408,7 @@ _REPLACEMENTS: list[tuple[Any, str, Any]] = [
     *staying.REPLACEMENTS,
     *hostcopies.REPLACEMENTS,
     *scaling.REPLACEMENTS,
+    *lists.REPLACEMENTS,
 ]
 if _compile_session is not None:
     _REPLACEMENTS.append((_compiler, "_compile_session_context", _updated_session))
