@@ -13,7 +13,7 @@ import pytest
 import small_transformers
 import torch
 import transformers
-from accelerators import races
+from accelerators import GAPS, races
 from equality import assert_identical, device, fresh_memory, on_host, peak_memory, values_of
 from torch import nn
 
@@ -285,5 +285,5 @@ def test_model_trains_to_the_same_bits_under_a_budget(name: str, loop: Loop) -> 
     assert_identical(managed.values, unmanaged.values)
     assert managed.stats is not None
     assert managed.stats.model_data_bytes + unmanaged.parameter_bytes > budget  # zero_grad took the gradients
-    assert managed.peak <= budget
+    assert managed.peak <= budget + GAPS
     assert races() == []
