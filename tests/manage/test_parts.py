@@ -2,6 +2,8 @@
 
 import copy
 import gc
+import itertools
+import statistics
 import weakref
 from collections import Counter
 
@@ -175,11 +177,14 @@ def test_what_methods_call_moves_no_more_than_the_model():
             model, optimizer, device=target, device_budget="800KiB", device_homes=False
         ) as manager:
             trained(loss_of, width=128, steps=8)(model, optimizer, target)
-            before = manager.stats
-            trained(loss_of, width=128, steps=3)(model, optimizer, target)
-            after = manager.stats
-        moved.append(after.total_fetched_bytes - before.total_fetched_bytes)
-        assert after.unplanned_fetches == before.unplanned_fetches
+            seen = [manager.stats]
+            for _ in range(5):
+                trained(loss_of, width=128, steps=1)(model, optimizer, target)
+                seen.append(manager.stats)
+        fetched = [stats.total_fetched_bytes for stats in seen]
+        # The median, because on a busy machine one more is there ahead of the next iteration now and then.
+        moved.append(statistics.median(after - before for before, after in itertools.pairwise(fetched)))
+        assert seen[-1].unplanned_fetches == seen[0].unplanned_fetches
     assert 0 < moved[0] <= moved[1]
 
 
