@@ -170,7 +170,7 @@ class Check:
 
 def _is_covered(kind: ForwardKind, known: ForwardKind) -> bool:
     """Such a forward needs no more than a ``known`` one: its inputs are the same, but for sizes, none of which is
-    larger; and it records no gradients, where that matters whether the model trains as well."""
+    larger, and so is the model's mode; where it records no gradients and the known one does, that may be another."""
     trains, signature = kind
     known_trains, known_signature = known
     if not (isinstance(signature, tuple) and isinstance(known_signature, tuple)):
