@@ -536,3 +536,21 @@ def test_others_leave_for_what_comes_back_by_surprise_and_for_who_reads_it(share
         return seen
 
     assert_twins(Attending, loop, share=share, speculate=False)
+
+
+def test_what_is_gone_is_not_taken_for_room():
+    """It would count as model data that is there, and so much of what others have as nothing."""
+    target, model = device(), deep(2)
+    with manage_for(model) as manager:
+        executor, x = manager._stm.executor, torch.randn(ROWS, WIDTH).to(target)
+        for _ in range(3):
+            loss = model(x).square().mean()
+            loss.backward()
+        loss = model(x).square().mean()
+        kept = torch.empty(64 << 20, dtype=torch.uint8, device=target)
+        assert executor._course.plan is not None
+        del loss
+        drift = executor._measure_drift(0)
+        manager._stm.activations.close_gone()
+        assert drift == executor._measure_drift(0) > 0
+        del kept

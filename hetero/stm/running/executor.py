@@ -257,6 +257,7 @@ class Executor:
         segment, plan = self._segment, self._plan_of_caller
         if segment is None or segment.key.phase is not Phase.FORWARD or segment.left_bytes is not None:
             return
+        self._activations.close_gone()
         segment.left_bytes = self._collector.non_model_bytes()
         if plan is None or segment.sampled:
             return
@@ -433,6 +434,7 @@ class Executor:
         plan = self._course.plan
         if plan is None:
             return 0
+        self._activations.close_gone()  # else what is gone would count as model data that is there
         return max(0, self._collector.non_model_bytes() - plan.non_model[position] - plan.margin)
 
     def _answer_drift(self, planned: tuple[int, ...]) -> None:
