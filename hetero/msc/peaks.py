@@ -66,7 +66,7 @@ class PeakKeeper:
         self._counter.begin(self)
 
     def take_turn(self) -> None:
-        """What runs from now on is theirs, until another's turn comes, or nobody's."""
+        """What runs from now on is theirs, until another's turn comes, or the caller's."""
         self._counter.take_turn(self)
 
     def end_turn(self) -> None:

@@ -290,5 +290,6 @@ class Segments:
         return contextlib.nullcontext()  # no forward of ours waits for it
 
     def _backward_key(self) -> SegmentKey:
-        # One that returns gradients may be differentiated again: then much of what it makes is kept.
+        # One that returns gradients may be differentiated again: then much of what it makes is kept. Whether it does
+        # comes last (`hetero.stm.plans.fits` reads it there).
         return SegmentKey(Phase.BACKWARD, True, (*self._pending_forwards, any(self._backwards)))
