@@ -30,7 +30,7 @@ from hetero.stm.gradients.additions import Additions
 from hetero.stm.gradients.memory import owns_memory
 from hetero.stm.gradients.offload import Gradients
 from hetero.stm.homeaccess import HomeAccess
-from hetero.stm.interception.intercept import is_managed, managed_of
+from hetero.stm.interception.parameter import is_managed, managed_of
 from hetero.stm.neighbours import ask, join
 from hetero.stm.plans.cycles import Cycles
 from hetero.stm.plans.homechoice import HomeChoice

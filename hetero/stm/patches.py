@@ -52,19 +52,11 @@ from hetero.stm.deferred import finish_everything
 from hetero.stm.interception import clipping, interrupts, lists, scaling
 from hetero.stm.interception.casts import begin_region
 from hetero.stm.interception.compiled import compile_module, note_registered
-from hetero.stm.interception.intercept import (
-    ahead_of_home,
-    collect,
-    is_managed,
-    managed_in,
-    managed_of,
-    outside,
-    replace_one,
-    substituted,
-    write_back,
-)
 from hetero.stm.interception.onethread import await_device_thread, run_on_device_thread
+from hetero.stm.interception.operands import collect, replace_one
+from hetero.stm.interception.operators import ahead_of_home, outside, substituted, write_back
 from hetero.stm.interception.outside import full_copies, keeps_its_type
+from hetero.stm.interception.parameter import is_managed, managed_in, managed_of
 from hetero.stm.interception.parts import look_again
 from hetero.stm.interception.scopes import in_scope
 from hetero.stm.interception.transforms import is_transforming

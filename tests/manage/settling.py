@@ -8,7 +8,7 @@ from loops import batch, mlp
 from twins import adamw, assert_twins, device
 
 import hetero
-from hetero.stm.interception.intercept import ManagedParameter
+from hetero.stm.interception.parameter import ManagedParameter
 
 PLENTY = 64 << 20
 BLOCKS = "a real allocator serves small tensors from blocks that it has, whatever the limit"

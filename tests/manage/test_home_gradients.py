@@ -17,7 +17,7 @@ from hetero.msc import Period, PeriodTimes, Phase, Segment, SegmentKey
 from hetero.msc.periods import HandedOver
 from hetero.stm import Kind, Tier
 from hetero.stm.gradients import kept
-from hetero.stm.interception.intercept import is_managed, managed_of
+from hetero.stm.interception.parameter import is_managed, managed_of
 from hetero.stm.plans.rows import home_gradients, sends_to_come
 
 pytestmark = pytest.mark.usefixtures("homes_on_device")

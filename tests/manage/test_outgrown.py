@@ -17,7 +17,7 @@ from twins import adamw, assert_same, assert_twins, device, plain, unmanaged
 import hetero
 from hetero.devices import Accelerator
 from hetero.msc.peaks import PeakKeeper
-from hetero.stm.interception.intercept import is_managed, managed_of
+from hetero.stm.interception.parameter import is_managed, managed_of
 from hetero.stm.plans.outgrown import Outgrown
 from hetero.stm.running.executor import Executor
 from hetero.stm.running.relief import Relief

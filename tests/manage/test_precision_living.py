@@ -17,7 +17,7 @@ from twins import adamw, assert_same, device, managed
 import hetero
 from hetero.errors import ManageError
 from hetero.stm import Kind, Tier
-from hetero.stm.interception.intercept import managed_of
+from hetero.stm.interception.parameter import managed_of
 
 pytestmark = [
     pytest.mark.usefixtures("homes_on_device", "late_queue"),

@@ -8,7 +8,7 @@ from our_calls import our_calls
 from torch import nn
 from twins import assert_twins
 
-from hetero.stm.interception.intercept import ManagedParameter
+from hetero.stm.interception.parameter import ManagedParameter
 
 pytestmark = [
     pytest.mark.usefixtures("homes_on_device"),

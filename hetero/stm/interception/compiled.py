@@ -22,9 +22,10 @@ from torch import nn
 
 from hetero.errors import BudgetError, ManageError
 from hetero.stm.interception.arguments import any_on
-from hetero.stm.interception.intercept import is_managed, managed_of, substituted
 from hetero.stm.interception.misplaced import note_misplaced
+from hetero.stm.interception.operators import substituted
 from hetero.stm.interception.outside import full_copies, keeps_its_type
+from hetero.stm.interception.parameter import is_managed, managed_of
 from hetero.stm.interception.parts import is_part_of, look_again
 from hetero.stm.interception.scopes import in_scope
 from hetero.stm.living import Living

@@ -1,6 +1,6 @@
 """What to do with functions that are not operators.
 
-Owns the table `hetero.stm.interception.intercept.HANDLERS`: metadata moves nothing, ``p.grad`` waits, ``p.data`` is
+Owns the table `hetero.stm.interception.parameter.HANDLERS`: metadata moves nothing, ``p.grad`` waits, ``p.data`` is
 watched, ``p.device`` is home, or the device for who asks while it computes. Importing this module fills the table.
 """
 
@@ -11,14 +11,9 @@ import torch
 from torch import nn
 
 from hetero.errors import ManageError
-from hetero.stm.interception.intercept import (
-    HANDLERS,
-    ManagedParameter,
-    managed_of,
-    run_at_home,
-    run_operator,
-    substituted,
-)
+from hetero.stm.interception.athome import run_at_home
+from hetero.stm.interception.operators import run_operator, substituted
+from hetero.stm.interception.parameter import HANDLERS, ManagedParameter, managed_of
 from hetero.stm.interception.parts import computes_on
 from hetero.stm.interception.scopes import in_scope
 from hetero.stm.tensors.fetch import plain

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hetero.stm.interception.intercept import is_managed
+from hetero.stm.interception.parameter import is_managed
 
 __all__ = ["note_misplaced"]
 

@@ -1,6 +1,6 @@
 """Managed forwards: within one, operators on managed parameters run on the device.
 
-Owns which threads are in one (`hetero.stm.interception.intercept`: [Note: where operators run]).
+Owns which threads are in one (`hetero.stm.interception.operators`: [Note: where operators run]).
 """
 
 import contextlib

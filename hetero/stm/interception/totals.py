@@ -21,7 +21,7 @@ from torch.utils._foreach_utils import (
 )
 
 from hetero.stm.interception.foldable import foldable, foldable_parts
-from hetero.stm.interception.intercept import is_managed, managed_of
+from hetero.stm.interception.parameter import is_managed, managed_of
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.hostcopies import is_at_home
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch._C import _functorch
 
 from hetero.errors import ManageError
-from hetero.stm.interception.intercept import is_managed
+from hetero.stm.interception.parameter import is_managed
 
 __all__ = ["check_transformed", "is_transforming"]
 

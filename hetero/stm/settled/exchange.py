@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from hetero.devices import storage_of
-from hetero.stm.interception.intercept import is_managed
+from hetero.stm.interception.parameter import is_managed
 from hetero.stm.tensors.exposure import gradient_is_private, memory_is_private
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.managed import ManagedTensor

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from hetero.stm.homeaccess import Arrivals
-from hetero.stm.interception.intercept import is_managed, managed_in, managed_of
+from hetero.stm.interception.parameter import is_managed, managed_in, managed_of
 from hetero.stm.manager import StatefulTensorMgr
 from hetero.stm.step.devicehomes import DeviceUpdate
 from hetero.stm.step.jobs import Captured

@@ -31,7 +31,7 @@ from torch.utils._device import DeviceContext
 from torch.utils.hooks import RemovableHandle
 
 from hetero.devices import Accelerator
-from hetero.stm.interception.intercept import is_managed, managed_of
+from hetero.stm.interception.parameter import is_managed, managed_of
 from hetero.stm.interception.scaling import bring_home
 from hetero.stm.interception.scopes import in_scope
 from hetero.stm.manager import StatefulTensorMgr

@@ -24,7 +24,7 @@ import torch
 
 from hetero.stm.deferred import Attempt, Update
 from hetero.stm.gradients.changes import Wish
-from hetero.stm.interception.intercept import is_managed, managed_of
+from hetero.stm.interception.parameter import is_managed, managed_of
 from hetero.stm.manager import StatefulTensorMgr
 from hetero.stm.step.devicehomes import DeviceHomes
 from hetero.stm.step.expectation import Expectation

@@ -8,7 +8,9 @@ Nobody settles who was seen to do so, or to keep a copy of home, in the iteratio
 another optimizer over its parameters, count for good. What is done with copies of home, such as an average that is
 brought up to date every tenth step, or with gradients, is not seen: these are plain tensors. So where somebody has been
 given some, everything on the host that might be one of them, or made from some, keeps parameters at home, unless it was
-there before, and as it is now.
+there before, and as it is now. What is done with a tensor on the host again and again keeps them there for good: a loss
+of theirs that is made at home, and an update, not by an optimizer, from such tensors, as of a teacher that is the
+average of a model whose parameters are at home.
 """
 
 import gc
@@ -22,7 +24,7 @@ from hetero.devices import storage_of
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.managed import ManagedTensor
 
-__all__ = ["Onlookers", "has_other_optimizer"]
+__all__ = ["Onlookers", "has_other_optimizer", "note_operator", "note_update"]
 
 
 class Onlookers:
@@ -72,6 +74,27 @@ class Onlookers:
     def _was_there(self, tensor: torch.Tensor) -> bool:
         found, version = self._before.get(id(tensor), (None, 0))
         return found is not None and found() is tensor and tensor._version == version
+
+
+def note_operator(operands: Sequence[ManagedTensor], results: Sequence[torch.Tensor]) -> None:
+    """An operator on ``operands`` has made ``results`` at home."""
+    settled = operands[0].owner.settled
+    # Numbers may be combined with tensors on any device.
+    tensors = [value for value in results if value.dim()]
+    if settled is not None and tensors:
+        settled.onlookers.note_look()
+        if any(value.requires_grad for value in tensors):
+            settled.forbid()
+
+
+def note_update(operands: Sequence[ManagedTensor], others: Sequence[torch.Tensor]) -> None:
+    """An operator that is given ``others``, the user's own, has written to ``operands`` at home."""
+    if not any(value.is_cpu and value.dim() for value in others):
+        return
+    for tensor in operands:
+        settled = tensor.owner.settled
+        if settled is not None and (settled.optimizer is None or not tensor.parameter.requires_grad):
+            settled.forbid()
 
 
 def has_other_optimizer(ours: torch.optim.Optimizer | None, parameters: set[int]) -> bool:

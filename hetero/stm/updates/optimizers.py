@@ -201,6 +201,7 @@ class SettingsAtHome:
         group.update({key: here for key, (_, here) in self._values.items()})
 
     def end(self) -> None:
+        """The user's settings are back in the group."""
         for key, (there, here) in self._values.items():
             if self._group.get(key) is here:  # else the step has put another in its place
                 _write_back(there, here)

@@ -1,8 +1,6 @@
 """Putting device copies in the place of managed parameters, operator by operator.
 
-Owns the parameter class, what an operator on one is given, and the empty table of functions that are no operators
-(filled by `hetero.stm.interception.functions`). Invariant: an operator that runs on the device receives a copy whose
-bytes are those of home; a function that only asks about a parameter moves nothing.
+Invariant: an operator that runs on the device receives a copy whose bytes are those of home.
 
 Parameters are intercepted per operator and not per module, because modules lie: ``nn.MultiheadAttention`` never
 calls ``out_proj.forward``, a tied head uses another module's weight, parametrizations hide the leaf.
@@ -21,114 +19,28 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
-from hetero.errors import BudgetError, ManageError
+from hetero.errors import BudgetError
 from hetero.stm.activations.saved import may_save_again, part_saved_as_handles
 from hetero.stm.interception.arguments import tensors_in
+from hetero.stm.interception.athome import run_at_home
 from hetero.stm.interception.casts import drop_bytes, kept_casts
 from hetero.stm.interception.draws import DRAWING
 from hetero.stm.interception.inplace import writes_in_place
+from hetero.stm.interception.operands import collect, replace, replace_one, restore
 from hetero.stm.interception.outside import full_copies, keeps_its_type, note_outside, with_relief
+from hetero.stm.interception.parameter import ManagedParameter, is_managed
 from hetero.stm.interception.parts import called_part, computes_on
 from hetero.stm.interception.scopes import in_scope
-from hetero.stm.tensors.fetch import Fetch, plain
-from hetero.stm.tensors.graphpaths import marked
+from hetero.stm.tensors.fetch import Fetch
 from hetero.stm.tensors.listwrites import count_writes, versions_of_list
 from hetero.stm.tensors.managed import ManagedTensor
 from hetero.stm.tensors.owner import Owner
 
-__all__ = [
-    "HANDLERS",
-    "ManagedParameter",
-    "ahead_of_home",
-    "collect",
-    "is_managed",
-    "managed_in",
-    "managed_of",
-    "outside",
-    "replace_one",
-    "run_at_home",
-    "run_operator",
-    "substituted",
-    "write_back",
-]
+__all__ = ["ahead_of_home", "outside", "run_operator", "substituted", "write_back"]
 
 
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
-
-
-Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-
-HANDLERS: dict[Any, Handler] = {}
-"""Functions that are not operators, and what is done instead (`hetero.stm.interception.functions` fills it)."""
-
-
-class ManagedParameter(nn.Parameter):
-    """What ``p.__class__`` is while `p` is managed. It remains a `nn.Parameter` whose data live at home."""
-
-    _hetero: ManagedTensor
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        with plain():
-            handler = HANDLERS.get(func)
-            if handler is not None:
-                return handler(func, args, kwargs or {})
-            return run_operator(func, args, kwargs or {})
-
-    def set_(self, *args: Any, **kwargs: Any) -> "ManagedParameter":
-        """``p.set_(other)``, of which torch tells nobody, as ``p.data = other``: for a parameter that is the same."""
-        if kwargs or len(args) != 1 or not isinstance(args[0], torch.Tensor):
-            raise ManageError(
-                f"{managed_of(self).name}.set_ to a part of a storage, while managed: use p.copy_(), or call "
-                "manager.close() first"
-            )
-        self.data = args[0]
-        return self
-
-    # A copy is an ordinary parameter: nobody manages it.
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        self._hetero.owner.homes.wait(self._hetero)
-        if self._hetero.owner.settled is not None:
-            self._hetero.owner.settled.forbid()
-        with plain():
-            copy = nn.Parameter(self.detach().clone(memory_format=torch.preserve_format), self.requires_grad)
-        memo[id(self)] = copy
-        return copy
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        self._hetero.owner.homes.wait(self._hetero)
-        with plain():
-            twin = nn.Parameter(self.detach(), self.requires_grad)
-            twin.__dict__.update({k: v for k, v in self.__dict__.items() if k != "_hetero"})
-            return twin.__reduce_ex__(protocol)
-
-
-def is_managed(value: object) -> bool:
-    """``value`` is a parameter under management."""
-    return type(value) is ManagedParameter
-
-
-def managed_of(parameter: Any) -> ManagedTensor:
-    """The record behind a managed parameter."""
-    tensor: ManagedTensor = parameter._hetero
-    return tensor
-
-
-def managed_in(optimizer: torch.optim.Optimizer) -> list[ManagedTensor]:
-    """The records of its managed parameters, whoever's."""
-    return [
-        managed_of(parameter)
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if is_managed(parameter)
-    ]
-
-
-# -- operators ---------------------------------------------------------------------------------------
 
 
 def run_operator(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -140,14 +52,14 @@ def run_operator(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     in_forward = in_scope()
     if not in_forward:
         if not _belongs_on_device(func, operands[0].owner.device, args, kwargs):
-            return _at_home(func, operands, args, kwargs)
+            return run_at_home(func, args, kwargs)
         if keeps_its_type(operands):
             with full_copies(operands) as copies:
                 kwargs = {key: replace_one(value, copies) for key, value in kwargs.items()}
-                call = partial(func, *_replace(args, copies), **kwargs)
+                call = partial(func, *replace(args, copies), **kwargs)
                 is_once = writes_in_place(func) or func in DRAWING
                 result = call() if is_once else with_relief(operands[0].owner, call)
-                return _restore(result, operands, copies)
+                return restore(result, operands, copies)
         with outside(operands, args, kwargs):
             return _run_on_device(func, operands, args, kwargs, in_forward=False)
     return _run_on_device(func, operands, args, kwargs, in_forward=True)
@@ -226,7 +138,7 @@ def _run(
     draw_again = operands[0].owner.relief.random_numbers() if func in DRAWING else None
     while True:
         try:
-            given = _replace(args, copies)
+            given = replace(args, copies)
             if kwargs:
                 by_name = {key: replace_one(value, copies) for key, value in kwargs.items()}
         except KeyError:  # one of another model, which had settled and has just made way for this operator
@@ -257,7 +169,7 @@ def _run(
             _refuse_write_to_leaf(tensor)
     if not in_forward:
         write_back(operands, ahead)
-    result = _restore(result, operands, copies)
+    result = restore(result, operands, copies)
     if casts:
         del given, by_name, listed  # which hold them
         copies.clear()
@@ -317,79 +229,13 @@ def _by_owner(operands: list[ManagedTensor]) -> list[tuple[Owner, list[ManagedTe
     return [(first, operands)]
 
 
-def run_at_home(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``func(*args, **kwargs)`` on the parameters themselves."""
-    operands: list[ManagedTensor] = []
-    collect((*args, *kwargs.values()), operands)
-    return _at_home(func, operands, args, kwargs)
-
-
-def _at_home(
-    func: Callable[..., Any], operands: list[ManagedTensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    for tensor in operands:
-        tensor.owner.homes.wait(tensor)
-    writes = writes_in_place(func) or "out" in kwargs
-    if writes:
-        for tensor in operands:
-            tensor.owner.check_process()
-            tensor.owner.homes.before_write(tensor)
-    listed = versions_of_list(args) if writes else []
-    result = func(*args, **kwargs)
-    if writes:
-        count_writes(listed)
-        for tensor in operands:
-            tensor.owner.homes.after_write(tensor)
-        if func is not torch.Tensor.copy_ and any(_is_on_host(value) for value in tensors_in((args, kwargs))):
-            # As with a teacher that is the average of a model whose parameters are at home.
-            _keep_home(operands)
-    # ``buffer[:] = p`` returns nothing.
-    written = (*args[:1], kwargs.get("out")) if writes else ()
-    results = [value for value in tensors_in((result, *written)) if not is_managed(value)]
-    for tensor in operands:
-        if any(tensor.clock.shares(value) for value in results):
-            tensor.owner.homes.give_out(tensor)
-    note_use_at_home(operands, results)
-    settled = operands[0].owner.settled
-    # Numbers may be combined with tensors on any device.
-    tensors = [value for value in results if value.dim()]
-    if settled is not None and tensors:
-        settled.onlookers.note_look()
-        if any(value.requires_grad for value in tensors):
-            settled.forbid()  # a loss of them is made at home, and may be again
-    return result
-
-
-def _is_on_host(value: torch.Tensor) -> bool:
-    """On the device ``value``, the user's own, would be an operand on another one."""
-    return not is_managed(value) and value.is_cpu and value.dim() > 0
-
-
-def _keep_home(operands: list[ManagedTensor]) -> None:
-    """Those that no optimizer steps: what it combines them with it has on the device as well."""
-    for tensor in operands:
-        settled = tensor.owner.settled
-        if settled is not None and (settled.optimizer is None or not tensor.parameter.requires_grad):
-            settled.forbid()
-
-
-def note_use_at_home(operands: list[ManagedTensor], results: list[torch.Tensor]) -> None:
-    """Autograd may now reach these parameters from ``results`` (gradients: [Note: unread gradients])."""
-    # What ``detach()`` gives, in ``state_dict()``, does not.
-    made = [value for value in results if value.requires_grad]
-    if made and torch.is_grad_enabled():
-        mark = marked(made)
-        for tensor in operands:
-            tensor.paths.note_home_graph(mark)
-
-
 def _belongs_on_device(
     func: Callable[..., Any], device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool:
     """[Note: where operators run], outside a scope."""
     on_host = False
     for tensor in tensors_in((*args, *kwargs.values())):
-        if type(tensor) is ManagedParameter:
+        if is_managed(tensor):
             continue
         if tensor.device == device:
             return True
@@ -401,51 +247,6 @@ def _belongs_on_device(
     return called_part(device) is not None if func is torch.Tensor.detach else computes_on(device)
 
 
-def collect(values: Any, operands: list[ManagedTensor]) -> None:
-    for value in values:
-        kind = type(value)
-        if kind is ManagedParameter:
-            if value._hetero not in operands:
-                operands.append(value._hetero)
-        elif kind is list or kind is tuple:
-            collect(value, operands)
-        elif kind is dict:
-            collect(value.values(), operands)
-
-
-def _replace(values: Any, copies: dict[int, torch.Tensor]) -> Any:
-    return tuple(
-        [
-            copies[id(value)] if type(value) is ManagedParameter else replace_one(value, copies)
-            for value in values
-        ]
-    )
-
-
-def replace_one(value: Any, copies: dict[int, torch.Tensor]) -> Any:
-    kind = type(value)
-    if kind is ManagedParameter:
-        return copies[id(value)]
-    if kind is tuple:
-        return _replace(value, copies)
-    if kind is list:
-        return [replace_one(item, copies) for item in value]
-    if kind is dict:
-        return {key: replace_one(item, copies) for key, item in value.items()}
-    return value
-
-
-def _restore(result: Any, operands: list[ManagedTensor], copies: dict[int, torch.Tensor]) -> Any:
-    """An operator that returns an operand as it is (``p.contiguous()``, ``p.add_()``) returns the parameter."""
-    if isinstance(result, torch.Tensor):
-        for tensor in operands:
-            if result is copies[id(tensor.parameter)]:
-                return tensor.parameter
-    elif type(result) is tuple or type(result) is list:
-        return type(result)([_restore(item, operands, copies) for item in result])
-    return result
-
-
 def _refuse_write_to_leaf(tensor: ManagedTensor) -> None:
     """Its copy was written."""
     if tensor.is_miswritten:
@@ -454,3 +255,6 @@ def _refuse_write_to_leaf(tensor: ManagedTensor) -> None:
     if identity is not None and not isinstance(identity.grad_fn, Fetch._backward_cls):
         tensor.owner.homes.rebind(tensor, tensor.home)
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+
+
+ManagedParameter._run_operator = staticmethod(run_operator)

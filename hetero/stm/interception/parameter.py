@@ -1,0 +1,89 @@
+"""The class that a managed parameter has, and whom torch asks about it.
+
+Owns the class and the empty table of functions that are no operators (`hetero.stm.interception.functions` fills it).
+"""
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from hetero.errors import ManageError
+from hetero.stm.tensors.fetch import plain
+from hetero.stm.tensors.managed import ManagedTensor
+
+__all__ = ["HANDLERS", "ManagedParameter", "is_managed", "managed_in", "managed_of"]
+
+
+Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+HANDLERS: dict[Any, Handler] = {}
+"""Functions that are not operators, and what is done instead (`hetero.stm.interception.functions` fills it)."""
+
+
+class ManagedParameter(nn.Parameter):
+    """What ``p.__class__`` is while `p` is managed. It remains a `nn.Parameter` whose data live at home."""
+
+    _hetero: ManagedTensor
+    _run_operator: ClassVar[
+        Handler
+    ]  # given by `hetero.stm.interception.operators`, which is made of this class
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with plain():
+            handler = HANDLERS.get(func)
+            if handler is not None:
+                return handler(func, args, kwargs or {})
+            return cls._run_operator(func, args, kwargs or {})
+
+    def set_(self, *args: Any, **kwargs: Any) -> "ManagedParameter":
+        """``p.set_(other)``, of which torch tells nobody, as ``p.data = other``: for a parameter that is the same."""
+        if kwargs or len(args) != 1 or not isinstance(args[0], torch.Tensor):
+            raise ManageError(
+                f"{managed_of(self).name}.set_ to a part of a storage, while managed: use p.copy_(), or call "
+                "manager.close() first"
+            )
+        self.data = args[0]
+        return self
+
+    # A copy is an ordinary parameter: nobody manages it.
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        self._hetero.owner.homes.wait(self._hetero)
+        if self._hetero.owner.settled is not None:
+            self._hetero.owner.settled.forbid()
+        with plain():
+            copy = nn.Parameter(self.detach().clone(memory_format=torch.preserve_format), self.requires_grad)
+        memo[id(self)] = copy
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._hetero.owner.homes.wait(self._hetero)
+        with plain():
+            twin = nn.Parameter(self.detach(), self.requires_grad)
+            twin.__dict__.update({k: v for k, v in self.__dict__.items() if k != "_hetero"})
+            return twin.__reduce_ex__(protocol)
+
+
+def is_managed(value: object) -> bool:
+    """``value`` is a parameter under management."""
+    return type(value) is ManagedParameter
+
+
+def managed_of(parameter: Any) -> ManagedTensor:
+    """The record behind a managed parameter."""
+    tensor: ManagedTensor = parameter._hetero
+    return tensor
+
+
+def managed_in(optimizer: torch.optim.Optimizer) -> list[ManagedTensor]:
+    """The records of its managed parameters, whoever's."""
+    return [
+        managed_of(parameter)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if is_managed(parameter)
+    ]
