@@ -3,12 +3,12 @@
 Owns what is done at each sampling moment. Invariant: the schedule is a hint for speed, never a condition: operands are
 made resident at every sampling moment whatever the schedule said, and an access that it did not foresee is a
 fetch of its own, counted. What is planned is decided in `hetero.stm.plans.planbook`, where in it the iteration is, in
-`hetero.stm.running.course`; bytes are moved by `Residency`.
+`hetero.stm.running.course`; bytes are moved by `Residency`; what is tried again, and under which cap, is
+`hetero.stm.running.guarding`'s.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from hetero.devices import Accelerator
 from hetero.msc import MemStatsCollector, Phase, Segment, SegmentKey
@@ -23,10 +23,8 @@ from hetero.stm.plans.planbook import PlanBook
 from hetero.stm.running.backlog import Backlog
 from hetero.stm.running.callers import MOST_OF_ITS_OWN, CallersPart
 from hetero.stm.running.course import Course
-from hetero.stm.running.guard import arm, guarded, lifted
+from hetero.stm.running.guarding import Guarding
 from hetero.stm.running.relief import Relief
-from hetero.stm.running.retry import Retry
-from hetero.stm.running.staying import guard_caller
 from hetero.stm.tensors.managed import ManagedTensor
 
 __all__ = ["Executor"]
@@ -55,10 +53,6 @@ class Executor:
         self._cycles = cycles
         self._plans = plans
         self._relief = relief
-        self._accelerator = accelerator
-        self._is_guarded = False
-        self._is_open = False
-        self._is_capped = False
         self._drift = 0
         # Some of what runs can never be tried again: regions that are compiled.
         self.runs_unguarded = False
@@ -71,7 +65,9 @@ class Executor:
         self._room.is_planned = lambda: self._course.plan is not None
         self._room.next_use = self._course.next_use
         self._room.enough = self._enough
-        self._end_guard_of_caller: Callable[[], None] = _nothing
+        self._guarding = Guarding(
+            accelerator, relief, self._room, plans.budget, note_values=self._note_values
+        )
         self._caller = CallersPart(self._room, collector.peaks, plans.outgrown, plans.budget)
 
     @property
@@ -82,35 +78,29 @@ class Executor:
     @property
     def is_guarded(self) -> bool:
         """What runs now, or ran last, follows no plan, has left it, or is known to need relief."""
-        return self._is_guarded
+        return self._guarding.is_on
 
     def guarded(self, coming: SegmentKey | None = None) -> contextlib.AbstractContextManager[None]:
         """Around what may run out of memory (`hetero.stm.running.guard`): the segment that runs, or ``coming``, if it
         may begin within."""
         # What runs before the first managed operator of ``coming`` is still under the cap that the last one has set.
-        at_once = self._is_guarded or (coming is not None and self._cycles.will_be_guarded(coming))
-        if at_once:
-            self._is_open = False
-            self._cap(True)
-        retry = self._retry(
-            uncapped=lambda error: lifted(self._cap, self._is_guarded and self._room.allows(error)),
-            note_values=self._note_values,
+        return self._guarding.around(
+            at_once=self._guarding.is_on or (coming is not None and self._cycles.will_be_guarded(coming))
         )
-        return guarded(retry, at_once=at_once or self._accelerator.may_fail_within(self._plans.budget))
 
     def begin_segment(self, key: SegmentKey, *, is_open: bool = False) -> None:
         """A forward, backward or step begins. ``is_open``: operators of the caller's own run in it, which nobody tries
         again."""
         self.finish_segment()
-        self._is_open = is_open
+        self._guarding.is_open = is_open
         self._is_backward = key.phase is Phase.BACKWARD
         place = self._cycles.begin_segment(key)
         self._course.begin(place)
         if place.number == 0 and (key.trains or key.phase is not Phase.FORWARD):
             self._activations.begin_iteration()
         # Forward's guard is around this one.
-        is_within_guard = self._is_guarded and self._is_backward
-        self._set_guarded(place.guarded)
+        is_within_guard = self._guarding.is_on and self._is_backward
+        self._guarding.set(place.guarded)
         if key.phase is not Phase.STEP:  # which uses no copies
             self._residency.follow_stream()
         elif self._course.plan is not None and not place.sample:
@@ -134,7 +124,7 @@ class Executor:
         # As keys and values of a text do, and may within it.
         grows = place.number == 0 and key.phase is Phase.FORWARD and not key.trains
         if self._drift and (grows or is_within_guard):
-            self._set_guarded(True)
+            self._guarding.set(True)
         # What runs before the segment's first managed operator has a period too.
         self.before_operator([], key.phase.value)
 
@@ -180,7 +170,7 @@ class Executor:
         return not (
             self._course.plan is None
             or self._course.has_strayed
-            or self._is_guarded
+            or self._guarding.is_on
             or self._collector.is_sampling
         )
 
@@ -221,8 +211,8 @@ class Executor:
         self._room.require(nbytes, limit=limit, operator=lambda: "a saved tensor")
         if self._course.plan is not None and self._room.exceeds(limit - nbytes):
             self._activations.shed(self._room.excess(limit - nbytes))
-            if not self._is_guarded and self._room.exceeds(limit - nbytes):
-                self._guard_from_here()
+            if not self._guarding.is_on and self._room.exceeds(limit - nbytes):
+                self._guarding.from_here()
 
     def leave_room(self) -> None:
         """Before what the caller does between forward and backward, unguarded: what was measured of it fits, with more
@@ -242,7 +232,7 @@ class Executor:
     def leave_unplanned_room(self) -> None:
         """As `leave_room`, if there is no plan to tell; after a backward as well, if the caller goes on with what it
         has returned."""
-        if not self._is_guarded or self._plan_of_caller is not None:
+        if not self._guarding.is_on or self._plan_of_caller is not None:
             return
         measured = None if self._course.is_unsure else self._plans.measured_limit(self._segment)
         with self._collector.evicting(for_operator=False):
@@ -266,54 +256,35 @@ class Executor:
         )
         if more > 0:
             self._drift += more
-            self._set_guarded(True)
+            self._guarding.set(True)
             self._keep_to(plan.limits[self._course.callers] - self._drift)
 
     def release_cap(self) -> None:
         """Nothing runs until the next segment: others may have the memory. A model may also be dropped here."""
-        self.take_from_caller()
-        self._cap(False)
+        self._guarding.release()
         self._collector.peaks.end_turn()
 
     def leave_to_caller(self) -> None:
-        """The caller goes on. What is still capped is tried again as the model's operators are; it is not refused for
-        gaps, nor because it may depend on values as the model does."""
-        if self._accelerator.leaves_gaps or (self._course.plan is not None and self._course.plan.by_values):
-            self._cap(False)
-        elif self._is_capped:
-            self._end_guard_of_caller()
-            self._end_guard_of_caller = guard_caller(self._retry())
+        """The caller goes on."""
+        self._guarding.leave_to_caller(
+            by_values=self._course.plan is not None and self._course.plan.by_values
+        )
         self._collector.peaks.end_turn()
 
     def take_from_caller(self) -> None:
         """What comes now is not the caller's."""
-        end, self._end_guard_of_caller = self._end_guard_of_caller, _nothing
-        end()
+        self._guarding.take_from_caller()
 
     # -- helpers --------------------------------------------------------------------------------------
-
-    def _retry(self, **given: Any) -> Retry:
-        return Retry(
-            self._relief.relieve,
-            note_answered=self._relief.note_answered,
-            explain=self._relief.refused,
-            failures=self._accelerator.failures,
-            numbers=self._accelerator.random_numbers,
-            **given,
-        )
 
     def _note_values(self) -> None:
         if self._segment is not None:
             self._segment.by_values = True
 
-    def _cap(self, on: bool) -> None:
-        self._is_capped = on and not self._is_open
-        self._accelerator.cap(self._plans.budget if self._is_capped else None)
-
     def _change_layout(self, operands: list[ManagedTensor], indices: tuple[int, ...], name: object) -> None:
         actions = self._course.advance(indices)
-        if (self._course.has_strayed or self._course.saves_otherwise) and not self._is_guarded:
-            self._guard_from_here()  # it may take more than was measured, in operators that nobody sees as well
+        if (self._course.has_strayed or self._course.saves_otherwise) and not self._guarding.is_on:
+            self._guarding.from_here()  # it may take more than was measured, in operators that nobody sees as well
         self._backlog.forget_overtaken(actions)
         if actions.evict or actions.fetch or self._collector.is_sampling:
             drift = self._measure_drift(self._course.current)
@@ -321,11 +292,11 @@ class Executor:
                 # The model keeps more than it did, and may do so again within any period.
                 self._drift = drift
                 if (
-                    not self._is_guarded
+                    not self._guarding.is_on
                     and self._segment is not None
                     and self._segment.key.phase is not Phase.STEP
                 ):
-                    self._guard_from_here()
+                    self._guarding.from_here()
         self._backlog.evict(actions.evict)
         if self._drift:
             self._answer_drift(actions.fetch)
@@ -337,8 +308,8 @@ class Executor:
         self._residency.wanted = frozenset(indices)
         try:
             fetched = self._residency.require(operands, limit=limit, operator=lambda: _label(name, operands))
-            if not self._is_guarded and self._room.exceeds(limit - self._still_to_come()):
-                self._guard_from_here()  # the operands alone pass it: what the operator itself needs may not fit
+            if not self._guarding.is_on and self._room.exceeds(limit - self._still_to_come()):
+                self._guarding.from_here()  # the operands alone pass it: what the operator itself needs may not fit
             if fetched and self._course.plan is not None:
                 self._collector.count_unplanned(
                     max(0, fetched - sum(index in indices for index in actions.fetch))
@@ -348,15 +319,6 @@ class Executor:
         finally:
             self._residency.wanted = frozenset()
         self._collector.operands_ready()
-
-    def _set_guarded(self, guarded: bool) -> None:
-        if guarded or self._is_guarded:  # again, because a cap cannot be below what is in use when it is set
-            self._cap(guarded)
-        self._is_guarded = guarded
-
-    def _guard_from_here(self) -> None:
-        self._set_guarded(True)
-        arm(self._relief.relieve)
 
     def _is_in_place(self, operands: list[ManagedTensor]) -> bool:
         """The plan foresaw this moment and asks for nothing, and every operand can be read: the common case."""
@@ -465,10 +427,6 @@ class Executor:
         more = self._collector.non_model_bytes() - plan.non_model[self._course.current]
         seen = self._drift + plan.margin if self._drift else 0
         return needs[0] + max(0, more, seen)
-
-
-def _nothing() -> None:
-    pass
 
 
 def _label(name: object, operands: list[ManagedTensor]) -> str:

@@ -1,0 +1,105 @@
+"""Whether what runs now is guarded, and the cap on the device's allocator with it.
+
+Owns both, for one manager: in its segments (`hetero.stm.running.guard`) and while the caller goes on
+(`hetero.stm.running.staying`). When they are guarded is decided in `hetero.stm.running.executor`.
+"""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from hetero.devices import Accelerator
+from hetero.stm.copies.room import Room
+from hetero.stm.running.guard import arm, guarded, lifted
+from hetero.stm.running.relief import Relief
+from hetero.stm.running.retry import Retry
+from hetero.stm.running.staying import guard_caller
+
+__all__ = ["Guarding"]
+
+
+class Guarding:
+    """Of what runs.
+
+    Attributes:
+        is_on: what runs now, or ran last, is guarded.
+        is_open: operators of the caller's own run in it, which nobody tries again, so that they must not be refused.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        relief: Relief,
+        room: Room,
+        budget: int,
+        *,
+        note_values: Callable[[], None],
+    ) -> None:
+        self._accelerator = accelerator
+        self._relief = relief
+        self._room = room
+        self._budget = budget
+        self._note_values = note_values
+        self.is_on = False
+        self.is_open = False
+        self._is_capped = False
+        self._end_of_caller: Callable[[], None] = _nothing
+
+    def around(self, *, at_once: bool) -> contextlib.AbstractContextManager[None]:
+        """What may run out of memory: guarded ``at_once``, or from `from_here` on."""
+        if at_once:
+            self.is_open = False
+            self._cap(True)
+        retry = self._retry(
+            uncapped=lambda error: lifted(self._cap, self.is_on and self._room.allows(error)),
+            note_values=self._note_values,
+        )
+        return guarded(retry, at_once=at_once or self._accelerator.may_fail_within(self._budget))
+
+    def set(self, on: bool) -> None:
+        """What begins now is guarded, or is not."""
+        if on or self.is_on:  # again, because a cap cannot be below what is in use when it is set
+            self._cap(on)
+        self.is_on = on
+
+    def from_here(self) -> None:
+        """What runs already, on this thread or in a backward, is guarded after all."""
+        self.set(True)
+        arm(self._relief.relieve)
+
+    def leave_to_caller(self, *, by_values: bool) -> None:
+        """The caller goes on. What is still capped is tried again as the model's operators are; it is not refused for
+        gaps, nor because it may depend on values as the model does."""
+        if self._accelerator.leaves_gaps or by_values:
+            self._cap(False)
+        elif self._is_capped:
+            self._end_of_caller()
+            self._end_of_caller = guard_caller(self._retry())
+
+    def take_from_caller(self) -> None:
+        """What comes now is not the caller's."""
+        end, self._end_of_caller = self._end_of_caller, _nothing
+        end()
+
+    def release(self) -> None:
+        """Nothing runs: others may have the memory."""
+        self.take_from_caller()
+        self._cap(False)
+
+    def _cap(self, on: bool) -> None:
+        self._is_capped = on and not self.is_open
+        self._accelerator.cap(self._budget if self._is_capped else None)
+
+    def _retry(self, **given: Any) -> Retry:
+        return Retry(
+            self._relief.relieve,
+            note_answered=self._relief.note_answered,
+            explain=self._relief.refused,
+            failures=self._accelerator.failures,
+            numbers=self._accelerator.random_numbers,
+            **given,
+        )
+
+
+def _nothing() -> None:
+    pass
