@@ -347,6 +347,7 @@ class Manager:
         for name, buffer in named_buffers(model):
             self._homes.take_tensor(name, buffer, self.device)
             self._stm.registry.add_buffer(name, buffer)
+            self._stm.activations.leave_out(buffer)
         self._take_optimizer_states(returns=True)
         note_model(model)
         self._compiled.attach()  # before the model itself: its wrapper stays the outer one

@@ -320,7 +320,8 @@ class MemStatsCollector:
     def _read_peak(self, period: Period) -> None:
         peak = self.peaks.next_period()
         period.peak_bytes = max(period.peak_bytes, peak)
-        period.non_model_bytes = max(period.non_model_bytes, peak - self._model_base)
+        # A buffer that the model has replaced counts although it is gone.
+        period.non_model_bytes = max(period.non_model_bytes, peak - self._model_base, 0)
 
     def _event(self) -> torch.Event:
         event = torch.Event(device=self._accelerator.device, enable_timing=True)

@@ -554,3 +554,34 @@ def test_what_is_gone_is_not_taken_for_room():
         manager._stm.activations.close_gone()
         assert drift == executor._measure_drift(0) > 0
         del kept
+
+
+class Decaying(nn.Module):
+    """As lightning attention does: multiplies by a part of a large table of its own, which is saved for backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Buffer(torch.rand(512, WIDTH))
+        self.layers = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(6)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x) * self.table[: len(x)])
+        return x
+
+
+def test_a_buffer_that_is_saved_for_backward_is_counted_once():
+    def loop(model, optimizer, target):
+        x, seen = torch.randn(16, WIDTH).to(target), []
+        for _ in range(8):
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss.item())
+        return seen
+
+    manager = assert_twins(Decaying, loop, share=0.6)
+    assert manager.plan is not None
+    assert manager.stats.unplanned_fetches == 0
+    assert min(period.device_non_model_bytes for period in manager.stats.periods) >= 0

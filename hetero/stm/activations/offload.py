@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from hetero.devices import Accelerator, CopyEngine, bytes_of
 from hetero.eviction.model import large_bytes
@@ -72,6 +73,8 @@ class Activations:
         # Those that somebody besides the graph may hold: who does saved it, or has been given it since it was last seen
         # to be let go of.
         self._may_be_held: dict[Account, weakref.ref[Activation]] = {}
+        # Of buffers: who has such a reference knows that no other storage has the address.
+        self._counted: dict[int, StorageWeakRef] = {}
         self._flights: dict[int, Flight] = {}
         # Both ends of a copy that is being started, kept alive here: an interrupt before its flight is known would let
         # go of them while it runs.
@@ -93,7 +96,7 @@ class Activations:
         be kept as it is."""
         if tensor.device != self._device:
             return None
-        if nbytes % tensor.itemsize or not _may_move(tensor):
+        if storage_key in self._counted or nbytes % tensor.itemsize or not _may_move(tensor):
             self.kept += 1
             return None
         reference = self._by_storage.get(storage_key)
@@ -126,6 +129,11 @@ class Activations:
                 self._await(account.flight)
             self._may_be_held[account] = weakref.ref(record)
             return record.read(saved.place)
+
+    def leave_out(self, tensor: torch.Tensor) -> None:
+        """A buffer's memory, which counts as model data, and stays, whether it is saved or not."""
+        storage = tensor.untyped_storage()
+        self._counted[storage._cdata] = StorageWeakRef(storage)
 
     def _register(self, storage_key: int, nbytes: int) -> Activation:
         if self._gone:
