@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 
 from hetero.devices import looks
+from hetero.devices.caps import shared_cap
 from hetero.errors import DeviceError
 
 __all__ = ["ALLOCATION_GRANULARITY", "Accelerator", "default_device", "named_device"]
@@ -23,13 +24,6 @@ ALLOCATION_GRANULARITY = 512
 # What segments take over what is in use: 1.2 with budgets of some hundred MiB, less with larger ones.
 _WITH_GAPS = 1.25
 
-# The allocator knows one cap; several managers may each want one. By device, then by who wants it.
-_caps: dict[torch.device, dict[int, int]] = {}
-# What the user had set before the first of them.
-_shares_before: dict[torch.device, float] = {}
-# What was set last, and what the device called it then: torch divides by another total when it is asked than when it
-# is told, so that a share taken back and set again and again would shrink.
-_shares_set: dict[torch.device, tuple[float, float]] = {}
 # Peaks that the counter had shown before it was lent to somebody else, since when we have not set it back.
 _peaks_before: dict[torch.device, int] = {}
 # Out-of-memory errors of which nobody but us has learned; the allocator counts all.
@@ -91,6 +85,7 @@ class Accelerator:
         # torch.cuda's counters are an empty dictionary until then.
         getattr(self._module, "init", lambda: None)()
         self._stats: Callable[..., Any] | None = looks.own(self._module, "memory_stats_as_nested_dict")
+        self._cap = shared_cap(self.device, self._call, in_use=self.used_bytes, reserved=self.reserved_bytes)
 
     def _call(self, name: str, *args: object) -> Any:
         function = looks.own(self._module, name)
@@ -186,58 +181,21 @@ class Accelerator:
         The least of all caps of the process holds. On CUDA a cap is on what is reserved, fragmentation included; what
         is cached goes back to the device if it is more than that, or the cap would refuse nothing.
         """
-        caps = _caps.setdefault(self.device, {})
-        if not caps and nbytes is not None:
-            _shares_before[self.device] = self._users_share()
-        if nbytes is None:
-            if caps.pop(id(self), None) is None:
-                return
-        else:
-            caps[id(self)] = nbytes
-        self._set_share(self._capped_share())
+        self._cap.want(id(self), nbytes)
 
     @contextlib.contextmanager
     def capped(self, nbytes: int) -> Iterator[None]:
         """Within it, as after `cap`."""
-        before = _caps.get(self.device, {}).get(id(self))
+        before = self._cap.wanted(id(self))
         self.cap(nbytes)
         try:
             yield
         finally:
             self.cap(before)
 
-    def _capped_share(self) -> float:
-        share, caps = _shares_before[self.device], _caps[self.device]
-        if not caps:
-            return share
-        # Half a byte more, because a rounded-down share would refuse what exactly fits. A cap below what is in use
-        # already means the same as one at it: no more.
-        most = max(min(caps.values()), self.used_bytes())
-        if self.reserved_bytes() > most:
-            self.release_cached()
-        return min(share, (most + 0.5) / self.total_bytes())
-
-    def _set_share(self, share: float) -> None:
-        self._call("set_per_process_memory_fraction", share, self.device)
-        _shares_set[self.device] = share, self._call("get_per_process_memory_fraction", self.device)
-
-    @contextlib.contextmanager
-    def uncapped(self) -> Iterator[None]:
+    def uncapped(self) -> contextlib.AbstractContextManager[None]:
         """Within it the allocator refuses what the user, or the device, has it refuse, whoever has set a cap."""
-        caps = _caps.get(self.device)
-        if not caps:
-            yield
-            return
-        self._set_share(_shares_before[self.device])
-        try:
-            yield
-        finally:
-            self._set_share(self._capped_share())
-
-    def _users_share(self) -> float:
-        found: float = self._call("get_per_process_memory_fraction", self.device)
-        share, then = _shares_set.get(self.device, (found, found))
-        return share if found == then else min(1.0, found)
+        return self._cap.lifted()
 
     @property
     def leaves_gaps(self) -> bool:

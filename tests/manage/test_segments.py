@@ -1,6 +1,7 @@
 """Memory in segments, as CUDA's caching allocator keeps it: gaps in them are reserved and cannot be used by all."""
 
 import gc
+import threading
 
 import pytest
 import torch
@@ -93,6 +94,31 @@ def test_the_users_share_is_the_same_however_often_a_cap_was_set(target, monkeyp
     accelerator.cap(100 * MIB)
     accelerator.cap(None)
     assert shares[-1] == 0.99 * 0.5
+
+
+def test_caps_of_two_threads_leave_the_users_share_as_it_was(target, monkeypatch):
+    """One ends it while another has told the device of it, and not noted that yet."""
+    module = torch.get_device_module(target)
+    tell, has_told, goes_on = module.set_per_process_memory_fraction, threading.Event(), threading.Event()
+    before = module.get_per_process_memory_fraction(target)
+    accelerator = Accelerator(target)
+
+    def slowly(share, device):
+        tell(share, device)
+        if threading.current_thread() is one:
+            has_told.set()
+            goes_on.wait(0.2)  # all of it, where the other one has to wait
+
+    monkeypatch.setattr(module, "set_per_process_memory_fraction", slowly)
+    one = threading.Thread(target=accelerator.cap, args=(60 * MIB,))
+    one.start()
+    has_told.wait()
+    accelerator.cap(None)
+    goes_on.set()
+    one.join()
+    accelerator.cap(60 * MIB)
+    accelerator.cap(None)
+    assert module.get_per_process_memory_fraction(target) == before
 
 
 def test_an_operator_that_only_gaps_keep_from_its_memory_runs_once_without_the_cap(target):
