@@ -20,6 +20,7 @@ not used: it makes the time of reuse, and so the peak, depend on timing. Each wa
 import contextlib
 import enum
 import functools
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Protocol
 
@@ -102,15 +103,15 @@ class CopyEngine:
         if destination is not None:
             self._declare_host_access(destination, write=False)
 
-    def host_after_upload(self, event: torch.Event, source: torch.Tensor | None = None) -> None:
-        """Block the host until ``source`` has been read, so that it may be overwritten."""
+    def host_after_uploads(self, events: Iterable[torch.Event], source: torch.Tensor) -> None:
+        """Block the host until all that read ``source`` have, so that it may be overwritten."""
         if Wait.HOST_AFTER_UP not in self.left_out:
-            event.synchronize()
-        if source is not None:
-            self._declare_host_access(source, write=True)
+            for event in events:
+                event.synchronize()
+        self._declare_host_access(source, write=True)
 
     def before_host_write(self, destination: torch.Tensor) -> None:
-        """The host is about to write ``destination``: `host_after_upload` was called for whatever reads it."""
+        """The host is about to write ``destination``: `host_after_uploads` was called for whatever reads it."""
         self._declare_host_access(destination, write=True)
 
     def _mark(self, stream: torch.Stream) -> torch.Event:

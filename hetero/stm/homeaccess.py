@@ -118,8 +118,7 @@ class HomeAccess:
             uploads = self._residency.uploads.take(tensors)
             for tensor in tensors:
                 self._gradients.wait(tensor)
-                for event in uploads.get(tensor.index, ()):
-                    self._engine.host_after_upload(event, tensor.home)
+                self._engine.host_after_uploads(uploads.get(tensor.index, ()), tensor.home)
 
     def begin_writes_later(self, tensors: Sequence[ManagedTensor]) -> dict[int, Arrivals]:
         """The same without waiting: what to wait for, by index. Followed by `await_updates`."""

@@ -14,6 +14,7 @@ import hetero
 from hetero.stm.homeaccess import HomeAccess
 from hetero.stm.step import devicehomes
 from hetero.stm.step.devicehomes import DeviceHomes
+from hetero.stm.tensors.managed import ManagedTensor
 
 # Who hangs fails, and does not stop the suite.
 PATIENCE = 60.0
@@ -175,6 +176,53 @@ def test_what_lives_on_the_device_is_stepped_and_brought_home_by_one_thread_at_a
     assert locked
     assert all(locked)
     assert not races()
+
+
+@pytest.mark.usefixtures("homes_on_device")
+def test_the_version_that_is_saved_is_the_same_while_another_thread_brings_home_up_to_date(monkeypatch):
+    """Home's counter and the copy's are set one after the other."""
+    target = device()
+    model = mlp()
+    optimizer = adamw(model)
+    note_loaded, brings, goes_on = ManagedTensor.note_loaded, threading.Event(), threading.Event()
+
+    def slowly(self):
+        if threading.current_thread() is looker:
+            brings.set()
+            goes_on.wait(0.2)  # all of it, where the other one has to wait
+        note_loaded(self)
+
+    with hetero.manage(model, optimizer, device=target, device_budget="512KiB") as manager:
+        for _ in range(4):
+            two_steps(model, optimizer, target)
+        tensor = next(t for t in manager._stm.tensors if t.stays)
+        # A write that the counters see: fused kernels move none.
+        with torch.no_grad():
+            tensor.data.add_(0)
+        version = tensor.version
+        monkeypatch.setattr(ManagedTensor, "note_loaded", slowly)
+        looker = threading.Thread(target=lambda: tensor.parameter.detach())
+        looker.start()
+        assert brings.wait(PATIENCE)
+        assert tensor.version == version
+        goes_on.set()
+        looker.join()
+        assert tensor.version == version
+
+
+def test_whoever_looks_at_home_waits_for_all_copies_of_it():
+    """Two may be on their way, where one was dropped before it had arrived."""
+    target = device(latency="50ms")
+    clear_races()
+    model = nn.Linear(64, 64)
+    with hetero.manage(model, device=target, device_budget="1MiB") as manager:
+        residency, tensor = manager._stm.residency, manager._stm.tensors[0]
+        for _ in range(2):
+            with manager._stm.lock:
+                residency.require([tensor], limit=1 << 20, operator=lambda: "twice")
+                residency.drop(tensor)
+        model.weight.detach()
+    assert races() == []
 
 
 def test_statistics_that_are_asked_for_amid_a_step_do_not_end_it():

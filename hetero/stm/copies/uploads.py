@@ -41,8 +41,8 @@ class Uploads:
 
     def wait(self, tensor: ManagedTensor, memory: torch.Tensor) -> None:
         """``memory``, its home or that home's twin, may be written afterwards."""
-        for event in self.take([tensor]).get(tensor.index, ()):
-            self._engine.host_after_upload(event, memory)
+        if tensor.index in self._reading:
+            self._engine.host_after_uploads(self._reading.pop(tensor.index), memory)
 
     def refresh_low(self, tensor: ManagedTensor) -> None:
         """Its home is settled: bring its low-precision twin, if it has one, up to date."""
@@ -52,10 +52,11 @@ class Uploads:
 
     def wait_all(self) -> None:
         """Every home may be written afterwards."""
-        while self._started:
-            event, tensor = self._started.popleft()
-            if self._forget(event, tensor):
-                self._engine.host_after_upload(event, tensor.home)
+        homes = {tensor.index: tensor.home for _, tensor in self._started}
+        self._started.clear()
+        reading, self._reading = self._reading, {}
+        for index, events in reading.items():
+            self._engine.host_after_uploads(events, homes[index])
 
     def _forget(self, event: torch.Event, tensor: ManagedTensor) -> bool:
         """The oldest of ``tensor``, unless it has been taken; whether it was there."""

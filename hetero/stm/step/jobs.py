@@ -37,8 +37,7 @@ def wait(engine: CopyEngine, item: Captured) -> None:
     """The gradient is down, and home may be written."""
     if item.arrivals.gradient is not None:
         engine.host_after_download(item.arrivals.gradient, item.gradient)
-    for event in item.arrivals.uploads:
-        engine.host_after_upload(event, item.tensor.home)
+    engine.host_after_uploads(item.arrivals.uploads, item.tensor.home)
 
 
 def change(engine: CopyEngine, item: Captured) -> None:

@@ -105,9 +105,7 @@ class Trial:
         try:
             self.surroundings.take_over()
             self.engine.host_after_download(self.arrival, self.gradient)
-            for event in self.uploads:
-                self.engine.host_after_upload(event, self.tensor.home)
-            self.engine.before_host_write(self.tensor.home)
+            self.engine.host_after_uploads(self.uploads, self.tensor.home)
             if may_write_to_gradients(self.shell, self.settings):
                 self._gradient_before = self.gradient.clone()
             begin = time.perf_counter()
@@ -161,7 +159,7 @@ def complete(
                 item.update.take_over(trial.update)
                 return
             if attempt.arrival is not None:
-                trial.engine.host_after_upload(attempt.arrival, item.tensor.home)
+                trial.engine.host_after_uploads([attempt.arrival], item.tensor.home)
             wait(trial.engine, item)
             trial.undo()
             queue.upload_again(attempt)

@@ -168,8 +168,12 @@ class ManagedTensor(StatefulTensor):
     @property
     def version(self) -> int:
         """The version autograd's check sees: in-place writes to the parameter, at home or on the device."""
-        written = 0 if self.data is None else self.data._version - self.clean_version
-        return self.home._version + written
+        if not self.is_written:
+            return self.home._version
+        # Another thread that looks at home may be bringing it up to date, and both counters with it.
+        with self.owner.lock:
+            written = 0 if self.data is None else self.data._version - self.clean_version
+            return self.home._version + written
 
     def note_unknown_writes(self) -> bool:
         """`HomeClock.note_unknown_writes`; before its copy is used."""

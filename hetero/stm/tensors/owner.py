@@ -4,6 +4,7 @@ Owns the protocols by which what lies below `hetero.stm.manager` reaches it. The
 how, is said where they are implemented.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
@@ -139,6 +140,10 @@ class Owner(Protocol):
 
     device: torch.device
     settled: SettledState | None
+
+    @property
+    def lock(self) -> contextlib.AbstractContextManager[bool]:
+        """Of the manager's bookkeeping, for its own thread again and again."""
 
     @property
     def homes(self) -> HomeOwner:
