@@ -265,11 +265,14 @@ class Manager:
         first plan there is nothing to plan anew. The budget of `manage` stays the hard limit: on a device that
         several managers of one process share it is that of all of them together.
 
-        Returns the bytes that the process has given back. Raises `ConfigError` for a budget above that of
-        `manage`, `BudgetError` for one below what one operator needs.
+        Returns the bytes that the process has given back; after `close`, 0. Raises `ConfigError` for a budget above
+        that of `manage`, `BudgetError` for one below what one operator needs.
 
         Source: the iteration-aware release that the analysis of TensorFlow's BFC allocator asks for.
         """
+        self._stm.check_process()
+        if self._closed:
+            return 0
         if device_budget is None:
             return self._settled.trim() if self._settled.is_on else self._stm.trim(None)
         nbytes = parse_budget(device_budget, self._accelerator.total_bytes(), name="device_budget")

@@ -64,6 +64,9 @@ READS = {
     "version": lambda m, o: m[2].weight._version,
     "vector": lambda m, o: torch.nn.utils.parameters_to_vector(m.parameters()),
     "dict of the state": lambda m, o: [v["step"].clone() for v in dict(o.state).values()],
+    "state | other": lambda m, o: [v["step"].clone() for v in (o.state | {}).values()],
+    "other | state": lambda m, o: [v["step"].clone() for v in ({} | o.state).values()],
+    "state | state": lambda m, o: [v["step"].clone() for v in (o.state | o.state).values()],
 }
 
 

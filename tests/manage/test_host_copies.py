@@ -4,8 +4,9 @@ import copy
 
 import pytest
 import torch
+from accelerators import ON_CUDA
 from loops import backward, mlp
-from twins import assert_twins, device
+from twins import adamw, assert_twins, device
 
 import hetero
 from hetero.stm.tensors import hostcopies
@@ -108,3 +109,31 @@ def test_what_has_been_in_many_places_is_not_remembered_in_all_of_them(monkeypat
         hostcopies.note_at_home(tensor)
     assert len(hostcopies._at_home) <= 9
     assert hostcopies.is_at_home(tensor)
+
+
+@pytest.mark.parametrize("how", ["device", "number", "keyword", "method"])
+def test_states_that_are_taken_to_the_device_find_room(how):
+    if how == "method" and not ON_CUDA:
+        pytest.skip("the virtual device has no method of its own among torch's")
+    target = device()
+    move = {
+        "device": lambda state: state.to(target),
+        "number": lambda state: state.to(0),
+        "keyword": lambda state: state.to(device=0),
+        "method": lambda state: state.cuda(),
+    }[how]
+    model = mlp()
+    optimizer = adamw(model)
+    free = torch.accelerator.memory_allocated()
+    budget = free + 2 * sum(p.nbytes for p in model.parameters()) // 3
+    with hetero.manage(model, optimizer, device=target, device_budget=budget, device_homes=False):
+        for _ in range(4):
+            optimizer.zero_grad()
+            backward(model, target)
+            optimizer.step()
+        optimizer.state[model[0].weight]  # who looks waits: copies of what was stepped are there as well
+        size = sum(p.nbytes for p in list(model.parameters())[:8])
+        assert torch.accelerator.memory_allocated() + size > budget
+        taken = [move(optimizer.state[p]["exp_avg"]) for p in list(model.parameters())[:8]]
+        assert torch.accelerator.memory_allocated() <= budget
+    del taken

@@ -41,6 +41,14 @@ def test_a_number_that_goes_on_to_be_another_does_not_make_each_iteration_a_kind
     assert len(manager._stm.plans) == 2 * (8 + 1)
 
 
+def test_a_string_that_goes_on_to_be_another_does_not_either():
+    signatures, model, x = Signatures("cpu"), Tempered(), torch.ones(2, 64)
+    names = [signatures.of(model, ([{"image": x, "file": f"{number}.jpg"}],), {}) for number in range(40)]
+    assert len(set(names)) == 8 + 1
+    modes = [signatures.of(model, (x,), {"mode": mode}) for mode in ("wide", "narrow")]
+    assert len(set(modes)) == 2
+
+
 def test_the_first_few_numbers_count_as_what_they_are():
     signatures, model, x = Signatures("cpu"), Tempered(), torch.ones(2, 64)
     few = [signatures.of(model, (x, number), {}) for number in range(8)]

@@ -158,6 +158,7 @@ def test_trim_refuses_what_it_cannot_keep():
         with pytest.raises(hetero.BudgetError, match="pass at least"):
             manager.trim(LAYER)
         loop(model, optimizer, target)
+    assert manager.trim() == manager.trim(LAYER) == 0  # there is nothing to give any more
 
 
 def test_gradients_on_their_way_keep_to_the_budget():

@@ -3,9 +3,9 @@
 Owns the signature of a call: iterations with equal ones share measurements and plans; and whether a call may have a
 backward.
 
-[Note: numbers] A number among the arguments may decide much (how many layers run) or nothing (a temperature, the count
-of steps). The first few count as what they are. Where they go on to be others, each call would be measured and none
-planned: from then on such a number counts by its type.
+[Note: numbers] A number or a string among the arguments may decide much (how many layers run) or nothing (the count of
+steps, the name of a file). The first few count as what they are. Where they go on to be others, each call would be
+measured and none planned: from then on such a value counts by its type.
 
 [Note: sizes] So it is with sizes: texts of many lengths. After the first few, a call counts as the smallest known one
 that is as large in every dimension: its operators are the same, and what it takes is no more. Plans of larger ones move
@@ -36,7 +36,7 @@ class Signatures:
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
         self._known: set[tuple[object, ...]] = set()
-        # How many there are of those that differ in numbers alone, by what they have in common.
+        # How many there are of those that differ in such values alone, by what they have in common.
         self._alike: Counter[tuple[object, ...]] = Counter()
         # [Note: sizes]: those that differ in sizes alone, by what they have in common; and what others count as.
         self._sizes: dict[tuple[object, ...], dict[tuple[int, ...], tuple[object, ...]]] = defaultdict(dict)
@@ -64,7 +64,7 @@ class Signatures:
             return found if self._largest is None else self._largest_for(found)
         values = tuple(kwargs), _shapes(kwargs.values(), by_value=False)
         alike = (*state, _shapes(args, by_value=False), values, *more)  # [Note: numbers]
-        if self._alike[alike] >= _MOST_NUMBERS:
+        if self._alike[alike] >= _MOST_VALUES:
             found = alike
         if (larger := self._larger.get(found)) is None and found not in self._known:
             larger = self._larger_than(found)
@@ -100,7 +100,7 @@ class Signatures:
         return None
 
 
-_MOST_NUMBERS = 8
+_MOST_VALUES = 8
 _MOST_SIZES = 8
 
 
@@ -132,7 +132,7 @@ def _shapes(values: Iterable[Any], *, by_value: bool = True) -> tuple[object, ..
             seen.append(_shapes(value, by_value=by_value))
         elif isinstance(value, dict):
             seen.append((tuple(value), _shapes(value.values(), by_value=by_value)))
-        elif isinstance(value, bool | str | type(None)) or (by_value and isinstance(value, int | float)):
+        elif isinstance(value, bool | type(None)) or (by_value and isinstance(value, int | float | str)):
             seen.append(value)
         else:
             seen.append(type(value))

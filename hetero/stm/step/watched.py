@@ -55,6 +55,17 @@ class WatchedState(defaultdict[Any, dict[str, Any]]):
         self._before(False)
         return _Values(self)
 
+    def __or__(self, other: Any) -> Any:
+        return self.plain() | (other.plain() if isinstance(other, WatchedState) else other)
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self.plain()
+
+    @classmethod
+    def fromkeys(cls, keys: Any, value: Any = None) -> Any:
+        """As a `defaultdict`'s: there is nobody to watch."""
+        return defaultdict.fromkeys(keys, value)
+
     def __copy__(self) -> defaultdict[Any, dict[str, Any]]:  # type: ignore[override]
         return self.plain()
 
@@ -97,8 +108,8 @@ def _watched(name: str, *, writes: bool) -> Any:
 
 
 _READS = (
-    *("__contains__", "__eq__", "__getitem__", "__iter__", "__len__", "__ne__", "__or__", "__repr__"),
-    *("__reversed__", "__ror__", "get", "keys"),
+    *("__contains__", "__eq__", "__getitem__", "__iter__", "__len__", "__ne__", "__repr__", "__reversed__"),
+    *("get", "keys"),
 )
 _WRITES = ("__delitem__", "__ior__", "__setitem__", "clear", "pop", "popitem", "setdefault", "update")
 for _name in _READS:

@@ -1,14 +1,15 @@
 """Copies of model data that a user asks for: to the host, where it is already, and to the device.
 
-Owns ``Tensor.cpu`` and ``Tensor.to`` while a model is managed. On a device, ``p.detach().cpu()`` is a copy: a snapshot,
-an average, an array. At home it would be ``p``'s own memory, and follow later steps. Invariant: whoever asks for model
-data (parameters, gradients that were looked at, optimizer states) on the host gets memory of their own, as they would
-from a device; and who asks for it on the device, as loops and frameworks do with states after resuming, finds room
-there, as far as copies can leave. Every other call goes on to the original as it is.
+Owns ``Tensor.cpu``, ``Tensor.to`` and ``Tensor.cuda`` while a model is managed. On a device, ``p.detach().cpu()`` is a
+copy: a snapshot, an average, an array. At home it would be ``p``'s own memory, and follow later steps. Invariant:
+whoever asks for model data (parameters, gradients that were looked at, optimizer states) on the host gets memory of
+their own, as they would from a device; and who asks for it on the device, as loops and frameworks do with states after
+resuming, finds room there, as far as copies can leave. Every other call goes on to the original as it is.
 """
 
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,12 +54,32 @@ def _copied_cpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 @functools.wraps(_to)
 def _copied_to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     place = _place(args, kwargs)
-    # A parameter is an operand there, and makes room as one.
-    if place is not None and place.type != "cpu" and type(self) is torch.Tensor and is_at_home(self):
-        make_room(place, self.nbytes)
+    if place is not None and place.type != "cpu":
+        _make_room(self, place)
     result: torch.Tensor = _to(self, *args, **kwargs)
     # A conversion of type alone is no copy on a device either.
     return _own(result) if result is self and place is not None and is_at_home(self) else result
+
+
+def _moved_by(name: str) -> Callable[..., torch.Tensor]:
+    """``Tensor.cuda`` and its like."""
+    move = getattr(_Tensor, name)
+
+    @functools.wraps(move)
+    def moved(self: torch.Tensor, device: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        place = _place((name if device is None else device,), {})
+        if place is not None:
+            _make_room(self, place)
+        result: torch.Tensor = move(self, device, *args, **kwargs)
+        return result
+
+    return moved
+
+
+def _make_room(tensor: torch.Tensor, place: torch.device) -> None:
+    # A parameter is an operand there, and makes room as one.
+    if type(tensor) is torch.Tensor and is_at_home(tensor):
+        make_room(place, tensor.nbytes)
 
 
 def _place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
@@ -66,7 +87,7 @@ def _place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None
     place = args[0] if args else kwargs.get("device", kwargs.get("other"))
     if isinstance(place, torch.Tensor):
         return place.device
-    return torch.device(place) if isinstance(place, str | torch.device) else None
+    return torch.device(place) if isinstance(place, str | torch.device | int) else None
 
 
 def is_at_home(tensor: torch.Tensor) -> bool:
@@ -87,4 +108,8 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.preserve_format)
 
 
-REPLACEMENTS: list[tuple[Any, str, Any]] = [(_Tensor, "cpu", _copied_cpu), (_Tensor, "to", _copied_to)]
+REPLACEMENTS: list[tuple[Any, str, Any]] = [
+    (_Tensor, "cpu", _copied_cpu),
+    (_Tensor, "to", _copied_to),
+    *[(_Tensor, name, _moved_by(name)) for name in ("cuda", "xpu")],
+]
