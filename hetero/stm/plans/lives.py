@@ -19,8 +19,8 @@ class Lives:
     ``produced`` come to be there, ``ended`` are gone before it; ``unseen`` bytes went in that period's middle without
     having been needed there, which makes its peak of non-model data look lower than it is.
 
-    ``sizes``: of each record. ``first_saved``: by moment, and once more for the end, the first record that was saved
-    then or later; they are numbered in that order.
+    ``sizes``: of each record, the most of all samples. ``first_saved``: by moment, and once more for the end, the first
+    record that was saved then or later; they are numbered in that order.
     """
 
     sizes: tuple[int, ...]
@@ -31,16 +31,17 @@ class Lives:
     first_saved: tuple[int, ...]
 
 
-def read_lives(segments: Sequence[Segment], first_index: int) -> Lives:
-    """The lives of all records of an iteration made of ``segments``."""
-    return _Reader(segments, first_index).read()
+def read_lives(samples: Sequence[Sequence[Segment]], first_index: int) -> Lives:
+    """The lives of all records of an iteration, of each of whose segments there are ``samples``: they are those of the
+    last ones."""
+    return _Reader(samples, first_index).read()
 
 
 class _Reader:
-    def __init__(self, segments: Sequence[Segment], first_index: int) -> None:
-        self.segments = segments
+    def __init__(self, samples: Sequence[Sequence[Segment]], first_index: int) -> None:
+        self.samples = samples
         self.first_index = first_index
-        self.count = sum(len(segment.periods) for segment in segments)
+        self.count = sum(len(those[-1].periods) for those in samples)
         self.sizes: list[int] = []
         self.born: dict[int, int] = {}
         self.present: list[set[int]] = [set() for _ in range(self.count)]
@@ -52,14 +53,15 @@ class _Reader:
         alive: dict[tuple[int, int], int] = {}
         first_saved: list[int] = []
         moment = 0
-        for segment in self.segments:
+        for those in self.samples:
+            segment, most = those[-1], _most(those)
             self._retire(segment, alive, moment)
             for period in segment.periods:
                 first_saved.append(self.first_index + len(self.sizes))
                 for key in (*period.held_saved, *period.used):
                     self._need(alive.get(key), moment)
-                for key, nbytes in period.saved:
-                    alive[key] = self._bear(nbytes, moment + 1)
+                for key, _ in period.saved:
+                    alive[key] = self._bear(most[key], moment + 1)
                 for key in period.dropped:
                     self._end(alive.pop(key, None), moment)
                 moment += 1
@@ -107,3 +109,20 @@ class _Reader:
         if index not in self.present[moment]:
             self.unseen[moment] += self.sizes[index - self.first_index]
         self.ended[(moment + 1) % self.count].append(index)
+
+
+def _most(samples: Sequence[Segment]) -> dict[tuple[int, int], int]:
+    """Bytes of each record of the last one, at most in those that save alike: a shorter text that counts as a longer
+    one saves less, and may come after it."""
+    most: dict[tuple[int, int], int] = {}
+    records = _records(samples[-1])
+    for segment in samples:
+        if _records(segment) == records:
+            for period in segment.periods:
+                for key, nbytes in period.saved:
+                    most[key] = max(nbytes, most.get(key, 0))
+    return most
+
+
+def _records(segment: Segment) -> list[list[tuple[int, int]]]:
+    return [[key for key, _ in period.saved] for period in segment.periods]

@@ -77,7 +77,7 @@ class PlanMaker:
         `CapacityError` if they leave too little to the others; without homes and places it does not.
         """
         at_home = frozenset(range(len(self._tensors))).difference(homes)
-        lives = read_lives([samples[key][-1] for key in keys], len(self._tensors))
+        lives = read_lives([samples[key] for key in keys], len(self._tensors))
         sizes = (*(t.device_nbytes if t.index in at_home else 0 for t in self._tensors), *lives.sizes)
         home_bytes, step_bytes = self._home_bytes(homes, costs, keys, samples)
         timing = self._timing(keys, samples)
