@@ -51,6 +51,11 @@ def test_segments_and_blocks_are_those_of_the_simulated_allocator(device, action
                 del held[name]
             assert torch.virtual.memory_allocated() - apart == simulated.provided
             assert torch.virtual.memory_reserved() - apart == simulated.reserved
+            large = [tensor.nbytes for tensor in held.values() if tensor.nbytes > 1 << 20]
+            stats = torch.virtual.memory_stats()
+            assert stats["requested_bytes.large_pool.current"] == sum(large)
+            more = stats["allocated_bytes.large_pool.current"] - sum(large)
+            assert 0 <= more <= len(large) << 20
             free, total = torch.virtual.mem_get_info()
             assert total - free == apart + simulated.reserved
     finally:

@@ -20,6 +20,11 @@ constexpr int kPoison = 0xFF;  // NaN in every floating point format, -1 in ever
 constexpr size_t kHeader = kRounding;
 static_assert(sizeof(Block) <= kHeader);
 
+struct Count {
+  size_t now = 0, peak = 0;
+  void add(size_t n) { peak = std::max(peak, now += n); }
+};
+
 struct Pool {
   size_t limit = size_t{256} << 20;
   size_t allocated = 0, allocated_peak = 0, requested = 0, requested_peak = 0;
@@ -27,6 +32,7 @@ struct Pool {
   size_t bytes_made = 0, bytes_freed = 0;
   bool in_segments = false;
   Segments segments;
+  Count large, large_requested;  // of pieces that are not among small ones
   size_t apart = 0;  // allocated, in no segment
   size_t reserved() const { return segments.reserved() + apart; }
   size_t reserved_peak() const {
@@ -85,6 +91,7 @@ void uncount_locked(Pool& p, const Block& b) {
   p.allocated -= b.counted;
   p.requested -= b.requested;
   p.bytes_freed += b.counted;
+  if (b.piece && !b.piece->pool.second) p.large.now -= b.counted, p.large_requested.now -= b.requested;
   b.piece ? p.segments.give_back(b.piece) : void(p.apart -= b.counted);
   ++p.freed;
   --p.blocks;
@@ -227,6 +234,7 @@ struct DeviceAllocatorImpl final : c10::DeviceAllocator {
       p.requested += nbytes;
       p.requested_peak = std::max(p.requested_peak, p.requested);
       p.bytes_made += counted;
+      if (piece && !piece->pool.second) p.large.add(counted), p.large_requested.add(nbytes);
       ++p.made;
       p.blocks_peak = std::max(p.blocks_peak, ++p.blocks);
       auto it = p.cache.find(size);
@@ -244,6 +252,7 @@ struct DeviceAllocatorImpl final : c10::DeviceAllocator {
         std::lock_guard<std::mutex> lock(state_mutex());
         Pool& p = pool();
         p.allocated -= counted, p.requested -= nbytes, --p.blocks;
+        if (piece && !piece->pool.second) p.large.now -= counted, p.large_requested.now -= nbytes;
         piece ? p.segments.give_back(piece) : void(p.apart -= size);
         refuse(c10::str("virtual accelerator: the host has no ", human(size), " to lend"));
       }
@@ -288,6 +297,10 @@ struct DeviceAllocatorImpl final : c10::DeviceAllocator {
       fill(*a, p.allocated, p.allocated_peak, p.bytes_made, p.bytes_freed);
     fill(stats.reserved_bytes, p.reserved(), p.reserved_peak(), 0, 0);
     fill(stats.requested_bytes, p.requested, p.requested_peak, 0, 0);
+    constexpr auto kLarge = static_cast<size_t>(c10::CachingAllocator::StatType::LARGE_POOL);
+    stats.allocated_bytes[kLarge].current = p.large.now, stats.allocated_bytes[kLarge].peak = p.large.peak;
+    stats.requested_bytes[kLarge].current = p.large_requested.now;
+    stats.requested_bytes[kLarge].peak = p.large_requested.peak;
     for (auto* a : {&stats.allocation, &stats.active, &stats.segment})
       fill(*a, p.blocks, p.blocks_peak, p.made, p.freed);
     stats.num_ooms = p.out_of_memory;
@@ -306,6 +319,7 @@ struct DeviceAllocatorImpl final : c10::DeviceAllocator {
     std::lock_guard<std::mutex> lock(state_mutex());
     Pool& p = pool();
     p.allocated_peak = p.allocated, p.requested_peak = p.requested, p.blocks_peak = p.blocks;
+    p.large.peak = p.large.now, p.large_requested.peak = p.large_requested.now;
     p.segments.reset_peak();
   }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex) override {
