@@ -131,6 +131,16 @@ class Accelerator:
             return int(self._stats(self.device)["allocated_bytes"]["all"]["peak"])
         return int(self._call("max_memory_allocated", self.device))
 
+    def excess_bytes(self) -> tuple[int, int]:
+        """By how much what is in use is more than what was asked for, now and at its peak since the counter was set
+        back. CUDA's allocator hands out large blocks that are up to 1 MiB larger, depending on which are free."""
+        if self._stats is None:
+            return 0, 0
+        stats = self._stats(self.device)
+        # Not of small ones, which are always as large as what was asked for, rounded to 512 bytes.
+        used, asked = stats["allocated_bytes"]["large_pool"], stats["requested_bytes"]["large_pool"]
+        return used["current"] - asked["current"], used["peak"] - asked["peak"]
+
     def made_bytes(self) -> int | None:
         """Bytes of all allocations there have been, also of those freed since; None where nobody counts them. Whoever
         resets the allocator's counters sets it back."""

@@ -158,6 +158,7 @@ class MemStatsCollector:
             period.host_model_bytes -= on_host
             period.begin = self._event()
             period.used_bytes = self._accelerator.used_bytes()
+            period.asked_bytes = self.asked_bytes()
         elif segment is not None and segment.timed:
             self._period.begin = self._event()
 
@@ -185,7 +186,7 @@ class MemStatsCollector:
             period.gradients.append(Gradient(index, nbytes, self._event(), len(period.waits)))
             if self.is_sampling and period.begin is not None:
                 self._close_handed_over()
-                beside = self._accelerator.used_bytes() - self._model_base - own_nbytes
+                beside = self.asked_bytes() - self._model_base - own_nbytes
                 self._handed_over = index, own_nbytes, beside, self._accelerator.made_bytes()
 
     def note_queued(self, indices: tuple[int, ...]) -> None:
@@ -291,6 +292,14 @@ class MemStatsCollector:
         """Device memory that is no model data, now. Reads the device's counter."""
         return self._accelerator.used_bytes() - self._model_bytes.device_bytes
 
+    def asked_bytes(self) -> int:
+        """Device memory in use that has been asked for: as much in each iteration, wherever blocks lie."""
+        return self._accelerator.used_bytes() - self._accelerator.excess_bytes()[0]
+
+    def asked_non_model_bytes(self) -> int:
+        """Of `non_model_bytes`, what has been asked for."""
+        return self.asked_bytes() - self._model_bytes.device_bytes
+
     def _close_period(self) -> None:
         period = self._period
         if not self.is_sampling or period.begin is None:
@@ -318,10 +327,12 @@ class MemStatsCollector:
         return sum(nbytes for key, nbytes in period.saved if key not in period.dropped)
 
     def _read_peak(self, period: Period) -> None:
+        excess = self.peaks.excess()
         peak = self.peaks.next_period()
         period.peak_bytes = max(period.peak_bytes, peak)
+        period.excess_bytes = max(period.excess_bytes, excess)
         # A buffer that the model has replaced counts although it is gone.
-        period.non_model_bytes = max(period.non_model_bytes, peak - self._model_base, 0)
+        period.non_model_bytes = max(period.non_model_bytes, peak - excess - self._model_base, 0)
 
     def _event(self) -> torch.Event:
         event = torch.Event(device=self._accelerator.device, enable_timing=True)
@@ -346,7 +357,7 @@ def period_stats(segments: list[Segment]) -> list[PeriodStats]:
                     device_activation_bytes=period.activation_bytes,
                     activation_out_bytes=period.activation_out_bytes,
                     activation_in_bytes=period.activation_in_bytes,
-                    device_non_model_bytes=period.non_model_bytes,
+                    device_non_model_bytes=period.non_model_bytes + period.excess_bytes,
                     device_peak_bytes=period.peak_bytes,
                     host_model_bytes=period.host_model_bytes,
                     host_non_model_bytes=max(0, period.host_bytes - period.host_model_bytes),

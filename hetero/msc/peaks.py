@@ -73,6 +73,10 @@ class PeakKeeper:
         """What runs from now on is the caller's."""
         self._counter.end_turn()
 
+    def excess(self) -> int:
+        """Of the peak of the period that runs, what nobody has asked for."""
+        return self._accelerator.excess_bytes()[1]
+
     def next_period(self) -> int:
         """The peak of the period that ends now; the next one begins."""
         peak = self._counter.next_period(self)

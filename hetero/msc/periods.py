@@ -102,9 +102,10 @@ class SegmentKey:
 class Period:
     """One period as it is being measured. Bytes; -1 where this period was not sampled.
 
-    ``used_bytes``: on the device when the operator began, ``peak_bytes``: at most until the period's end;
-    ``non_model_bytes``: at most of what is no model data. ``relieved``: it ran out of memory until copies were
-    evicted in its middle; ``lost_own``: among them what will be there again, which it had saved itself or others have.
+    ``used_bytes``: on the device when the operator began, ``asked_bytes`` of them asked for; ``peak_bytes``: at most
+    until the period's end, ``excess_bytes`` of them not asked for; ``non_model_bytes``: at most of what is no model
+    data and was asked for. ``relieved``: it ran out of memory until copies were evicted in its middle; ``lost_own``:
+    among them what will be there again, which it had saved itself or others have.
 
     ``seconds``: its own time ([Note: own time]). ``waits`` and ``gradients``: in the order in which they came;
     ``sends``: of each gradient parameter, bytes and seconds of own time until then, ascending, after `read_events`;
@@ -125,7 +126,9 @@ class Period:
     stall_seconds: float = 0.0
     model_bytes: int = -1
     used_bytes: int = -1
+    asked_bytes: int = -1
     peak_bytes: int = -1
+    excess_bytes: int = 0
     non_model_bytes: int = -1
     relieved: bool = False
     lost_own: bool = False

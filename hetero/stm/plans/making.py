@@ -85,12 +85,13 @@ class PlanMaker:
         elsewhere = frozenset((*homes, *places))
         beside = self._fixed_bytes() + sum(sizes[x] for x in places)
         placed = [beside + nbytes for nbytes in home_bytes]
-        spare = self._spare_bytes(keys, samples, margin, placed, sizes, lives, elsewhere)
+        excess = samples.excess
+        spare = self._spare_bytes(keys, samples, margin + excess, placed, sizes, lives, elsewhere)
         gradients = self._gradient_reserves(keys, samples, at_home, timing, spare)
         phases = [key.phase for key in keys for _ in samples[key][-1].periods]
         steps = [step_bytes if phase is Phase.STEP else 0 for phase in phases]
         rows = Rows(
-            room=self.budget - margin,
+            room=self.budget - margin - excess,
             placed=[sum(all_of_them) for all_of_them in zip(placed, gradients, steps, strict=True)],
             at_home=at_home,
             elsewhere=elsewhere,
@@ -129,6 +130,7 @@ class PlanMaker:
             limits=tuple(rows.limits),
             non_model=tuple(rows.non_model),
             margin=margin,
+            excess=excess,
             gradient_reserves=tuple(gradients),
             trace=trace,
             schedule=schedule,

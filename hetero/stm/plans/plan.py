@@ -23,8 +23,9 @@ class CyclePlan:
     """A schedule and where its segments lie in it.
 
     ``operands[i]``, ``limits[i]``, ``non_model[i]``: of moment i; a limit is for all model data, gradients on their
-    way included; non-model bytes are those in use when the operator begins. ``undisturbed[i]``: its operands if the
-    schedule asks for nothing there, else None. ``margin``: kept free of everything. ``device_homes``: tensors that
+    way included; non-model bytes are those in use when the operator begins, and asked for. ``undisturbed[i]``: its
+    operands if the schedule asks for nothing there, else None. ``margin``: kept free of everything; ``excess``: kept
+    for what is in use and nobody has asked for (`hetero.stm.plans.samples.Samples`). ``device_homes``: tensors that
     live on the device and take ``home_bytes[i]`` there; the trace, which is about the others, does not know them.
     ``whole_gradients[i]``: what gradients would take, did everything live there. ``first_saved``: the trace's numbers
     of saved tensors (`hetero.stm.plans.lives.Lives`). ``guarded``: segments in which something has to leave in the
@@ -41,6 +42,7 @@ class CyclePlan:
     limits: tuple[int, ...]
     non_model: tuple[int, ...]
     margin: int
+    excess: int
     gradient_reserves: tuple[int, ...]
     trace: Trace
     schedule: Schedule

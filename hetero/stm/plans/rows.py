@@ -69,7 +69,7 @@ class Rows:
             )
             self.operands.append(period.operands)
             self.limits.append(limit)
-            self.non_model.append(max(p.used_bytes - p.model_bytes for p in _same(measured, index)))
+            self.non_model.append(max(p.asked_bytes - p.model_bytes for p in _same(measured, index)))
         self.bounds.append(len(self.moments))
         self.guarded.append(guarded)
 

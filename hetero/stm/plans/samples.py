@@ -16,7 +16,12 @@ _MOST_AT_ONCE = 8  # of one key in one iteration
 
 
 class Samples(Mapping[SegmentKey, Sequence[Segment]]):
-    """Of each key, the latest of the warm-up last. ``warmup_steps``: iterations that are measured."""
+    """Of each key, the latest of the warm-up last. ``warmup_steps``: iterations that are measured.
+
+    Attributes:
+        excess: bytes in use that nobody has asked for, the most that was seen, or was in the way later. It is of no
+            period by itself: where blocks lie, and so by how much they are too large, is another matter each time.
+    """
 
     def __init__(self, warmup_steps: int) -> None:
         self._warmup_steps = warmup_steps
@@ -28,6 +33,7 @@ class Samples(Mapping[SegmentKey, Sequence[Segment]]):
         # Segments that gradients are there to see begin: of earlier micro-batches, of a loop that drops them late.
         self._with_gradients: set[SegmentKey] = set()
         self._has_news = False
+        self.excess = 0
         # What `peak` has told, until samples change: it is asked at each operator, of as many periods.
         self._peaks: dict[SegmentKey, int | None] = {}
 
@@ -48,9 +54,14 @@ class Samples(Mapping[SegmentKey, Sequence[Segment]]):
         """The most that was on the device beside model data in a period of such a segment; None if not known."""
         if key not in self._peaks:
             periods = [period for segment in self.present(key) for period in segment.periods]
-            measured = [period.non_model_bytes for period in periods if period.is_sampled]
+            measured = [p.non_model_bytes + p.excess_bytes for p in periods if p.is_sampled]
             self._peaks[key] = max(measured, default=None)
         return self._peaks[key]
+
+    def note_excess(self, nbytes: int) -> None:
+        """So much is in use that nobody has asked for, more than a plan has room for."""
+        self.excess = max(self.excess, nbytes)
+        self._has_news = True
 
     def suffice(self, keys: Sequence[SegmentKey]) -> bool:
         """An iteration of these can be planned."""
@@ -64,6 +75,7 @@ class Samples(Mapping[SegmentKey, Sequence[Segment]]):
     def add(self, segment: Segment) -> None:
         """It is over, and was complete."""
         _read_events(segment)
+        self.excess = max(self.excess, *(period.excess_bytes for period in segment.periods))
         if segment.key in self._outdated:
             self._outdated.discard(segment.key)
             del self._kept[segment.key]

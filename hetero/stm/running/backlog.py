@@ -7,7 +7,7 @@ now goes before the opposite that was wanted earlier. Whether there is room is t
 Numbers from the parameters' on are the plan's saved tensors.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from hetero.eviction import Actions
 from hetero.stm.activations.offload import Activations
@@ -68,14 +68,15 @@ class Backlog:
         if planned or self._to_evict:
             self._to_evict = [index for index in (*self._to_evict, *planned) if not self._leave(index)]
 
-    def prefetch(self, planned: tuple[int, ...], limit: int) -> None:
-        """What waits, then ``planned``, as far as there is room."""
+    def prefetch(self, planned: tuple[int, ...], limit: int, excess: Callable[[], int]) -> None:
+        """What waits, then ``planned``, as far as there is room, of which ``excess()`` is taken by then: by what copies
+        got beyond what they asked for."""
         if not planned and not self._to_prefetch:
             return
         waiting = [index for index in (*self._to_prefetch, *planned) if not self._is_resident(index)]
         self._to_prefetch = []
         for place, index in enumerate(waiting):
-            if not self._bring(index, limit):
+            if not self._bring(index, limit - excess()):
                 self._to_prefetch = waiting[place:]  # in order: a later one must not overtake
                 break
 

@@ -5,6 +5,8 @@ backward is called, and, where that is more than was measured, the peak of what 
 `hetero.stm.plans.outgrown`; who leaves is `hetero.stm.running.executor`'s.
 """
 
+from collections.abc import Callable
+
 from hetero.msc import Segment
 from hetero.msc.peaks import PeakKeeper
 from hetero.stm.copies.room import Room
@@ -18,13 +20,22 @@ MOST_OF_ITS_OWN = 8
 
 
 class CallersPart:
-    """Of one manager's iterations. ``budget``: of the device."""
+    """Of one manager's iterations. ``budget``: of the device. ``note_excess``: told what plans should keep for what the
+    allocator adds by itself."""
 
-    def __init__(self, room: Room, peaks: PeakKeeper, outgrown: Outgrown, budget: int) -> None:
+    def __init__(
+        self,
+        room: Room,
+        peaks: PeakKeeper,
+        outgrown: Outgrown,
+        budget: int,
+        note_excess: Callable[[int], None],
+    ) -> None:
         self._room = room
         self._peaks = peaks
         self._outgrown = outgrown
         self._budget = budget
+        self._note_excess = note_excess
         self._unused = 0  # of what the plan left to model data after the last forward
         self._model_bytes: int | None = None  # there when the part that is watched began
         self._planned = 0  # and what may have been there beside, by the plan
@@ -41,7 +52,7 @@ class CallersPart:
         known = plan.left[number]
         more = 0 if known is None else segment.left_bytes - known - plan.margin - drift
         if more <= 0 or not self._room.exceeds(limit - MOST_OF_ITS_OWN * more):
-            return self.look_back()
+            return self.look_back(plan)
         self._watch(plan, position)
         return more
 
@@ -54,7 +65,7 @@ class CallersPart:
     def _watch(self, plan: CyclePlan, position: int) -> None:
         if self._model_bytes is None:
             self._model_bytes = self._room.excess(0)
-            self._planned = self._budget - plan.limits[position]
+            self._planned = self._budget - plan.limits[position] - plan.excess
             self._peaks.begin()
 
     def note_room_made(self) -> None:
@@ -69,27 +80,33 @@ class CallersPart:
         has_drifted, self._has_drifted = self._has_drifted, False
         if before is None:
             return
-        non_model = self._peaks.next_period() - self._room.excess(0)
+        # What blocks are larger than was asked for is no growth of the caller's.
+        excess = self._peaks.excess()
+        non_model = self._peaks.next_period() - excess - self._room.excess(0)
         self._peaks.end()
         more = non_model - self._planned
-        passes = before + non_model + plan.margin > self._budget
+        passes = before + non_model + plan.excess + plan.margin > self._budget
         if passes or (has_drifted and more > 0):
             self._outgrown.note(more, passes_budget=True, is_next=not passes)
 
-    def end_inference(self, limit: int) -> None:
+    def end_inference(self, plan: CyclePlan, limit: int) -> None:
         """A forward without a backward has ended, whose plan has left so much to model data, and what the caller has
         done with its result: the last one of several may have taken more than the one that was measured."""
         self._unused = -self._room.excess(limit)
-        self.look_back()
+        self.look_back(plan)
 
     def begin_iteration(self) -> None:
         """What was there before, between iterations, is nobody's growth."""
         self._peaks.passed(self._budget)
 
-    def look_back(self) -> int:
+    def look_back(self, plan: CyclePlan) -> int:
         """If the budget was passed since this was asked before: how much more than planned there was then; else 0."""
+        excess = self._peaks.excess()
         passed = self._peaks.passed(self._budget)
         if passed == 0:
+            return 0
+        if excess >= plan.excess + passed:  # no more than planned was asked for
+            self._note_excess(plan.excess + passed)
             return 0
         more = passed + max(0, self._unused)
         self._outgrown.note(more, passes_budget=True)

@@ -54,6 +54,7 @@ class Executor:
         self._plans = plans
         self._relief = relief
         self._drift = 0
+        self._excess = 0
         # Some of what runs can never be tried again: regions that are compiled.
         self.runs_unguarded = False
         self._segment: Segment | None = None
@@ -68,7 +69,9 @@ class Executor:
         self._guarding = Guarding(
             accelerator, relief, self._room, plans.budget, note_values=self._note_values
         )
-        self._caller = CallersPart(self._room, collector.peaks, plans.outgrown, plans.budget)
+        self._caller = CallersPart(
+            self._room, collector.peaks, plans.outgrown, plans.budget, plans.samples.note_excess
+        )
 
     @property
     def segment(self) -> Segment | None:
@@ -104,7 +107,7 @@ class Executor:
         if key.phase is not Phase.STEP:  # which uses no copies
             self._residency.follow_stream()
         elif self._course.plan is not None and not place.sample:
-            self._caller.look_back()
+            self._caller.look_back(self._course.plan)
         if place.number == 0 and not place.sample:
             self._caller.begin_iteration()
         missing = self._backlog.begin(place.expected if self._course.plan is not None else ())
@@ -135,13 +138,13 @@ class Executor:
             if self._course.plan is not None:
                 self._caller.end(self._course.plan)
                 if not (self._segment.key.trains or self._segment.sampled):
-                    self._caller.end_inference(self._limit())
+                    self._caller.end_inference(self._course.plan, self._limit())
             self._collector.end_segment()
             self._cycles.end_segment(self._segment)
             self._segment = None
             self._is_backward = False
             self._course.end()
-            self._drift = 0  # it is the plan's; and another thread's operators may go on
+            self._drift = self._excess = 0  # they are the plan's; and another thread's operators may go on
 
     def before_operator(self, operands: list[ManagedTensor], name: object) -> None:
         """The pre-op sampling moment: measure, then change the layout as planned, then make operands resident."""
@@ -248,7 +251,7 @@ class Executor:
         if segment is None or segment.key.phase is not Phase.FORWARD or segment.left_bytes is not None:
             return
         self._activations.close_gone()
-        segment.left_bytes = self._collector.non_model_bytes()
+        segment.left_bytes = self._collector.asked_non_model_bytes()
         if plan is None or segment.sampled:
             return
         more = self._caller.begin_backward(
@@ -298,7 +301,7 @@ class Executor:
                 ):
                     self._guarding.from_here()
         self._backlog.evict(actions.evict)
-        if self._drift:
+        if self._drift or self._excess:
             self._answer_drift(actions.fetch)
         limit = self._limit()
         room = limit - self._gradient_room()
@@ -308,13 +311,13 @@ class Executor:
         self._residency.wanted = frozenset(indices)
         try:
             fetched = self._residency.require(operands, limit=limit, operator=lambda: _label(name, operands))
-            if not self._guarding.is_on and self._room.exceeds(limit - self._still_to_come()):
+            if not self._guarding.is_on and self._room.exceeds(limit + self._excess - self._still_to_come()):
                 self._guarding.from_here()  # the operands alone pass it: what the operator itself needs may not fit
             if fetched and self._course.plan is not None:
                 self._collector.count_unplanned(
                     max(0, fetched - sum(index in indices for index in actions.fetch))
                 )
-            self._backlog.prefetch(actions.fetch, room)
+            self._backlog.prefetch(actions.fetch, room + self._excess, self._measure_excess)
             self._renew(room)
         finally:
             self._residency.wanted = frozenset()
@@ -327,7 +330,7 @@ class Executor:
             return False
         plan = course.plan
         assert plan is not None
-        limit = plan.limits[course.position]
+        limit = plan.limits[course.position] - self._excess
         if self._drift:
             if plan.device_homes:
                 return False
@@ -358,7 +361,7 @@ class Executor:
     def _limit(self) -> int:
         if self._course.plan is None:
             return self._cycles.unplanned_limit(self._segment)
-        limit = self._course.plan.limits[self._course.current] - self._drift
+        limit = self._course.plan.limits[self._course.current] - self._drift - self._excess
         return min(limit, self._cycles.unplanned_limit(None)) if self._has_left_plan else limit
 
     def _still_to_come(self) -> int:
@@ -392,18 +395,27 @@ class Executor:
 
     def _measure_drift(self, position: int) -> int:
         """How much more non-model data there is than when this moment was measured: tensors the caller keeps, a
-        larger batch on the device. Not at every moment, because reading the counter is slow on some devices."""
+        larger batch on the device. Not at every moment, because reading the counter is slow on some devices. What the
+        allocator has added by itself, because of where blocks lie now, is no growth: it only takes room."""
         plan = self._course.plan
         if plan is None:
             return 0
         self._activations.close_gone()  # else what is gone would count as model data that is there
-        return max(0, self._collector.non_model_bytes() - plan.non_model[position] - plan.margin)
+        self._measure_excess()
+        return max(0, self._collector.asked_non_model_bytes() - plan.non_model[position] - plan.margin)
+
+    def _measure_excess(self) -> int:
+        """How much more than the plan keeps for it is in use now and was not asked for."""
+        plan = self._course.plan
+        self._excess = 0 if plan is None else max(0, self._accelerator.excess_bytes()[0] - plan.excess)
+        return self._excess
 
     def _answer_drift(self, planned: tuple[int, ...]) -> None:
         """If what is planned does not fit beside it: what other managers have fetched since it was measured may leave,
         at no more cost than ours; only if that is not enough, it is growth."""
-        assert self._course.plan is not None
-        sizes = self._course.plan.trace.sizes
+        plan = self._course.plan
+        assert plan is not None
+        sizes = plan.trace.sizes
         coming = sum(sizes[index] for index in self._backlog.missing(planned))
         short = self._room.excess(self._limit() - self._gradient_room() - coming)
         if short > 0:
@@ -412,6 +424,8 @@ class Executor:
                 self._drift = self._measure_drift(self._course.current)
             if given < short:
                 self._plans.outgrown.note(self._drift)
+                if self._excess:
+                    self._plans.samples.note_excess(plan.excess + self._excess)
 
     def _renew(self, limit: int) -> None:
         if self._backlog.may_renew:
@@ -424,7 +438,7 @@ class Executor:
         plan, needs = self._course.plan, self._plans.needs()
         if plan is None or needs is None:
             return None
-        more = self._collector.non_model_bytes() - plan.non_model[self._course.current]
+        more = self._collector.asked_non_model_bytes() - plan.non_model[self._course.current]
         seen = self._drift + plan.margin if self._drift else 0
         return needs[0] + max(0, more, seen)
 
