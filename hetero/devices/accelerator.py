@@ -131,15 +131,20 @@ class Accelerator:
             return int(self._stats(self.device)["allocated_bytes"]["all"]["peak"])
         return int(self._call("max_memory_allocated", self.device))
 
+    def asked_bytes(self) -> int:
+        """Of `used_bytes`, what was asked for: as much in each iteration, wherever blocks lie."""
+        if self._stats is None:
+            return self.used_bytes()
+        stats = self._stats(self.device)
+        return int(stats["allocated_bytes"]["all"]["current"]) - _excess(stats, "current")
+
     def excess_bytes(self) -> tuple[int, int]:
         """By how much what is in use is more than what was asked for, now and at its peak since the counter was set
         back. CUDA's allocator hands out large blocks that are up to 1 MiB larger, depending on which are free."""
         if self._stats is None:
             return 0, 0
         stats = self._stats(self.device)
-        # Not of small ones, which are always as large as what was asked for, rounded to 512 bytes.
-        used, asked = stats["allocated_bytes"]["large_pool"], stats["requested_bytes"]["large_pool"]
-        return used["current"] - asked["current"], used["peak"] - asked["peak"]
+        return _excess(stats, "current"), _excess(stats, "peak")
 
     def made_bytes(self) -> int | None:
         """Bytes of all allocations there have been, also of those freed since; None where nobody counts them. Whoever
@@ -255,3 +260,10 @@ class Accelerator:
     def allocated_size(self, nbytes: int) -> int:
         """What the allocator counts for a request of ``nbytes``."""
         return -(-nbytes // ALLOCATION_GRANULARITY) * ALLOCATION_GRANULARITY
+
+
+def _excess(stats: Any, when: str) -> int:
+    # Not of small blocks, which are always as large as what was asked for, rounded to 512 bytes.
+    return int(stats["allocated_bytes"]["large_pool"][when]) - int(
+        stats["requested_bytes"]["large_pool"][when]
+    )
