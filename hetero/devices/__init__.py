@@ -4,7 +4,7 @@ One code path on the generic ``torch.Stream``/``torch.Event`` interface serves C
 accelerator (`hetero.devices.virtual`). Nothing here knows what a parameter is.
 """
 
-from hetero.devices.accelerator import Accelerator, default_device, named_device
+from hetero.devices.accelerator import MOST_EXCESS, Accelerator, default_device, named_device
 from hetero.devices.copies import CopyEngine, Wait
 from hetero.devices.host import device_memory_free, host_memory_free, host_memory_used
 from hetero.devices.pinned import HostArena, PinnedSlab
@@ -12,6 +12,7 @@ from hetero.devices.probe import LinkSpeeds, probe_links
 from hetero.devices.storage import bytes_of, fills_memory, has_no_gaps, storage_of
 
 __all__ = [
+    "MOST_EXCESS",
     "Accelerator",
     "CopyEngine",
     "HostArena",

@@ -16,11 +16,13 @@ from hetero.devices import looks
 from hetero.devices.caps import shared_cap
 from hetero.errors import DeviceError
 
-__all__ = ["ALLOCATION_GRANULARITY", "Accelerator", "default_device", "named_device"]
+__all__ = ["ALLOCATION_GRANULARITY", "MOST_EXCESS", "Accelerator", "default_device", "named_device"]
 
 # CUDA's caching allocator and the virtual one both hand out multiples of 512 bytes; a ledger that counts
 # less than the allocator does would let the sum of small tensors break the budget.
 ALLOCATION_GRANULARITY = 512
+# CUDA's allocator hands out blocks that are up to so much larger than what was asked for, if that is more than this.
+MOST_EXCESS = 1 << 20
 # What segments take over what is in use: 1.2 with budgets of some hundred MiB, less with larger ones.
 _WITH_GAPS = 1.25
 

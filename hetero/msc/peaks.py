@@ -13,14 +13,12 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hetero.devices import Accelerator
+from hetero.devices import MOST_EXCESS, Accelerator
 
 __all__ = ["PeakKeeper", "unseen"]
 
 # Small enough to be found among cached blocks, large enough that a few hundred of them reach any peak.
 _FILL_BYTES = 64 << 20
-# CUDA's allocator hands out blocks that are so much larger than what was asked for, if that is more than this.
-_MOST_EXCESS = 1 << 20
 
 _USER = object()
 
@@ -222,7 +220,7 @@ class _Counter:
             try:
                 while (short := peak - accelerator.used_bytes()) > 0:
                     # Never beyond: the counter would tell of a peak that nobody reached, which may pass a budget.
-                    nbytes = min(short - _MOST_EXCESS, _FILL_BYTES) if short > _MOST_EXCESS else short
+                    nbytes = min(short - MOST_EXCESS, _FILL_BYTES) if short > MOST_EXCESS else short
                     fill.append(torch.empty(nbytes, dtype=torch.uint8, device=accelerator.device))
                     if accelerator.peak_bytes() >= peak:
                         break

@@ -8,6 +8,7 @@ Which samples count, and when a plan is made, is decided in `hetero.stm.plans.pl
 
 from collections.abc import Callable, Mapping, Sequence
 
+from hetero.devices import MOST_EXCESS
 from hetero.eviction import (
     CapacityError,
     HomeCost,
@@ -85,7 +86,8 @@ class PlanMaker:
         elsewhere = frozenset((*homes, *places))
         beside = self._fixed_bytes() + sum(sizes[x] for x in places)
         placed = [beside + nbytes for nbytes in home_bytes]
-        excess = samples.excess
+        # It is not looked at within a period: one block more may be as much too large as any.
+        excess = samples.excess + MOST_EXCESS if samples.excess else 0
         spare = self._spare_bytes(keys, samples, margin + excess, placed, sizes, lives, elsewhere)
         gradients = self._gradient_reserves(keys, samples, at_home, timing, spare)
         phases = [key.phase for key in keys for _ in samples[key][-1].periods]

@@ -105,7 +105,7 @@ class CallersPart:
         passed = self._peaks.passed(self._budget)
         if passed == 0:
             return 0
-        if excess >= plan.excess + passed:  # no more than planned was asked for
+        if excess >= passed:  # no more than the budget was asked for
             self._note_excess(plan.excess + passed)
             return 0
         more = passed + max(0, self._unused)
