@@ -133,20 +133,18 @@ class Accelerator:
             return int(self._stats(self.device)["allocated_bytes"]["all"]["peak"])
         return int(self._call("max_memory_allocated", self.device))
 
-    def asked_bytes(self) -> int:
-        """Of `used_bytes`, what was asked for: as much in each iteration, wherever blocks lie."""
+    def asked_bytes(self) -> tuple[int, int]:
+        """Of `used_bytes`, what was asked for, which is as much in each iteration; and what is more, which depends on
+        where blocks lie: CUDA's allocator hands out large ones that are up to 1 MiB larger."""
         if self._stats is None:
-            return self.used_bytes()
+            return self.used_bytes(), 0
         stats = self._stats(self.device)
-        return int(stats["allocated_bytes"]["all"]["current"]) - _excess(stats, "current")
+        excess = _excess(stats, "current")
+        return int(stats["allocated_bytes"]["all"]["current"]) - excess, excess
 
-    def excess_bytes(self) -> tuple[int, int]:
-        """By how much what is in use is more than what was asked for, now and at its peak since the counter was set
-        back. CUDA's allocator hands out large blocks that are up to 1 MiB larger, depending on which are free."""
-        if self._stats is None:
-            return 0, 0
-        stats = self._stats(self.device)
-        return _excess(stats, "current"), _excess(stats, "peak")
+    def peak_excess_bytes(self) -> int:
+        """By how much more was in use than was asked for, at most since the peak counter was set back."""
+        return 0 if self._stats is None else _excess(self._stats(self.device), "peak")
 
     def made_bytes(self) -> int | None:
         """Bytes of all allocations there have been, also of those freed since; None where nobody counts them. Whoever

@@ -158,7 +158,7 @@ class MemStatsCollector:
             period.host_model_bytes -= on_host
             period.begin = self._event()
             period.used_bytes = self._accelerator.used_bytes()
-            period.asked_bytes = self._accelerator.asked_bytes()
+            period.asked_bytes, _ = self._accelerator.asked_bytes()
         elif segment is not None and segment.timed:
             self._period.begin = self._event()
 
@@ -186,7 +186,7 @@ class MemStatsCollector:
             period.gradients.append(Gradient(index, nbytes, self._event(), len(period.waits)))
             if self.is_sampling and period.begin is not None:
                 self._close_handed_over()
-                beside = self._accelerator.asked_bytes() - self._model_base - own_nbytes
+                beside = self._accelerator.asked_bytes()[0] - self._model_base - own_nbytes
                 self._handed_over = index, own_nbytes, beside, self._accelerator.made_bytes()
 
     def note_queued(self, indices: tuple[int, ...]) -> None:
@@ -292,9 +292,10 @@ class MemStatsCollector:
         """Device memory that is no model data, now. Reads the device's counter."""
         return self._accelerator.used_bytes() - self._model_bytes.device_bytes
 
-    def asked_non_model_bytes(self) -> int:
-        """Of `non_model_bytes`, what has been asked for."""
-        return self._accelerator.asked_bytes() - self._model_bytes.device_bytes
+    def asked_non_model_bytes(self) -> tuple[int, int]:
+        """Of `non_model_bytes`, what was asked for, and what is more."""
+        asked, excess = self._accelerator.asked_bytes()
+        return asked - self._model_bytes.device_bytes, excess
 
     def _close_period(self) -> None:
         period = self._period

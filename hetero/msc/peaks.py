@@ -73,7 +73,7 @@ class PeakKeeper:
 
     def excess(self) -> int:
         """Of the peak of the period that runs, what nobody has asked for."""
-        return self._accelerator.excess_bytes()[1]
+        return self._accelerator.peak_excess_bytes()
 
     def next_period(self) -> int:
         """The peak of the period that ends now; the next one begins."""

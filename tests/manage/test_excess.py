@@ -38,14 +38,15 @@ def block(mib):
 
 def test_what_was_not_asked_for_is_told_apart():
     accelerator = Accelerator(device("1GiB"))
-    before, _ = accelerator.excess_bytes()
+    _, before = accelerator.asked_bytes()
     hole, beside = block(14), block(14)  # a segment for each
     del hole
     accelerator.reset_peak()
     found, small = block(13.25), block(0.3)
-    assert accelerator.excess_bytes() == (before + 0.75 * MIB, before + 0.75 * MIB)
+    assert accelerator.asked_bytes()[1] == accelerator.peak_excess_bytes() == before + 0.75 * MIB
     del found
-    assert accelerator.excess_bytes() == (before, before + 0.75 * MIB)
+    assert accelerator.asked_bytes()[1] == before
+    assert accelerator.peak_excess_bytes() == before + 0.75 * MIB
     del beside, small
 
 

@@ -53,6 +53,7 @@ class Executor:
         self._cycles = cycles
         self._plans = plans
         self._relief = relief
+        self._accelerator = accelerator
         self._drift = 0
         self._excess = 0
         # Some of what runs can never be tried again: regions that are compiled.
@@ -251,7 +252,7 @@ class Executor:
         if segment is None or segment.key.phase is not Phase.FORWARD or segment.left_bytes is not None:
             return
         self._activations.close_gone()
-        segment.left_bytes = self._collector.asked_non_model_bytes()
+        segment.left_bytes, _ = self._collector.asked_non_model_bytes()
         if plan is None or segment.sampled:
             return
         more = self._caller.begin_backward(
@@ -401,13 +402,14 @@ class Executor:
         if plan is None:
             return 0
         self._activations.close_gone()  # else what is gone would count as model data that is there
-        self._measure_excess()
-        return max(0, self._collector.asked_non_model_bytes() - plan.non_model[position] - plan.margin)
+        non_model, excess = self._collector.asked_non_model_bytes()
+        self._excess = max(0, excess - plan.excess)
+        return max(0, non_model - plan.non_model[position] - plan.margin)
 
     def _measure_excess(self) -> int:
         """How much more than the plan keeps for it is in use now and was not asked for."""
         plan = self._course.plan
-        self._excess = 0 if plan is None else max(0, self._accelerator.excess_bytes()[0] - plan.excess)
+        self._excess = 0 if plan is None else max(0, self._accelerator.asked_bytes()[1] - plan.excess)
         return self._excess
 
     def _answer_drift(self, planned: tuple[int, ...]) -> None:
@@ -438,7 +440,7 @@ class Executor:
         plan, needs = self._course.plan, self._plans.needs()
         if plan is None or needs is None:
             return None
-        more = self._collector.asked_non_model_bytes() - plan.non_model[self._course.current]
+        more = self._collector.asked_non_model_bytes()[0] - plan.non_model[self._course.current]
         seen = self._drift + plan.margin if self._drift else 0
         return needs[0] + max(0, more, seen)
 
