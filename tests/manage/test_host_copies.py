@@ -132,8 +132,13 @@ def test_states_that_are_taken_to_the_device_find_room(how):
             backward(model, target)
             optimizer.step()
         optimizer.state[model[0].weight]  # who looks waits: copies of what was stepped are there as well
-        size = sum(p.nbytes for p in list(model.parameters())[:8])
-        assert torch.accelerator.memory_allocated() + size > budget
-        taken = [move(optimizer.state[p]["exp_avg"]) for p in list(model.parameters())[:8]]
+        room = budget - torch.accelerator.memory_allocated()
+        taken, size = [], 0
+        for parameter in model.parameters():
+            taken.append(move(optimizer.state[parameter]["exp_avg"]))
+            size += parameter.nbytes
+            if size > room:
+                break
+        assert size > room
         assert torch.accelerator.memory_allocated() <= budget
     del taken

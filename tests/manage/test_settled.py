@@ -110,7 +110,7 @@ def test_no_operator_is_hooked_and_what_is_left_is_one_check_of_the_forward():
         x = batch(target)
         with manager:
             managed = our_calls(lambda: step(model, optimizer, target))  # noqa: B023
-            assert managed["intercept.ManagedParameter.__torch_function__"] > 6 * depth
+            assert managed["parameter.ManagedParameter.__torch_function__"] > 6 * depth
             settle(model, optimizer, manager, target)
             # From its output on: backward, clipping, step, zero_grad, and all that they call.
             loss = square_loss_of(model, x)
