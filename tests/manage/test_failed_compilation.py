@@ -24,7 +24,7 @@ def steps(count):
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        return loss.item(), manager._host_step.queued, manager._host_step.at_once
+        return loss.item(), manager._host_step.queued
 
 def fail():
     global has_failed
@@ -39,7 +39,7 @@ before = steps(6)
 has_failed = False
 amid = steps(6)
 after = steps(6)
-assert has_failed and before[1] > before[2]
+assert has_failed and before[1] > 24  # of 48 updates
 assert before == amid == after, (before, amid, after)
 print("the same")
 """

@@ -106,9 +106,8 @@ class HostStep:
         self._has_looked = True
         # For benchmarks and tests: False steps everything at once.
         self.defers = True
-        # How many updates were queued so far, and how many done at once.
+        # How many updates were queued so far.
         self.queued = 0
-        self.at_once = 0
 
     @property
     def on_device(self) -> frozenset[str]:
@@ -296,7 +295,6 @@ class HostStep:
                 self._stepped_now |= {i for i, t in ours.items() if t.parameter.grad is not None}
                 self.capture.use_kernels()
             self.queued += len(later)
-            self.at_once += len(self._stepped_now)
             self._plain = plain()
             self._plain.__enter__()
 
