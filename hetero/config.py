@@ -1,6 +1,7 @@
 """What the user may set, validated at once.
 
-Owns the keywords of `hetero.manage` and their defaults. Keywords win over everything; there is no hidden state.
+Owns the keywords of `hetero.manage` and their defaults, but for ``policy`` (`hetero.eviction.resolve_policy`). Keywords
+win over everything; there is no hidden state.
 """
 
 from collections.abc import Callable
@@ -26,7 +27,6 @@ class Config:
         host_budget: bytes of model data in host memory.
         warmup_budget: a share of ``device_budget``, in (0, 1].
         warmup_steps: iterations, at least 1.
-        policy: as given: checked where policies are known (`hetero.eviction.resolve_policy`).
         prefetch, activations, device_homes: as given.
         pin_memory: where the system allows it.
         precision: that operators compute in; None: the parameters' own type.
@@ -37,7 +37,6 @@ class Config:
     host_budget: int
     warmup_budget: float
     warmup_steps: int
-    policy: object
     prefetch: bool
     pin_memory: bool
     precision: torch.dtype | None
@@ -57,7 +56,6 @@ def resolve(
     host_budget: Size | None,
     warmup_budget: float,
     warmup_steps: int,
-    policy: object,
     prefetch: bool,
     pin_memory: bool | None,
     precision: torch.dtype | None,
@@ -112,7 +110,6 @@ def resolve(
         host_budget=host_bytes,
         warmup_budget=float(warmup_budget),
         warmup_steps=warmup_steps,
-        policy=policy,
         prefetch=prefetch,
         pin_memory=True if pin_memory is None else pin_memory,
         precision=precision,

@@ -125,7 +125,6 @@ def manage(
         host_budget=host_budget,
         warmup_budget=warmup_budget,
         warmup_steps=warmup_steps,
-        policy=policy,
         prefetch=prefetch,
         pin_memory=pin_memory,
         precision=precision,
