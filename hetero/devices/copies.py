@@ -48,7 +48,7 @@ class CopyMeter(Protocol):
     @property
     def is_clocked(self) -> bool: ...
 
-    def waiting_for_copy(self, *, is_upload: bool) -> contextlib.AbstractContextManager[None]: ...
+    def waiting(self) -> contextlib.AbstractContextManager[None]: ...
 
     def note_copy(self, nbytes: int, begin: torch.Event, end: torch.Event, *, is_upload: bool) -> None: ...
 
@@ -89,12 +89,12 @@ class CopyEngine:
     def compute_after_upload(self, event: torch.Event) -> None:
         """What compute queues from now on sees the uploaded copy."""
         if Wait.COMPUTE_AFTER_UP not in self.left_out:
-            self._hold_compute(event, is_upload=True)
+            self._hold_compute(event)
 
     def free_after_download(self, event: torch.Event) -> None:
         """The source of a download may be dropped: compute reuses its memory only after the copy."""
         if Wait.FREE_AFTER_DOWN not in self.left_out:
-            self._hold_compute(event, is_upload=False)
+            self._hold_compute(event)
 
     def host_after_download(self, event: torch.Event, destination: torch.Tensor | None = None) -> None:
         """Block the host until what came down can be read there."""
@@ -119,12 +119,12 @@ class CopyEngine:
         event.record(stream)
         return event
 
-    def _hold_compute(self, event: torch.Event, *, is_upload: bool) -> None:
+    def _hold_compute(self, event: torch.Event) -> None:
         stream, meter = self.accelerator.compute_stream(), self.meter
         if meter is None or not meter.is_clocked:
             stream.wait_event(event)
         else:
-            with meter.waiting_for_copy(is_upload=is_upload):
+            with meter.waiting():
                 stream.wait_event(event)
 
     def _copy(self, stream: torch.Stream, source: torch.Tensor, destination: torch.Tensor) -> torch.Event:

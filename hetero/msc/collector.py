@@ -16,7 +16,7 @@ import torch
 
 from hetero.devices import Accelerator, host_memory_used
 from hetero.msc.peaks import PeakKeeper
-from hetero.msc.periods import Cause, Gradient, HandedOver, Period, PeriodStats, SegmentKey, Wait
+from hetero.msc.periods import Gradient, HandedOver, Period, PeriodStats, SegmentKey, Wait
 
 __all__ = ["Copy", "MemStatsCollector", "ModelBytes", "Segment", "period_stats"]
 
@@ -163,20 +163,16 @@ class MemStatsCollector:
             self._period.begin = self._event()
 
     @contextlib.contextmanager
-    def waiting(self, cause: Cause) -> Iterator[None]:
+    def waiting(self) -> Iterator[None]:
         """Around what makes compute wait, or the host for compute's sake; while `is_clocked`."""
         period = self._period
         before = self._event()
         yield
-        period.waits.append(Wait(cause, before, self._event(), period.begin is not None))
-
-    def waiting_for_copy(self, *, is_upload: bool) -> contextlib.AbstractContextManager[None]:
-        """As `waiting`, for one that comes, or one that leaves."""
-        return self.waiting(Cause.UP if is_upload else Cause.DOWN)
+        period.waits.append(Wait(before, self._event(), period.begin is not None))
 
     def waiting_for_host(self) -> contextlib.AbstractContextManager[None]:
         """As `waiting`, for a parameter's update; nothing while not `is_clocked`."""
-        return self.waiting(Cause.HOST) if self.is_clocked else contextlib.nullcontext()
+        return self.waiting() if self.is_clocked else contextlib.nullcontext()
 
     def note_gradient(self, index: int, nbytes: int, *, own_nbytes: int) -> None:
         """A parameter's gradient is complete on the device and about to go home; ``own_nbytes`` of its memory are

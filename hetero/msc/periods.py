@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 import torch
 
 __all__ = [
-    "Cause",
     "Gradient",
     "HandedOver",
     "Period",
@@ -35,19 +34,10 @@ class Phase(enum.StrEnum):
     STEP = "step"
 
 
-class Cause(enum.StrEnum):
-    """What compute waits for."""
-
-    UP = "up"  # a copy that comes
-    DOWN = "down"  # memory of a copy that leaves
-    HOST = "host"  # a parameter's update
-
-
 @dataclass(frozen=True, slots=True)
 class Wait:
     """Compute waited, between two events on its stream. ``within``: the operator had begun."""
 
-    cause: Cause
     before: torch.Event
     after: torch.Event
     within: bool

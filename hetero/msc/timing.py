@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from hetero.msc.collector import Copy, Segment
-from hetero.msc.periods import Cause, Period, seconds_between
+from hetero.msc.periods import Period, seconds_between
 
 __all__ = ["CopyTime", "IterationTimes", "PeriodTimes", "read_times"]
 
@@ -35,12 +35,11 @@ class CopyTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationTimes:
-    """``segments``: the periods of each. ``seconds``: from the first event to the last. ``waited``: of these, by cause.
-    ``queued``: parameters whose updates were left to be done later, in order."""
+    """``segments``: the periods of each. ``seconds``: from the first event to the last. ``queued``: parameters whose
+    updates were left to be done later, in order."""
 
     segments: tuple[tuple[PeriodTimes, ...], ...]
     seconds: float
-    waited: dict[Cause, float]
     copies: tuple[CopyTime, ...]
     queued: tuple[int, ...]
 
@@ -66,7 +65,6 @@ def read_times(segments: Sequence[Segment]) -> IterationTimes | None:
     times = IterationTimes(
         segments=_by_segment(rows, segments),
         seconds=seconds_between(opened, closed),
-        waited=_waited(periods),
         copies=tuple(_copy_time(copy) for segment in segments for copy in segment.copies if copy.end.query()),
         queued=next((segment.queued for segment in reversed(segments) if segment.queued), ()),
     )
@@ -93,14 +91,6 @@ def _by_segment(
         found.append(tuple(rows[begin : begin + len(segment.periods)]))
         begin += len(segment.periods)
     return tuple(found)
-
-
-def _waited(periods: Sequence[Period]) -> dict[Cause, float]:
-    waited = dict.fromkeys(Cause, 0.0)
-    for period in periods:
-        for wait in period.waits:
-            waited[wait.cause] += wait.seconds
-    return waited
 
 
 def _copy_time(copy: Copy) -> CopyTime:

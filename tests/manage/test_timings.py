@@ -10,7 +10,6 @@ from twins import device
 import hetero
 from hetero.eviction import Links, simulate
 from hetero.msc import (
-    Cause,
     CopyTime,
     Gradient,
     IterationTimes,
@@ -48,8 +47,8 @@ class At:
 
 def period(begin, *, before=(), within=(), gradients=()):
     """``before``, ``within``: waits (from, to), before the operator and after its begin."""
-    waits = [Wait(Cause.UP, At(a), At(b), False) for a, b in before]
-    waits += [Wait(Cause.DOWN, At(a), At(b), True) for a, b in within]
+    waits = [Wait(At(a), At(b), False) for a, b in before]
+    waits += [Wait(At(a), At(b), True) for a, b in within]
     made = Period(operands=(), waits=waits, gradients=list(gradients))
     made.begin = At(begin)
     return made
@@ -80,10 +79,10 @@ def test_own_times_and_waits_add_up_to_the_iteration():
     assert times is not None
     # 1 to 4 less the wait for the next one's operands; 4 to 8; 8 to 12 less two waits, and 0 to 1 less one.
     assert [row.seconds for rows in times.segments for row in rows] == [1.5, 4.0, 3.25 + 0.75]
-    assert times.waited == {Cause.UP: 1.75, Cause.DOWN: 0.75, Cause.HOST: 0.0}
     assert times.seconds == 12.0
     own = sum(row.seconds for rows in times.segments for row in rows)
-    assert own + sum(times.waited.values()) == times.seconds
+    waits = 0.25 + 1.5 + 0.5 + 0.25
+    assert own + waits == times.seconds
 
 
 def test_a_gradient_goes_home_after_so_much_own_time():
@@ -142,7 +141,6 @@ def times_of(seconds, *, queued=()):
     return IterationTimes(
         segments=((PeriodTimes(seconds=seconds, sends=()),),),
         seconds=seconds,
-        waited=dict.fromkeys(Cause, 0.0),
         copies=(),
         queued=queued,
     )
@@ -161,10 +159,7 @@ def test_plans_are_made_anew_after_the_first_timed_iteration_and_after_three_mor
     assert [timings.learn(keys, []) for _ in range(5)] == [True, False, False, False, True]
     timing = timings.get(keys)
     assert timing is not None
-    assert (timing.periods[0][0].seconds, timing.measured_seconds) == (
-        2.0,
-        2.0,
-    )  # the middle one of the last three
+    assert timing.periods[0][0].seconds == 2.0  # the middle one of the last three
     assert timing.host_seconds == 0.5  # of a byte, in the last of them
     assert timing.copy_seconds == 0.25
     assert timing.queued == (4,)
@@ -252,7 +247,7 @@ def test_an_iteration_that_is_not_timed_records_nothing(planned):
 
 def test_what_lived_on_the_device_counts_as_queued_once_it_is_home():
     def times(queued):
-        return IterationTimes(segments=(), seconds=1.0, waited={}, copies=(), queued=queued)
+        return IterationTimes(segments=(), seconds=1.0, copies=(), queued=queued)
 
     probed = Links(h2d_bandwidth=1e9, d2h_bandwidth=1e9)
     before = timings._middle([times((0, 1, 2))], probed, None, 0.0, 0.0)

@@ -29,15 +29,14 @@ _SETTLING = 2  # iterations that are not, after a plan that lets something else 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
     """``periods``: of each segment. ``queued``: parameters that the host updates later, which takes ``host_seconds``
-    a byte, and ``copy_seconds`` more if it begins in backward. ``measured_seconds``: of the whole iteration.
-    ``typical_seconds``: of an iteration, the median of all rounds."""
+    a byte, and ``copy_seconds`` more if it begins in backward. ``typical_seconds``: of an iteration, the
+    median of all rounds."""
 
     periods: tuple[tuple[PeriodTimes, ...], ...]
     links: Links
     queued: tuple[int, ...]
     host_seconds: float
     copy_seconds: float
-    measured_seconds: float
     typical_seconds: float
 
 
@@ -158,7 +157,6 @@ def _middle(
         queued=tuple(dict.fromkeys((*one.queued, *(() if before is None else before.queued)))),
         host_seconds=host or (0.0 if before is None else before.host_seconds),
         copy_seconds=copies or (0.0 if before is None else before.copy_seconds),
-        measured_seconds=one.seconds,
         typical_seconds=statistics.median(each.seconds for each in rounds),
     )
 
