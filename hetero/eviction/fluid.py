@@ -90,7 +90,7 @@ class _Model:
     """The program, of shapes instead of intervals. Bytes are counted in ``scale``."""
 
     def __init__(self, problem: Intervals, links: Links, points: Ints) -> None:
-        self.problem, self.links, self.points = problem, links, points
+        self.problem, self.links = problem, links
         self.count = len(points)
         ring = np.concatenate([points + turn * problem.periods for turn in range(3)])
         self.first = np.searchsorted(ring, problem.begin)

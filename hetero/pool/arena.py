@@ -61,8 +61,7 @@ class ArenaStats:
     The rest fell back since there is a plan: ``unplanned`` live longer than an iteration, ``unexpected`` were not
     made at this place by the recorded iteration, or with another size, ``busy`` found something still alive in
     their slot. ``footprint_nbytes`` is the arena plus the most bytes that allocations made since then had outside
-    it at once, what is outside only until it is copied
-    included; ``fallback_nbytes`` is the same without arena and copies.
+    it at once, what is outside only until it is copied included.
     """
 
     iterations: int
@@ -76,7 +75,6 @@ class ArenaStats:
     unplanned: int
     unexpected: int
     busy: int
-    fallback_nbytes: int
     footprint_nbytes: int
 
     @property
@@ -142,7 +140,7 @@ class Arena:
         self._placed_at: dict[int, Birth] = {}
         self._counts = dict.fromkeys(_COUNTS, 0)
         self._iterations = self._plans = 0
-        self._outside = self._outside_peak = self._footprint = 0
+        self._outside = self._footprint = 0
 
     @property
     def stats(self) -> ArenaStats:
@@ -160,7 +158,6 @@ class Arena:
             unplanned=counts["unplanned"],
             unexpected=counts["unexpected"],
             busy=counts["busy"],
-            fallback_nbytes=self._outside_peak,
             footprint_nbytes=self._footprint,
         )
 
@@ -347,7 +344,7 @@ class Arena:
         self._plans += 1
         for birth in self._placed_at.values():
             birth.counted = False
-        self._outside = self._outside_peak = 0
+        self._outside = 0
         self._footprint = self._plan.nbytes
 
     def _peek(self, func: OpOverload) -> Birth | None:
@@ -418,7 +415,6 @@ class Arena:
 
     def _measure(self, transient: int) -> None:
         if self._plan is not None:
-            self._outside_peak = max(self._outside_peak, self._outside)
             self._footprint = max(self._footprint, self._plan.nbytes + self._outside + transient)
 
     def _current_stream(self) -> object:

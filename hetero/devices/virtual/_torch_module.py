@@ -43,7 +43,7 @@ class DeviceContext:
     """``with torch.virtual.device(0):``; there is only one device, so it only checks."""
 
     def __init__(self, device: _Device) -> None:
-        self.idx = _index(device).index
+        _index(device)
 
     def __enter__(self) -> None:
         return None
