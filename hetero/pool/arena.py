@@ -77,11 +77,6 @@ class ArenaStats:
     busy: int
     footprint_nbytes: int
 
-    @property
-    def fallbacks(self) -> int:
-        """Allocations that the ordinary allocator served since there is a plan."""
-        return self.unplanned + self.unexpected + self.busy
-
 
 @contextmanager
 def planned(

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from hetero.simulate import Machine, simulate_program
 from hetero.swap.model import Gap, Step, SwapPlan
 from hetero.swap.schedule import Lowering, schedule
-from hetero.swap.selection import load_without
 
 __all__ = ["Evaluation"]
 
@@ -32,7 +31,6 @@ class Evaluation:
             swaps=swaps,
             timeline=timeline,
             overhead=self.step.overhead(timeline.step_seconds),
-            planned_peak_bytes=int(load_without(self.step, gaps).max()),
         )
 
     @staticmethod

@@ -163,8 +163,7 @@ class Swap:
 class SwapPlan:
     """What moves, in the order of its return (per iteration), and how long the step then takes, simulated.
 
-    ``overhead``: the share by which the step is longer than without swaps. ``planned_peak_bytes``: the peak load if
-    every transfer is in time.
+    ``overhead``: the share by which the step is longer than without swaps.
     """
 
     method: str
@@ -172,7 +171,6 @@ class SwapPlan:
     swaps: tuple[Swap, ...]
     timeline: Timeline = field(compare=False)
     overhead: float
-    planned_peak_bytes: int
 
     @property
     def moved_bytes(self) -> int:

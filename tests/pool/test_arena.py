@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hetero
 from hetero.errors import ConfigError, PlanError
-from hetero.pool import Arena, planned, smartpool
+from hetero.pool import Arena, ArenaStats, planned, smartpool
 from hetero.pool.cycle import CyclicLife, cyclic_load, plan_cycle
 from hetero.pool.placing import INTO_OUT
 
@@ -121,6 +121,11 @@ def train(
     return losses, [p.detach().cpu() for p in model.parameters()], used
 
 
+def fallbacks(stats: ArenaStats) -> int:
+    """Allocations that the ordinary allocator served since there is a plan."""
+    return stats.unplanned + stats.unexpected + stats.busy
+
+
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 @pytest.mark.parametrize("make", [mlp, resnet, gpt2])
 def test_training_in_the_arena_gives_the_same_bits_and_shares_none(
@@ -133,7 +138,7 @@ def test_training_in_the_arena_gives_the_same_bits_and_shares_none(
     assert arena is not None
     stats = arena.stats
     assert stats.plans == 1
-    assert stats.placed > 3 * stats.fallbacks
+    assert stats.placed > 3 * fallbacks(stats)
     assert stats.into_out
     assert stats.load_nbytes <= stats.planned_nbytes <= stats.footprint_nbytes
 
@@ -159,7 +164,7 @@ def test_the_allocator_sees_the_plan_and_nothing_else(virtual: torch.device) -> 
             step_mlp(model, optimizer, images)
         peak = torch.virtual.max_memory_allocated() - before
     stats = arena.stats
-    assert stats.fallbacks == 0
+    assert fallbacks(stats) == 0
     assert peak == stats.footprint_nbytes == stats.planned_nbytes
 
 
@@ -183,7 +188,7 @@ def test_on_the_virtual_accelerator_a_transformer_s_footprint_is_the_plan_s(virt
         torch.accelerator.reset_peak_memory_stats(virtual)
         step()
         stats = arena.stats
-    assert stats.fallbacks == 0
+    assert fallbacks(stats) == 0
     assert stats.copied_nbytes - learnt.copied_nbytes <= 64  # scalars, which travel with a launch
     assert stats.in_slot > 0
     added = torch.virtual.max_memory_allocated() - before

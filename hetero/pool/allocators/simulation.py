@@ -42,7 +42,7 @@ class Allocator(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Usage:
-    """Bytes after each event, int64 of shape (events,), and peaks within each iteration, shape (iterations,).
+    """Bytes after each event, int64 of shape (events,), and the first two's peaks within each iteration, (iterations,).
 
     ``requested``: sum of the sizes asked for; ``provided``: sum of the chunks or blocks handed out;
     ``reserved``: taken from the device. A peak includes what lives on from the iteration before.
@@ -55,7 +55,6 @@ class Usage:
     iterations: tuple[int, ...]
     requested_peaks: IntArray
     provided_peaks: IntArray
-    reserved_peaks: IntArray
 
     @property
     def peak_reserved(self) -> int:
@@ -134,10 +133,11 @@ def analyse_iterations(usage: Usage) -> IterationAnalysis:
 
 def _usage(series: IntArray, iteration_of: IntArray) -> Usage:
     iterations, starts = np.unique(iteration_of, return_index=True)
-    peaks = np.zeros((3, len(iterations)), dtype=np.int64)
+    held = series[:2]
+    peaks = np.zeros((2, len(iterations)), dtype=np.int64)
     if len(iterations):
-        peaks = np.maximum.reduceat(series, starts, axis=1)
-        peaks[:, 1:] = np.maximum(peaks[:, 1:], series[:, starts[1:] - 1])
+        peaks = np.maximum.reduceat(held, starts, axis=1)
+        peaks[:, 1:] = np.maximum(peaks[:, 1:], held[:, starts[1:] - 1])
     return Usage(
         requested=series[0],
         provided=series[1],
@@ -145,5 +145,4 @@ def _usage(series: IntArray, iteration_of: IntArray) -> Usage:
         iterations=tuple(iterations.tolist()),
         requested_peaks=peaks[0],
         provided_peaks=peaks[1],
-        reserved_peaks=peaks[2],
     )
