@@ -15,6 +15,7 @@ from hetero.errors import ConfigError
 __all__ = ["ByteGPT", "batches_of", "standard_library_text"]
 
 _BYTES = 256
+_MOST_TEXT = 4 << 20
 
 
 class Block(nn.Module):
@@ -73,19 +74,19 @@ class ByteGPT(nn.Module):
         return scores
 
 
-def standard_library_text(limit: int = 4 << 20) -> Tensor:
-    """The first ``limit`` bytes of this Python's own modules, by name, as int64 of shape (n,)."""
+def standard_library_text() -> Tensor:
+    """The first 4 MiB of this Python's own modules, by name, as int64 of shape (n,)."""
     text = bytearray()
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         text += path.read_bytes()
-        if len(text) >= limit:
+        if len(text) >= _MOST_TEXT:
             break
     if len(text) < 1 << 16:
         raise ConfigError(
             f"only {len(text)} bytes of Python source in {sysconfig.get_path('stdlib')}, on which the demo "
             "trains: run it with a Python whose standard library is installed as files"
         )
-    return torch.frombuffer(text, dtype=torch.uint8)[:limit].long()
+    return torch.frombuffer(text, dtype=torch.uint8)[:_MOST_TEXT].long()
 
 
 def batches_of(

@@ -24,9 +24,10 @@ __all__ = [
 ]
 
 _VIRTUAL = "virtual"
+_BANDWIDTH = "8GiB/s"  # of its link
 
 
-def choose_device(name: str | None, *, bandwidth: str = "8GiB/s") -> torch.device:
+def choose_device(name: str | None) -> torch.device:
     """The device called ``name``; by default the accelerator, or a virtual one where there is none.
 
     Raises `ConfigError` for a name that is none, `DeviceError` for a device that cannot be used.
@@ -37,7 +38,7 @@ def choose_device(name: str | None, *, bandwidth: str = "8GiB/s") -> torch.devic
     if name.split(":")[0] == _VIRTUAL:
         if not is_compiled():
             typer.echo("building the virtual accelerator, once: about a minute", err=True)
-        return virtual_device(memory=host_memory_free(), bandwidth=bandwidth)
+        return virtual_device(memory=host_memory_free(), bandwidth=_BANDWIDTH)
     try:
         device = torch.device(name)
     except RuntimeError as error:

@@ -56,7 +56,7 @@ class RandomKeys:
     name = "random-keys"
     finished = False
 
-    def __init__(self, piece: Piece, placer: Placer, keys: OrderKeys, seed: int) -> None:
+    def __init__(self, placer: Placer, keys: OrderKeys, seed: int) -> None:
         self._placer = placer
         self._keys = keys
         self._rng = np.random.default_rng(seed)
@@ -81,7 +81,7 @@ class Skyline:
     name = "skyline"
     finished = False
 
-    def __init__(self, piece: Piece, placer: Placer, keys: OrderKeys, seed: int) -> None:
+    def __init__(self, placer: Placer, keys: OrderKeys, seed: int) -> None:
         self._placer = placer
         self._keys = keys
         self._rng = np.random.default_rng(seed)

@@ -162,7 +162,7 @@ def _engine(name: str, piece: Piece, placer: Placer, keys: OrderKeys, seed: int)
     if name == "exact":
         return Exact(piece, keys, seed)
     if name == "skyline":
-        return Skyline(piece, placer, keys, seed)
+        return Skyline(placer, keys, seed)
     if name == "hill-climb":
         return RepairedOrder(piece, placer, keys, seed)
-    return RandomKeys(piece, placer, keys, seed)
+    return RandomKeys(placer, keys, seed)

@@ -126,10 +126,10 @@ class Ledger(TorchDispatchMode):
             return self._run_view(func, args, kwargs)
         return self._run(func, args, kwargs)
 
-    def cut(self, begin: int, end: int, *, source: str, device: str | None = None) -> StepTrace:
+    def cut(self, begin: int, end: int, *, source: str) -> StepTrace:
         """The operators ``[begin, end)`` as a step of their own, lives clipped to it.
 
-        ``device`` defaults to the accelerator that holds most bytes at its peak, else to the CPU.
+        Its device is the accelerator that holds most bytes at its peak, else the CPU.
         """
         if end <= begin:
             raise PlanError("the step ran no operator that touches a tensor: nothing to trace")
@@ -157,7 +157,7 @@ class Ledger(TorchDispatchMode):
             operators=operators,
             storages=storages,
             span=end - begin,
-            device=device or _main_device(storages),
+            device=_main_device(storages),
             source=source,
         )
 

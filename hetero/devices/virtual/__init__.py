@@ -62,7 +62,7 @@ def virtual_device(
     Raises `ConfigError` for a value that cannot be used, ``memory`` below what is allocated included, and
     `DeviceError` if there is no compiler or another accelerator has taken the place.
     """
-    nbytes = _positive_bytes(memory, name="memory")
+    nbytes = _positive_bytes(memory)
     rate, seconds = parse_rate(bandwidth), parse_seconds(latency)
     _register()
     set_memory_limit(nbytes)
@@ -83,7 +83,7 @@ def memory_limit() -> int:
 
 def set_memory_limit(nbytes: int | str) -> None:
     """Change the device's memory. Raises `ConfigError` if more than that is allocated."""
-    limit = _positive_bytes(nbytes, name="memory")
+    limit = _positive_bytes(nbytes)
     try:
         _loaded().set_memory_limit(limit)
     except ValueError as error:
@@ -204,10 +204,10 @@ def check_host_access(tensor: torch.Tensor, write: bool = False) -> None:
         raise ConfigError(_first_line(error)) from error
 
 
-def _positive_bytes(value: int | str, *, name: str) -> int:
-    nbytes = parse_bytes(value, name=name)
+def _positive_bytes(memory: int | str) -> int:
+    nbytes = parse_bytes(memory, name="memory")
     if nbytes <= 0:
-        raise ConfigError(f"{name}={value!r}: the virtual accelerator needs some memory")
+        raise ConfigError(f"memory={memory!r}: the virtual accelerator needs some memory")
     return nbytes
 
 
