@@ -1,7 +1,6 @@
 """Gradients on their way home: how many bytes of them are on the device at once.
 
-Owns the answer for gradients that leave as soon as they are made, one after another. What is kept free for them is
-decided by whoever plans.
+Owns the answer for gradients that leave as soon as they are made, one after another, and what is kept free for them.
 """
 
 from collections import deque
@@ -10,7 +9,7 @@ from typing import Protocol
 
 from hetero.eviction.model import Links
 
-__all__ = ["Sending", "on_their_way"]
+__all__ = ["Sending", "gradient_reserves", "on_their_way"]
 
 _SLOWER = 1.05  # than copies were on average, one may be
 
@@ -53,3 +52,20 @@ def on_their_way(periods: Sequence[Sending], links: Links, at_home: Container[in
         rows.append(most)
         clock += period.seconds
     return rows
+
+
+def gradient_reserves(
+    largest: int, *, come: Sequence[bool], ways: Sequence[int], spare: Sequence[int]
+) -> list[int]:
+    """For each period, room for gradients on their way.
+
+    While more are to ``come``: for two of ``largest`` bytes, so that one is copied while the next is made, or for as
+    many as there are at once (``ways``), if that is less; afterwards for what is still on its way. Never more than any
+    of the former, or this one, has to ``spare``.
+    """
+    most = max([largest, *ways])
+    reserve = max(0, min(2 * largest, most, *(left for left, more in zip(spare, come, strict=True) if more)))
+    return [
+        reserve if more else max(0, min(way, reserve, left))
+        for more, way, left in zip(come, ways, spare, strict=True)
+    ]

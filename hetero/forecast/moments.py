@@ -7,7 +7,16 @@ Owns the arithmetic of room: what lives on the device all along, gradients that 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from hetero.eviction import CapacityError, Links, Moment, Send, Trace, Updates, on_their_way
+from hetero.eviction import (
+    CapacityError,
+    Links,
+    Moment,
+    Send,
+    Trace,
+    Updates,
+    gradient_reserves,
+    on_their_way,
+)
 from hetero.forecast.reading import Period, Reading
 
 __all__ = ["StepMoments"]
@@ -112,23 +121,19 @@ class StepMoments:
     def _reserves(
         self, living: frozenset[int], free: Sequence[int], operands: Sequence[Sequence[int]]
     ) -> list[int]:
-        """For each period, room for gradients on their way, as in training: for two, or for as many as there are at
-        once; never more than the fullest period leaves beside its operands."""
+        """For each period, room for gradients on their way, as in training."""
         periods, parameters = self.reading.periods, self.reading.parameters
         sizes = [*(p.nbytes for p in parameters), *(a.nbytes for a in self.reading.activations)]
         at_home = frozenset(range(len(parameters))).difference(living)
         sends = [i for i, period in enumerate(periods) if any(x in at_home for x, _, _ in period.sends)]
-        if not sends:
-            return [0] * len(periods)
-        most = 2 * max(parameters[x].gradient_bytes for x in at_home)
-        ways = on_their_way(periods, self.links, at_home)
+        come = range(sends[0], sends[-1] + 1) if sends else range(0)
         spare = [nbytes - sum(sizes[x] for x in operands[place]) for place, nbytes in enumerate(free)]
-        come = range(sends[0], sends[-1] + 1)
-        reserve = max(0, min([most, max(most // 2, *ways), *(spare[place] for place in come)]))
-        return [
-            reserve if place in come else max(0, min(ways[place], reserve, spare[place]))
-            for place in range(len(periods))
-        ]
+        return gradient_reserves(
+            max((parameters[x].gradient_bytes for x in at_home), default=0),
+            come=[place in come for place in range(len(periods))],
+            ways=on_their_way(periods, self.links, at_home),
+            spare=spare,
+        )
 
     def _updates(self, homes: Sequence[int], places: tuple[int, ...], *, step: int, early: bool) -> Updates:
         parameters = self.reading.parameters

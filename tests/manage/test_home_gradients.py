@@ -12,7 +12,7 @@ from torch import nn
 from twins import adamw, assert_same, device, managed, unmanaged
 
 import hetero
-from hetero.eviction import Links, on_their_way
+from hetero.eviction import Links, gradient_reserves, on_their_way
 from hetero.msc import Period, PeriodTimes, Phase, Segment, SegmentKey
 from hetero.msc.periods import HandedOver
 from hetero.stm import Kind, Tier
@@ -361,3 +361,18 @@ def test_on_their_way_against_a_naive_count(rows, bandwidth):
         for instants in looks
     ]
     assert on_their_way(times, links, at_home) == expected
+
+
+@pytest.mark.parametrize(
+    ("ways", "spare", "reserves"),
+    [
+        ([0, 9, 9], [50, 50, 50], [8, 8, 8]),  # for two
+        ([0, 6, 6], [50, 50, 50], [6, 6, 6]),  # for as many as there are at once
+        ([0, 3, 3], [50, 50, 50], [4, 4, 3]),  # for one at least, while they come
+        ([0, 9, 9], [50, 5, 50], [5, 5, 5]),  # no more than the fullest period leaves
+        ([0, 9, 9], [50, 50, 2], [8, 8, 2]),
+        ([0, 9, 9], [-1, 50, 50], [0, 0, 0]),
+    ],
+)
+def test_room_for_gradients_of_four_bytes_on_their_way(ways, spare, reserves):
+    assert gradient_reserves(4, come=[True, True, False], ways=ways, spare=spare) == reserves

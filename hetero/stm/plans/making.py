@@ -16,6 +16,7 @@ from hetero.eviction import (
     Policy,
     Trace,
     Updates,
+    gradient_reserves,
     leave_link_free,
     on_their_way,
     plan_iteration,
@@ -248,13 +249,9 @@ class PlanMaker:
         timing: Timing | None,
         spare: Sequence[int],
     ) -> list[int]:
-        """For each moment, room for gradients on their way down: for two, so that one is copied while the next is made;
-        for less where, as was measured, they are gone by then; where no more are made, for what is still on its way.
-
-        Never more than is to ``spare``.
-        """
+        """For each moment, room for gradients on their way down. ``timing`` knows how many there are at once."""
         trained = [t for t in self._tensors if t.parameter.requires_grad and t.index in at_home]
-        most = 2 * max((t.device_nbytes for t in trained), default=0)
+        largest = max((t.device_nbytes for t in trained), default=0)
         come, ways = list[bool](), list[int]()
         for place, key in enumerate(keys):
             count = len(samples[key][-1].periods)
@@ -262,15 +259,10 @@ class PlanMaker:
             if key.phase is not Phase.BACKWARD:
                 ways += [0] * count
             elif timing is None:
-                ways += [most] * count
+                ways += [2 * largest] * count
             else:
                 ways += on_their_way(timing.periods[place], timing.links, at_home)
-        left_there = (left for left, more in zip(spare, come, strict=True) if more)
-        reserve = min(most, max([most // 2, *ways]), *left_there)
-        return [
-            max(0, reserve if more else min(way, reserve, left))
-            for more, way, left in zip(come, ways, spare, strict=True)
-        ]
+        return gradient_reserves(largest, come=come, ways=ways, spare=spare)
 
     def _spare_bytes(
         self,
