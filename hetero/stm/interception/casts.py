@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils.weak import TensorWeakRef
 
+from hetero.stm.tensors.exposure import ATTRIBUTE_AND_NAME
 from hetero.stm.tensors.fetch import run_early
 from hetero.stm.tensors.managed import Cast, ManagedTensor
 
@@ -67,8 +68,8 @@ def drop_bytes(kept: list[ManagedTensor]) -> None:
         value = cast.value
         if isinstance(value, TensorWeakRef):
             continue
-        # This name, the attribute, and the argument of getrefcount.
-        if value._use_count() == 1 and sys.getrefcount(value) <= 3:  # type: ignore[attr-defined]
+        uses: int = value._use_count()  # type: ignore[attr-defined]
+        if uses == 1 and sys.getrefcount(value) <= ATTRIBUTE_AND_NAME:
             value.data = torch.empty(0, dtype=value.dtype, device=value.device)
         else:
             cast.value = TensorWeakRef(value)

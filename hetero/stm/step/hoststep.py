@@ -40,6 +40,7 @@ from hetero.stm.step.devicehomes import DeviceHomes, DeviceUpdate
 from hetero.stm.step.jobs import Captured, Surroundings, change, wait
 from hetero.stm.step.speculation import Speculation
 from hetero.stm.step.watched import WatchedState
+from hetero.stm.tensors.exposure import ATTRIBUTE_AND_NAME
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.managed import ManagedTensor
 from hetero.stm.updates.captured import ParameterUpdate
@@ -152,7 +153,7 @@ class HostStep:
             self._load_hook.remove()
         give_step_back(optimizer, self._step_method, self._own_step)  # else ours stays, and hands on
         state = optimizer.state
-        if isinstance(state, WatchedState) and sys.getrefcount(state) == _STATE_REFERENCES:
+        if isinstance(state, WatchedState) and sys.getrefcount(state) == ATTRIBUTE_AND_NAME:
             optimizer.state = state.plain()
 
     def can_pause(self) -> bool:
@@ -160,7 +161,7 @@ class HostStep:
         state = self.optimizer.state
         if isinstance(state, WatchedState) and state.watcher is not self:
             return False
-        return self._attached and sys.getrefcount(state) == _STATE_REFERENCES
+        return self._attached and sys.getrefcount(state) == ATTRIBUTE_AND_NAME
 
     def resume(self, stepped: Iterable[int]) -> None:
         """After `detach`: parameters are ours again and live where they are. ``stepped``: those with a state."""
@@ -370,7 +371,7 @@ class HostStep:
     def _watch(self, optimizer: torch.optim.Optimizer) -> bool:
         """See to it that we learn of whoever looks at ``optimizer.state``; False if we cannot."""
         state = optimizer.state
-        if sys.getrefcount(state) != _STATE_REFERENCES:
+        if sys.getrefcount(state) != ATTRIBUTE_AND_NAME:
             return False
         if isinstance(state, WatchedState):
             watcher = state.watcher
@@ -414,5 +415,3 @@ class HostStep:
 
 # Of the host's memory that nobody else needs, for what speculation copies, unless the user asks for more.
 _SHARE_OF_HOST = 0.5
-# The attribute, the local name, and the argument of getrefcount.
-_STATE_REFERENCES = 3

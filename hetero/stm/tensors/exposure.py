@@ -21,6 +21,8 @@ import torch
 from torch import nn
 
 __all__ = [
+    "ATTRIBUTE_AND_NAME",
+    "WRAPPER_USES",
     "gradient_has_one_name",
     "gradient_is_plain",
     "gradient_is_private",
@@ -204,4 +206,15 @@ def _measure_entry() -> int:
     return _asked(entry)
 
 
+def _measure_attribute_and_name() -> int:
+    holder = types.SimpleNamespace(value=torch.zeros(2, device="cpu"))
+    value = holder.value
+    return sys.getrefcount(value)
+
+
 _ONE_TENSOR = _expected().value[2]
+# How many uses of a storage come on top of the tensors': its Python wrapper.
+WRAPPER_USES = _ONE_TENSOR - 1
+# What sys.getrefcount answers for what only an attribute and a local name hold. To be asked without another call, which
+# would hold its argument while Dynamo looks at frames.
+ATTRIBUTE_AND_NAME = _measure_attribute_and_name()

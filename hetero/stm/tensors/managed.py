@@ -22,6 +22,7 @@ from torch.utils.weak import TensorWeakRef
 
 from hetero.errors import ManageError
 from hetero.stm.deferred import Update
+from hetero.stm.tensors.exposure import ATTRIBUTE_AND_NAME, WRAPPER_USES
 from hetero.stm.tensors.graphpaths import GraphPaths
 from hetero.stm.tensors.homeclock import HomeClock
 from hetero.stm.tensors.hostcopies import note_at_home
@@ -42,23 +43,6 @@ class Cast:
 
     region: int
     value: torch.Tensor | TensorWeakRef
-
-
-class _Probe:
-    __slots__ = ("identity",)
-    identity: torch.Tensor
-
-
-def _reference_baselines() -> tuple[int, int]:
-    probe = _Probe()
-    probe.identity = torch.empty(1, device="cpu")
-    key = probe.identity.untyped_storage()._cdata
-    return sys.getrefcount(probe.identity), torch._C._storage_Use_Count(key) - 1
-
-
-# Measured, because they differ between versions of Python and torch: what sys.getrefcount answers for a tensor that
-# only an attribute holds, and how many uses of a storage come on top of the tensors' (its Python wrapper).
-_ONLY_OURS, WRAPPER_USES = _reference_baselines()
 
 
 class ManagedTensor(StatefulTensor):
@@ -323,9 +307,8 @@ class ManagedTensor(StatefulTensor):
         """Somebody besides us holds the copy: evicting it would free nothing."""
         if self._view is not None:
             seen = self._view[2]
-            # As in `_identity_is_ours`. Without a call, which would hold its argument while Dynamo looks at frames.
             uses: int = seen._use_count()  # type: ignore[attr-defined]
-            if uses != 1 or sys.getrefcount(seen) > _ONLY_OURS + 1:
+            if uses != 1 or sys.getrefcount(seen) > ATTRIBUTE_AND_NAME:
                 self._view = None
             del seen
         ours = WRAPPER_USES + (1 if self.identity is None else 2) + (self._view is not None)
@@ -335,9 +318,8 @@ class ManagedTensor(StatefulTensor):
         identity = self.identity
         if identity is None:
             return True
-        # One more than the baseline: the local name.
         uses: int = identity._use_count()  # type: ignore[attr-defined]
-        return uses == 1 and sys.getrefcount(identity) <= _ONLY_OURS + 1
+        return uses == 1 and sys.getrefcount(identity) <= ATTRIBUTE_AND_NAME
 
 
 def refused_write(tensor: ManagedTensor) -> ManageError:
