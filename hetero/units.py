@@ -1,4 +1,4 @@
-"""Sizes, rates and times as people write them.
+"""Sizes, rates and times as people write them, and sizes as allocators round them.
 
 Owns the only parser and the only formatter of byte sizes. Bytes are ``int``, rates bytes per second, times
 seconds; text is read once, at the edge, by these functions.
@@ -17,6 +17,7 @@ __all__ = [
     "parse_bytes",
     "parse_rate",
     "parse_seconds",
+    "round_up",
 ]
 
 _BYTE_UNITS = {
@@ -131,6 +132,11 @@ def format_seconds(seconds: float) -> str:
         if abs(seconds) >= scale:
             return f"{seconds / scale:.2f} {unit}"
     return f"{seconds / 1e-9:.0f} ns" if seconds else "0 s"
+
+
+def round_up(nbytes: int, granularity: int) -> int:
+    """The next multiple of ``granularity``."""
+    return -(-nbytes // granularity) * granularity
 
 
 def _split(text: str, name: str) -> tuple[float, str]:

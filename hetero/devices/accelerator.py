@@ -15,6 +15,7 @@ import torch
 from hetero.devices import looks
 from hetero.devices.caps import shared_cap
 from hetero.errors import DeviceError
+from hetero.units import round_up
 
 __all__ = ["ALLOCATION_GRANULARITY", "MOST_EXCESS", "Accelerator", "default_device", "named_device"]
 
@@ -259,7 +260,7 @@ class Accelerator:
 
     def allocated_size(self, nbytes: int) -> int:
         """What the allocator counts for a request of ``nbytes``."""
-        return -(-nbytes // ALLOCATION_GRANULARITY) * ALLOCATION_GRANULARITY
+        return round_up(nbytes, ALLOCATION_GRANULARITY)
 
 
 def _excess(stats: Any, when: str) -> int:

@@ -24,6 +24,7 @@ import torch
 
 from hetero.devices.accelerator import Accelerator
 from hetero.devices.storage import extent_of
+from hetero.units import round_up
 
 __all__ = ["HostArena", "PinnedSlab"]
 
@@ -81,7 +82,7 @@ class HostArena:
     @staticmethod
     def slab_bytes(nbytes: int) -> int:
         """What a tensor of ``nbytes`` takes in a slab."""
-        return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        return round_up(nbytes, _ALIGNMENT)
 
     def lost_bytes(self, nbytes: int) -> int:
         """What slabs will have beyond the tensors cut from them once one of ``nbytes`` more is."""
@@ -122,7 +123,7 @@ class HostArena:
         if self._slab is not None and self._offset + nbytes <= len(self._slab):
             return 0
         wanted = max(nbytes, min(self._expected_nbytes, _SLAB_BYTES))
-        return -(-wanted // mmap.PAGESIZE) * mmap.PAGESIZE
+        return round_up(wanted, mmap.PAGESIZE)
 
     def _new_slab(self, nbytes: int) -> PinnedSlab:
         slab = PinnedSlab(-1, nbytes)

@@ -13,6 +13,7 @@ import numpy as np
 
 from hetero.pool.planner import register
 from hetero.pool.problem import IntArray, Problem, Solution, solution_from_offsets
+from hetero.units import round_up
 
 __all__ = ["binary_block", "ge_two_level", "max_block"]
 
@@ -66,7 +67,7 @@ def _shrunk_blocks(problem: Problem, classes: IntArray, name: str) -> Solution:
     for members in _reuse(problem, classes):
         offsets[members] = base
         largest = int(problem.sizes[members].max())
-        base += -(-largest // _ALIGNMENT) * _ALIGNMENT
+        base += round_up(largest, _ALIGNMENT)
     return solution_from_offsets(
         problem, offsets, planner=name, seconds=time.perf_counter() - started, footprint=base
     )

@@ -17,6 +17,7 @@ from hetero.errors import ConfigError, PlanError
 from hetero.pool.placement import hole
 from hetero.pool.planner import Planner
 from hetero.pool.problem import Buffer, IntArray, Problem
+from hetero.units import round_up
 
 __all__ = ["CyclePlan", "CyclicLife", "cyclic_load", "plan_cycle"]
 
@@ -68,7 +69,7 @@ def plan_cycle(lives: Sequence[CyclicLife], planner: Planner, *, granularity: in
     if granularity < 1:
         raise ConfigError(f"granularity={granularity}: sizes are rounded to a multiple of at least 1 byte")
     period = len(lives)
-    sizes = [-(-life.nbytes // granularity) * granularity for life in lives]
+    sizes = [round_up(life.nbytes, granularity) for life in lives]
     placeable = [i for i, life in enumerate(lives) if sizes[i] and (life.length or period + 1) <= period]
     load = cyclic_load(lives, granularity=granularity)
     cut = int(load.argmin()) if period else 0
@@ -98,7 +99,7 @@ def cyclic_load(lives: Sequence[CyclicLife], *, granularity: int = 1) -> IntArra
     change = np.zeros(2 * period + 1, dtype=np.int64)
     for begin, life in enumerate(lives):
         if life.length is not None and life.length <= period:
-            nbytes = -(-life.nbytes // granularity) * granularity
+            nbytes = round_up(life.nbytes, granularity)
             change[begin] += nbytes
             change[begin + life.length] -= nbytes
     unrolled = np.cumsum(change[:-1])

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from hetero.errors import PlanError
 from hetero.pool.problem import Buffer, Problem
-from hetero.units import format_bytes
+from hetero.units import format_bytes, round_up
 
 __all__ = ["KINDS", "PHASES", "Kind", "Operator", "Phase", "StepTrace", "Storage"]
 
@@ -138,7 +138,7 @@ class StepTrace:
         change = np.zeros(self.span + 1, dtype=np.int64)
         for storage in self.storages:
             if storage.device == on and kind in (None, storage.kind):
-                nbytes = -(-storage.nbytes // granularity) * granularity
+                nbytes = round_up(storage.nbytes, granularity)
                 change[storage.begin] += nbytes
                 change[storage.end] -= nbytes
         return np.cumsum(change[:-1])
@@ -172,7 +172,7 @@ class StepTrace:
         on = device or self.device
         return Problem(
             buffers=tuple(
-                Buffer(id=s.id, begin=s.begin, end=s.end, nbytes=-(-s.nbytes // granularity) * granularity)
+                Buffer(id=s.id, begin=s.begin, end=s.end, nbytes=round_up(s.nbytes, granularity))
                 for s in self.storages
                 if s.device == on and s.nbytes
             ),

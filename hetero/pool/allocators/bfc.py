@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from hetero.errors import BudgetError, ConfigError
 from hetero.pool.allocators.holdings import Holdings
 from hetero.pool.problem import BufferId
+from hetero.units import round_up
 
 __all__ = ["BfcAllocator"]
 
@@ -168,7 +169,7 @@ class BfcAllocator(Holdings[_Chunk]):
 
 
 def _rounded(nbytes: int) -> int:
-    return max(_QUANTUM, -(-nbytes // _QUANTUM) * _QUANTUM)
+    return max(_QUANTUM, round_up(nbytes, _QUANTUM))
 
 
 def _bin(size: int) -> int:

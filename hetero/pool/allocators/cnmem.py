@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from hetero.errors import BudgetError, ConfigError
 from hetero.pool.allocators.holdings import Holdings
 from hetero.pool.problem import BufferId
+from hetero.units import round_up
 
 __all__ = ["CnmemAllocator"]
 
@@ -110,4 +111,4 @@ def _follows(block: _Block, previous: _Block) -> bool:
 
 
 def _rounded(nbytes: int) -> int:
-    return -(-nbytes // _GRANULARITY) * _GRANULARITY
+    return round_up(nbytes, _GRANULARITY)

@@ -13,6 +13,7 @@ from hetero.pool.allocators.blocks import Block, FreeList, Segment, merge, split
 from hetero.pool.allocators.expandable import grow, unmap_free_pages
 from hetero.pool.allocators.holdings import Holdings
 from hetero.pool.problem import BufferId
+from hetero.units import round_up
 
 __all__ = ["CachingSettings", "CudaCachingAllocator"]
 
@@ -126,8 +127,8 @@ class CudaCachingAllocator(Holdings[Block]):
             return _MIN_BLOCK
         if divisions > 1 and nbytes > _MIN_BLOCK * divisions:
             step = (1 << nbytes.bit_length() - 1) // divisions
-            return -(-nbytes // step) * step
-        return -(-nbytes // _MIN_BLOCK) * _MIN_BLOCK
+            return round_up(nbytes, step)
+        return round_up(nbytes, _MIN_BLOCK)
 
     def _free_list(self, stream: int, *, small: bool) -> FreeList:
         key = stream, small
@@ -237,7 +238,7 @@ def _segment_size(size: int) -> int:
         return _SMALL_SEGMENT
     if size < _MIN_LARGE:
         return _LARGE_SEGMENT
-    return -(-size // _ROUND_LARGE) * _ROUND_LARGE
+    return round_up(size, _ROUND_LARGE)
 
 
 def _size_when_grown(block: Block) -> int:

@@ -6,6 +6,7 @@ Owns `grow` and `unmap_free_pages` on the segments of the CUDA caching allocator
 """
 
 from hetero.pool.allocators.blocks import Block, Segment, merge, split_off
+from hetero.units import round_up
 
 __all__ = ["grow", "unmap_free_pages"]
 
@@ -42,7 +43,7 @@ def unmap_free_pages(block: Block) -> None:
     """Give back every whole page inside the free ``block`` of an expandable segment."""
     segment = block.segment
     page, base = segment.page, segment.address
-    begin = base + -(-(block.address - base) // page) * page
+    begin = base + round_up(block.address - base, page)
     end = base + (block.address + block.size - base) // page * page
     if begin >= end:
         return
@@ -84,7 +85,7 @@ def _pages_needed(segment: Segment, run: list[Block], size: int) -> int:
     for block in run:
         if not block.mapped:
             wanted = min(size - held, block.size)
-            needed += min(-(-wanted // segment.page) * segment.page, block.size)
+            needed += min(round_up(wanted, segment.page), block.size)
         held += block.size
     return needed
 
@@ -94,7 +95,7 @@ def _map(block: Block, size: int) -> None:
     it.
     """
     segment = block.segment
-    mapped = min(-(-size // segment.page) * segment.page, block.size)
+    mapped = min(round_up(size, segment.page), block.size)
     if mapped < block.size:
         split_off(block, mapped)
     block.mapped = True
