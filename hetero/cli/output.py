@@ -15,15 +15,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from hetero.errors import ConfigError
 from hetero.files import write_text
+from hetero.report.text import WIDTH
 
 __all__ = ["check_writable", "open_console", "progress", "write_json"]
-
-_WIDTH = 160
 
 
 def open_console() -> Console:
     """Standard output; wide if it is no terminal, so that no name is cut up in a file or a pipe."""
-    return Console() if sys.stdout.isatty() else Console(width=_WIDTH)
+    return Console() if sys.stdout.isatty() else Console(width=WIDTH)
 
 
 def check_writable(*paths: Path | None) -> None:

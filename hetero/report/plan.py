@@ -14,7 +14,7 @@ from rich.table import Table
 
 from hetero.eviction import lower_bound
 from hetero.report.bounds import TimeBounds, bound_times
-from hetero.report.text import as_text
+from hetero.report.text import ROWS, as_text
 from hetero.stm import StatefulTensorMgr
 from hetero.stm.plans.plan import CyclePlan
 from hetero.stm.updates.kernels import GroupKernels
@@ -22,8 +22,6 @@ from hetero.stm.updates.optimizers import is_undeclared
 from hetero.units import format_bytes, format_seconds
 
 __all__ = ["Plan", "PlannedMoment", "describe_plan"]
-
-_ROWS = 40  # of a printed table; the rest is in `moments`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,15 +145,15 @@ def _table(moving: Sequence[tuple[int, PlannedMoment]]) -> Table:
     for column in ("phase", "uses", "evicts", "fetches"):
         table.add_column(column, overflow="fold")
     table.add_column("capacity", justify="right")
-    for index, moment in moving[:_ROWS]:
+    for index, moment in moving[:ROWS]:
         table.add_row(
             str(index),
             moment.phase,
             *(" ".join(names) for names in (moment.uses, moment.evicts, moment.fetches)),
             format_bytes(moment.capacity_bytes),
         )
-    if len(moving) > _ROWS:
-        table.caption = f"{len(moving) - _ROWS} more in plan.moments"
+    if len(moving) > ROWS:
+        table.caption = f"{len(moving) - ROWS} more in plan.moments"
     return table
 
 

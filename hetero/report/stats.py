@@ -13,14 +13,12 @@ from hetero.config import Config
 from hetero.devices import Accelerator
 from hetero.eviction import lower_bound
 from hetero.msc import Period, PeriodStats, period_stats
-from hetero.report.text import as_text
+from hetero.report.text import ROWS, as_text
 from hetero.stm import Kind, StatefulTensorMgr, Tier
 from hetero.stm.plans.cycles import Followed
 from hetero.units import format_bytes, format_seconds
 
 __all__ = ["MemoryStats", "collect_stats"]
-
-_ROWS = 40  # of a printed table; the rest is in `to_dict`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +113,7 @@ class MemoryStats:
             table.add_column(column, no_wrap=True, max_width=50)
         for column in ("model", "non-model", "peak", "fetched", "dropped", "written", "stall", "time"):
             table.add_column(column, justify="right", no_wrap=True)
-        for period in self.periods[:_ROWS]:
+        for period in self.periods[:ROWS]:
             table.add_row(
                 str(period.index),
                 period.operator,
@@ -134,8 +132,8 @@ class MemoryStats:
                 format_seconds(period.stall_seconds),
                 format_seconds(period.seconds),
             )
-        if len(self.periods) > _ROWS:
-            table.caption = f"{len(self.periods) - _ROWS} more in stats.periods"
+        if len(self.periods) > ROWS:
+            table.caption = f"{len(self.periods) - ROWS} more in stats.periods"
         return table
 
 

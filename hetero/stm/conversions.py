@@ -19,6 +19,7 @@ from hetero.errors import ManageError
 from hetero.stm.interception.parts import managed_modules
 from hetero.stm.settled.who import bring_home, record_of
 from hetero.stm.tensors.fetch import plain
+from hetero.stm.tensors.homes import HOST
 from hetero.stm.tensors.managed import ManagedTensor
 
 __all__ = ["REPLACEMENTS"]
@@ -82,7 +83,7 @@ def _convert_others(module: nn.Module, fn: _Convert, recurse: bool) -> None:
 def _check_at_home(module: nn.Module, fn: _Convert, managed: list[tuple[str, ManagedTensor]]) -> None:
     """Raises `ManageError` unless ``fn`` would do nothing to parameters at home, and that is where they are."""
     for name, tensor in managed:
-        if not _leaves_alone(fn, tensor, _HOST):
+        if not _leaves_alone(fn, tensor, HOST):
             called = name if name == tensor.name else f"{name} ({tensor.name})"
             raise ManageError(
                 f"{type(module).__name__} cannot be converted while managed: {called} is moved by hetero, computes on "
@@ -92,9 +93,6 @@ def _check_at_home(module: nn.Module, fn: _Convert, managed: list[tuple[str, Man
             )
     if not bring_home([tensor for _, tensor in managed]):
         raise ManageError(f"{type(module).__name__}.cpu() or the like within a managed forward")
-
-
-_HOST = torch.device("cpu")
 
 
 def _leaves_alone(fn: _Convert, tensor: ManagedTensor, device: torch.device) -> bool:

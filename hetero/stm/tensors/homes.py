@@ -16,7 +16,7 @@ from torch import nn
 from hetero.devices import HostArena, bytes_of
 from hetero.errors import ManageError
 
-__all__ = ["Homes", "set_memory", "states_beside"]
+__all__ = ["HOST", "Homes", "set_memory", "states_beside"]
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class Homes:
 
     def take_parameters(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Homes in slab memory. Parameters that share memory go on sharing it."""
-        groups = _by_storage((name, parameter, _HOST) for name, parameter in parameters)
+        groups = _by_storage((name, parameter, HOST) for name, parameter in parameters)
         self._arena.expect(
             sum(self._arena.slab_bytes(g[0].tensor.untyped_storage().nbytes()) for g in groups)
         )
@@ -74,8 +74,8 @@ class Homes:
 
     def take_state(self, name: str, tensor: torch.Tensor, *, returns: bool) -> None:
         """An optimizer state goes home; ``returns``: until `give_back`, else for good."""
-        if tensor.device != _HOST:
-            self._move(name, tensor, tensor.detach().to(_HOST))
+        if tensor.device != HOST:
+            self._move(name, tensor, tensor.detach().to(HOST))
             if returns:
                 self._moved[-1].is_state = True
             else:  # where its parameter is then (`send_states`)
@@ -110,7 +110,7 @@ class Homes:
         them there again after `give_back`, also those that come into being until then."""
         for parameter in parameters:
             states = _states(optimizer, parameter)
-            if parameter.device != _HOST and all(state.device == parameter.device for state in states):
+            if parameter.device != HOST and all(state.device == parameter.device for state in states):
                 self._with_states.append(parameter)
 
     def send_states(self, optimizer: torch.optim.Optimizer) -> None:
@@ -127,7 +127,7 @@ class Homes:
         self._moved.append(_Moved(tensor, device, name))
 
 
-_HOST = torch.device("cpu")
+HOST = torch.device("cpu")
 _Allocate = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
 
 
