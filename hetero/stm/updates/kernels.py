@@ -125,21 +125,21 @@ def split(
 
     They are runs of parameters in their order; whatever is not chosen is as it was. Call without dispatch.
     """
+
+    def kernel(parameter: torch.Tensor) -> tuple[bool, bool]:
+        entry = dict.get(optimizer.state, parameter)
+        gradient = parameter.grad
+        if gradient is None or not is_ours(parameter):
+            return False, False
+        fused = takes_fused(optimizer, parameter, gradient, entry)
+        return fused, fused and has_momentum(entry)
+
     result: list[Group] = []
     chosen: list[torch.Tensor] = []
     for group in groups:
         if not group["params"] or not is_open(optimizer, group):
             result.append(group)
             continue
-
-        def kernel(parameter: torch.Tensor) -> tuple[bool, bool]:
-            entry = dict.get(optimizer.state, parameter)
-            gradient = parameter.grad
-            if gradient is None or not is_ours(parameter):
-                return False, False
-            fused = takes_fused(optimizer, parameter, gradient, entry)
-            return fused, fused and has_momentum(entry)
-
         for (fused, _), run in groupby(group["params"], kernel):
             part = {**group, "params": list(run)}
             result.append({**part, "fused": True} if fused else part)
