@@ -63,7 +63,7 @@ class DeviceHomes:
         self._stm = stm
         self._accelerator = accelerator
         self._allowed = allowed
-        self._stepped = stepped
+        self._were_stepped = stepped
         self._here: dict[int, ManagedTensor] = {}
         self._refused: Counter[int] = Counter()
         # Of the updates on the host: bytes of parameters, and the time they took.
@@ -245,7 +245,7 @@ class DeviceHomes:
     def is_whole(self, *, trains: bool) -> bool:
         """All that are stepped live here, with all of their states. ``trains``: some will be; where none has been since
         the states were taken away, nobody can say what the next step makes."""
-        stepped = self._stepped()
+        stepped = self._were_stepped()
         away = stepped - (self.stepped & self._here.keys())
         if not (self._can_step() and self._is_measured()) or (trains and not stepped):
             return False
@@ -254,7 +254,7 @@ class DeviceHomes:
     def missing_bytes(self) -> int:
         """Of the states that `complete` brings."""
         groups = self._groups()
-        away = [self._stm.tensors[index] for index in self._stepped() - self._here.keys()]
+        away = [self._stm.tensors[index] for index in self._were_stepped() - self._here.keys()]
         states = (state for tensor in away for state in self._states(tensor, groups))
         return sum(
             self._accelerator.allocated_size(state.nbytes) for state in states if state.device.type == "cpu"
@@ -263,7 +263,7 @@ class DeviceHomes:
     def complete(self) -> bool:
         """Bring what is not stepped any more; False if any state is left at home."""
         groups = self._groups()
-        for index in self._stepped() - self._here.keys():
+        for index in self._were_stepped() - self._here.keys():
             if not self._bring(self._stm.tensors[index], groups):
                 return False
         states = (state for tensor in self._stm.tensors for state in self._states(tensor, groups))
@@ -362,7 +362,7 @@ class DeviceHomes:
 
     def _with_states(self, groups: dict[int, Group]) -> set[int]:
         """`stepped`, by groups that are at hand."""
-        return {index for index in self._stepped() if not self._lacks_states(index, groups)}
+        return {index for index in self._were_stepped() if not self._lacks_states(index, groups)}
 
     def _lacks_states(self, index: int, groups: dict[int, Group]) -> bool:
         parameter = self._stm.tensors[index].parameter
