@@ -1,18 +1,20 @@
 """What a user's function returns to be trained: ``(model, optimizer, batches, loss_fn)``.
 
-Owns the check of that tuple, how its loss is called, and the step that is traced of it. Trains nothing.
+Owns the check of that tuple, how its loss is called, the step that is traced of it, and with which kernels it steps
+unmanaged. Trains nothing.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hetero.errors import ConfigError
-from hetero.stm.updates.kernels import as_if_managed
+from hetero.stm.updates.kernels import split
 
-__all__ = ["LossOf", "checked_loss", "read_job", "recipe_of"]
+__all__ = ["LossOf", "as_if_managed", "checked_loss", "read_job", "recipe_of"]
 
 LossOf = Callable[[nn.Module, Any], Tensor]
 
@@ -47,6 +49,17 @@ def checked_loss(loss_fn: LossOf, model: nn.Module, batch: Any) -> Tensor:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ConfigError(f"loss_fn(model, batch) gave {what}: expected a scalar tensor with a gradient")
     return loss
+
+
+@contextmanager
+def as_if_managed(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Within it, an unmanaged step uses the kernels that are chosen for a managed one."""
+    groups = optimizer.param_groups
+    optimizer.param_groups, _ = split(optimizer, groups, lambda parameter: True)
+    try:
+        yield
+    finally:
+        optimizer.param_groups = groups
 
 
 def recipe_of(function: Callable[[], Any], target: str) -> Callable[[], tuple[Any, ...]]:

@@ -18,13 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hetero.cli.jobs import LossOf, checked_loss
+from hetero.cli.jobs import LossOf, as_if_managed, checked_loss
 from hetero.cli.placing import steps_differ
 from hetero.devices import Accelerator
 from hetero.errors import DeviceError
 from hetero.manager import manage
 from hetero.report import MemoryStats
-from hetero.stm.updates.kernels import as_if_managed
 
 __all__ = ["Job", "Outcome", "seed_everything", "train_managed", "train_unmanaged"]
 

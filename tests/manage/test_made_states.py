@@ -7,7 +7,7 @@ from loops import losses, mlp
 from residents import living, managed_mlp
 from twins import adamw, assert_same, assert_twins, managed, unmanaged
 
-from hetero.stm.updates.kernels import as_if_managed
+from hetero.cli.jobs import as_if_managed
 
 pytestmark = pytest.mark.usefixtures("homes_on_device")
 

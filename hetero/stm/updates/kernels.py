@@ -12,8 +12,7 @@ the wrong numbers. They take no mixed types, and SGD's leaves float16 and bfloat
 autograd still finds what was changed under it. Momentum has to exist for all or for none of a call's parameters.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -24,7 +23,6 @@ from hetero.stm.updates.optimizers import Entry, Group
 
 __all__ = [
     "GroupKernels",
-    "as_if_managed",
     "count_kernels",
     "has_momentum",
     "is_open",
@@ -146,17 +144,6 @@ def split(
             if fused:
                 chosen += part["params"]
     return result, chosen
-
-
-@contextmanager
-def as_if_managed(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Within it, an unmanaged step uses the kernels that are chosen for a managed one."""
-    groups = optimizer.param_groups
-    optimizer.param_groups, _ = split(optimizer, groups, lambda parameter: True)
-    try:
-        yield
-    finally:
-        optimizer.param_groups = groups
 
 
 def count_kernels(
