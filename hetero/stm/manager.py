@@ -20,7 +20,6 @@ from hetero.errors import BudgetError
 from hetero.eviction import Links, Policy
 from hetero.msc import MemStatsCollector, Phase
 from hetero.stm.activations.offload import Activations
-from hetero.stm.activations.saved import modified_in_place
 from hetero.stm.activations.slots import HostSlots
 from hetero.stm.copies.residency import Residency
 from hetero.stm.deferred import TrialCounts, Update, UpdateQueue
@@ -43,7 +42,7 @@ from hetero.stm.running.staying import take_away_what_is_over
 from hetero.stm.running.steps import Steps
 from hetero.stm.tensors.exposure import measure_incoming
 from hetero.stm.tensors.fetch import make_identity
-from hetero.stm.tensors.managed import ManagedTensor
+from hetero.stm.tensors.managed import ManagedTensor, modified_in_place
 from hetero.stm.tensors.owner import SettledState
 from hetero.stm.tensors.registry import Registry
 from hetero.stm.tensors.state import Ledger, begin_compute, end_compute

@@ -27,9 +27,9 @@ from hetero.stm.activations.offload import Activations
 from hetero.stm.activations.records import Saved
 from hetero.stm.copies.residency import RESIDENT
 from hetero.stm.tensors.fetch import Fetch, plain
-from hetero.stm.tensors.managed import Layout, ManagedTensor
+from hetero.stm.tensors.managed import Layout, ManagedTensor, modified_in_place
 
-__all__ = ["may_save_again", "modified_in_place", "part_saved_as_handles", "saved_tensors_as_handles"]
+__all__ = ["may_save_again", "part_saved_as_handles", "saved_tensors_as_handles"]
 
 
 @dataclass(slots=True)
@@ -219,11 +219,3 @@ def _unpack(packed: Any) -> Any:
     if packed.tensor._version != packed.version:
         raise modified_in_place(packed.tensor, packed.tensor._version, packed.version)
     return packed.tensor
-
-
-def modified_in_place(tensor: torch.Tensor, version: int, expected: int) -> RuntimeError:
-    """The error autograd raises without hooks."""
-    return RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{tensor.type()} {list(tensor.shape)}] is at version {version}; expected version {expected} instead."
-    )

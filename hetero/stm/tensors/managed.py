@@ -30,7 +30,7 @@ from hetero.stm.tensors.owner import Owner
 from hetero.stm.tensors.precision import LowTwin, Master
 from hetero.stm.tensors.state import Kind, Ledger, StatefulTensor
 
-__all__ = ["WRAPPER_USES", "Cast", "Layout", "ManagedTensor", "refused_write"]
+__all__ = ["WRAPPER_USES", "Cast", "Layout", "ManagedTensor", "modified_in_place", "refused_write"]
 
 Layout = tuple[torch.Size, tuple[int, ...], int]
 """Size, stride and storage offset of a view."""
@@ -320,6 +320,14 @@ class ManagedTensor(StatefulTensor):
             return True
         uses: int = identity._use_count()  # type: ignore[attr-defined]
         return uses == 1 and sys.getrefcount(identity) <= ATTRIBUTE_AND_NAME
+
+
+def modified_in_place(tensor: torch.Tensor, version: int, expected: int) -> RuntimeError:
+    """The error autograd raises without hooks."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{tensor.type()} {list(tensor.shape)}] is at version {version}; expected version {expected} instead."
+    )
 
 
 def refused_write(tensor: ManagedTensor) -> ManageError:
