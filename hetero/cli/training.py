@@ -139,6 +139,7 @@ def _start_peak(accelerator: Accelerator) -> None:
 
 
 def seed_everything(seed: int) -> None:
+    """Python's, NumPy's and torch's generators, of all devices."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

@@ -46,11 +46,14 @@ class CopyMeter(Protocol):
     """Measures copies while it ``is_clocked`` (`hetero.msc.MemStatsCollector`)."""
 
     @property
-    def is_clocked(self) -> bool: ...
+    def is_clocked(self) -> bool:
+        """Somebody wants to know."""
 
-    def waiting(self) -> contextlib.AbstractContextManager[None]: ...
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        """Around what makes compute wait."""
 
-    def note_copy(self, nbytes: int, begin: torch.Event, end: torch.Event, *, is_upload: bool) -> None: ...
+    def note_copy(self, nbytes: int, begin: torch.Event, end: torch.Event, *, is_upload: bool) -> None:
+        """One was queued between these two events, which record times."""
 
 
 class CopyEngine:

@@ -25,10 +25,12 @@ class ModelBytes(Protocol):
     """What the collector needs of the ledger."""
 
     @property
-    def device_bytes(self) -> int: ...
+    def device_bytes(self) -> int:
+        """Of model data there."""
 
     @property
-    def host_bytes(self) -> int: ...
+    def host_bytes(self) -> int:
+        """Likewise, homes included."""
 
     @property
     def activation_bytes(self) -> tuple[int, int]:

@@ -44,6 +44,7 @@ class Wait:
 
     @property
     def seconds(self) -> float:
+        """Waits for the device to reach the end."""
         return seconds_between(self.before, self.after)
 
 

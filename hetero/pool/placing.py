@@ -118,6 +118,7 @@ class Placing(TorchDispatchMode):
 
 
 def rule_of(func: OpOverload) -> Rule:
+    """Read off its schema and its name."""
     schema = func._schema
     name = schema.name.split("::")[-1]
     writes_out = any(argument.is_out for argument in schema.arguments)
@@ -136,6 +137,7 @@ def rule_of(func: OpOverload) -> Rule:
 
 
 def only_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """No subclass among the tensors, whose own code would see the call."""
     return all(
         type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in tensors_of((args, *kwargs.values()))
     )

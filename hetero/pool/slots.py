@@ -33,6 +33,7 @@ class Birth:
     on_other_stream: bool = False
 
     def same_as(self, other: "Birth") -> bool:
+        """Made by the same operator, of the same size."""
         return self.func is other.func and self.nbytes == other.nbytes
 
 
@@ -66,10 +67,12 @@ class Memory:
         return True
 
     def release(self, begin: int) -> None:
+        """Give back what was reserved from ``begin`` on."""
         del self.begins[bisect_left(self.begins, begin)]
         del self.ends[begin]
 
     def storage(self, offset: int, nbytes: int) -> torch.UntypedStorage:
+        """One of these bytes, which does not keep them alive by itself."""
         pointer = self.base.data_ptr() + offset
         made: Any = torch._C._construct_storage_from_data_pointer(pointer, self.base.device, nbytes)
         return cast(torch.UntypedStorage, made)

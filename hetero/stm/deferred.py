@@ -101,6 +101,7 @@ class Attempt(Update):
         self.was_tried = False
 
     def can_run(self) -> bool:
+        """Beginning its trial would not wait, and what decides on it is known."""
         return self.trial.can_begin() and self.trial.can_end()
 
     def confirm(self, run: Run) -> None:

@@ -28,6 +28,7 @@ class Block:
 
     @property
     def is_split(self) -> bool:
+        """It shares its segment with others."""
         return self.previous is not None or self.following is not None
 
 
@@ -48,10 +49,12 @@ class FreeList:
         return (self._blocks[self._keys[k][1]] for k in range(start, len(self._keys)))
 
     def add(self, block: Block) -> None:
+        """It is free from now on."""
         insort(self._keys, (block.size, block.address))
         self._blocks[block.address] = block
 
     def remove(self, block: Block) -> None:
+        """With the size that it had when it was added."""
         del self._keys[bisect_left(self._keys, (block.size, block.address))]
         del self._blocks[block.address]
 
@@ -68,6 +71,7 @@ class Segment:
 
     @property
     def expandable(self) -> bool:
+        """Its memory is mapped page by page."""
         return self.page > 0
 
     def __iter__(self) -> Iterator[Block]:

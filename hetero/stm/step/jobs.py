@@ -56,9 +56,11 @@ class Surroundings:
 
     @staticmethod
     def of_this_thread() -> "Surroundings":
+        """As they are now."""
         return Surroundings(torch.get_num_threads(), _DENORMAL * 0.5 == 0.0)
 
     def take_over(self) -> None:
+        """Make this thread's the same; what already is costs nothing."""
         mine = Surroundings.of_this_thread()
         if mine.threads != self.threads:
             torch.set_num_threads(self.threads)
