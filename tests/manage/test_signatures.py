@@ -6,6 +6,7 @@ from loops import batch, mlp
 from torch import nn
 from twins import assert_twins
 
+from hetero.stm.interception.parameter import managed_in
 from hetero.stm.interception.signatures import Signatures
 from hetero.stm.plans import planbook
 
@@ -108,6 +109,30 @@ def test_batches_of_many_sizes_follow_few_plans(share, settles, forwards):
     manager = assert_twins(lambda: mlp(depth=3), loop, share=share)
     assert len(manager._stm.plans) <= 16  # of 40, or more where two of different sizes come together
     assert (manager.stats.settled_forwards > 20) == settles
+
+
+def test_what_was_measured_of_kinds_that_came_once_is_forgotten(monkeypatch):
+    """No size is as large as another in every dimension: each is a kind of its own."""
+    for name, number in {"_MANY": 2, "_MOST": 4, "_MOST_SEEN": 4, "_LEAST_TO_PRUNE": 8}.items():
+        monkeypatch.setattr(planbook, name, number)
+    counts = []
+
+    def loop(model, optimizer, target):
+        seen = []
+        for step in range(60):
+            a = 1 + (step if step < 40 else step % 3)  # those long ago come back
+            loss = model(torch.randn(a, 61 - a, 64).to(target)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss)
+            counts.extend(len(tensor.owner.plans.samples) for tensor in managed_in(optimizer)[:1])
+        return seen
+
+    manager = assert_twins(lambda: mlp(depth=2), loop, share=0.7)
+    segments = 3  # of an iteration
+    assert max(counts) <= 2 * segments * (4 + 4 + 1)
+    assert manager.stats.unplanned_fetches == 0
 
 
 def test_of_what_is_put_together_the_largest_that_is_as_large_stands_for_all():

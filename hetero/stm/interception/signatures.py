@@ -69,6 +69,8 @@ class Signatures:
         if (larger := self._larger.get(found)) is None and found not in self._known:
             larger = self._larger_than(found)
             if larger is not None:
+                if len(self._larger) >= _MOST_REMEMBERED:
+                    self._larger.clear()
                 self._larger[found] = larger
             else:
                 self._alike[alike] += 1
@@ -102,6 +104,7 @@ class Signatures:
 
 _MOST_VALUES = 8
 _MOST_SIZES = 8
+_MOST_REMEMBERED = 1 << 12  # of those that count as others: these are looked for again
 
 
 def is_no_larger(call: tuple[object, ...], known: tuple[object, ...]) -> bool:

@@ -22,6 +22,8 @@ __all__ = ["Keys", "PlanBook"]
 # Kinds of iterations: with more, a kind is planned when it comes the second time; the most that have a plan, and the
 # most of those without that are remembered.
 _MANY, _MOST, _MOST_SEEN = 16, 64, 256
+# Keys of segments that samples are kept of, before it is looked whether any are for nothing.
+_LEAST_TO_PRUNE = 256
 
 
 class PlanBook:
@@ -39,6 +41,7 @@ class PlanBook:
         # Those made in haste, because all were made at once: anew when such an iteration has come again.
         self._hasty: set[Keys] = set()
         self._seen_once: dict[Keys, None] = {}
+        self._prune_at = _LEAST_TO_PRUNE
         # Of iterations that are to be measured again: what their plan kept free for what had not been measured.
         self._kept_free: dict[Keys, int] = {}
         # Parameters that live on the device, in all plans alike, and those that keep a place there, in one.
@@ -91,6 +94,8 @@ class PlanBook:
         """An iteration is over: what it has shown of memory. True: it had more than its plan knew, which has been made
         of it now."""
         self.last_segments = segments
+        if len(self.samples) > self._prune_at:
+            self._forget_samples(keys)
         if all(segment.sampled for segment in segments):
             if _trains(keys) or not _trains([segment.key for segment in self.last_sampled]):
                 self.last_sampled = segments
@@ -131,6 +136,12 @@ class PlanBook:
             del self._plans[keys]
             self.places.pop(keys, None)
             self._forget(keys)
+
+    def _forget_samples(self, now: Keys) -> None:
+        """Those that no plan is made of, nor may soon be: of kinds that have come once, long ago."""
+        kinds = (now, *self._plans, *self._seen_once, *self._kept_free)
+        self.samples.keep_only({key for keys in kinds for key in keys})
+        self._prune_at = max(_LEAST_TO_PRUNE, 2 * len(self.samples))
 
     def _forget(self, keys: Keys) -> None:
         """What was known of its plan, which is gone."""

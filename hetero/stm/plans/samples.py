@@ -6,6 +6,7 @@ its list, because what follows a plan has other things on the device.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 
 from hetero.msc import Phase, Segment, SegmentKey
 from hetero.stm.plans.rows import non_model_peak
@@ -140,6 +141,16 @@ class Samples(Mapping[SegmentKey, Sequence[Segment]]):
                 self._outdated.add(key)
                 self._before[key] = [] if for_good else self._kept[key]
         self._with_gradients.difference_update(keys)
+        self._peaks.clear()
+
+    def keep_only(self, keys: AbstractSet[SegmentKey]) -> None:
+        """The others have come once, and may never come again."""
+        for key in self._kept.keys() - keys:
+            del self._kept[key]
+        for key in self._before.keys() - keys:
+            del self._before[key]
+        self._outdated &= keys
+        self._with_gradients &= keys
         self._peaks.clear()
 
 
