@@ -55,7 +55,7 @@ def test_segments_and_blocks_are_those_of_the_simulated_allocator(device, action
             stats = torch.virtual.memory_stats()
             assert stats["requested_bytes.large_pool.current"] == sum(large)
             more = stats["allocated_bytes.large_pool.current"] - sum(large)
-            assert 0 <= more <= len(large) << 20
+            assert 0 <= more <= len(large) * ((1 << 20) + 511)  # to 512 bytes, and what is not split
             free, total = torch.virtual.mem_get_info()
             assert total - free == apart + simulated.reserved
     finally:
