@@ -4,12 +4,13 @@
 poisoned; ``make test-cuda`` runs the same tests, marked ``cuda``, on the real one.
 """
 
+import contextlib
 import functools
 import gc
 import os
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -55,6 +56,23 @@ def device(memory: str | int = "256MiB", **link: str) -> torch.device:
     wait_for_backward_ends(found)
     gc.collect()
     return found
+
+
+@contextlib.contextmanager
+def in_segments(**link: str) -> Iterator[torch.device]:
+    """1 GiB whose allocator keeps segments: CUDA's, or the virtual one as it does."""
+    found = device(memory="1GiB", **link)
+    gc.collect()
+    torch.accelerator.empty_cache()
+    if ON_CUDA:
+        yield found
+        return
+    virtual.set_in_segments(True)
+    yield found
+    wait_for_backward_ends(found)
+    gc.collect()
+    virtual.set_in_segments(False)
+    virtual.set_memory_limit("256MiB")
 
 
 @functools.cache

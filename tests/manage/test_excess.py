@@ -1,48 +1,35 @@
 """Blocks of the allocator that are larger than what was asked for: whether they are depends on where others lie, and is
 another matter in each iteration."""
 
-import gc
-
 import pytest
 import torch
-from accelerators import ON_CUDA, device
-from backward_ends import wait_for_backward_ends
+from accelerators import in_segments
 from bits import same_bits
 from torch import nn
 from twins import managed, unmanaged
 
-from hetero.devices import Accelerator, virtual
+from hetero.devices import Accelerator
 
 MIB = 1 << 20
 
 
-@pytest.fixture(autouse=True)
-def in_segments():
-    found = device(memory="1GiB")
-    gc.collect()
-    torch.accelerator.empty_cache()
-    if ON_CUDA:
+@pytest.fixture
+def target():
+    with in_segments() as found:
         yield found
-        return
-    virtual.set_in_segments(True)
-    yield found
-    wait_for_backward_ends(found)
-    gc.collect()
-    virtual.set_in_segments(False)
-    virtual.set_memory_limit("256MiB")
 
 
-def block(mib):
-    return torch.empty(int(mib * MIB), dtype=torch.uint8, device=device("1GiB"))
+def block(target, mib):
+    return torch.empty(int(mib * MIB), dtype=torch.uint8, device=target)
 
 
-def test_what_was_not_asked_for_is_told_apart():
-    accelerator = Accelerator(device("1GiB"))
+def test_what_was_not_asked_for_is_told_apart(target):
+    accelerator = Accelerator(target)
     _, before = accelerator.asked_bytes()
-    hole, beside = block(14), block(14)  # a segment for each
+    hole, beside = block(target, 14), block(target, 14)  # a segment for each
     del hole
     accelerator.reset_peak()
-    found, small = block(13.25), block(0.3)
+    found, small = block(target, 13.25), block(target, 0.3)
     assert accelerator.asked_bytes()[1] == accelerator.peak_excess_bytes() == before + 0.75 * MIB
     del found
     assert accelerator.asked_bytes()[1] == before
@@ -65,6 +52,7 @@ class Block(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(x)))
 
 
+@pytest.mark.usefixtures("target")
 def test_a_budget_holds_and_copies_come_as_planned():
     width = 448
 

@@ -1,12 +1,10 @@
 """Memory in segments, as CUDA's caching allocator keeps it: gaps in them are reserved and cannot be used by all."""
 
-import gc
 import threading
 
 import pytest
 import torch
-from accelerators import ON_CUDA, device
-from backward_ends import wait_for_backward_ends
+from accelerators import ON_CUDA, in_segments
 from bits import same_bits
 from torch import nn
 from twins import adamw
@@ -24,15 +22,8 @@ MIB = 1 << 20
 
 @pytest.fixture
 def target():
-    found = device(memory="1GiB", bandwidth="100GiB/s", latency="1us")
-    gc.collect()
-    torch.accelerator.empty_cache()
-    virtual.set_in_segments(True)
-    yield found
-    wait_for_backward_ends(found)
-    gc.collect()
-    virtual.set_in_segments(False)
-    virtual.set_memory_limit("256MiB")
+    with in_segments(bandwidth="100GiB/s", latency="1us") as found:
+        yield found
 
 
 def block(target, mib):
