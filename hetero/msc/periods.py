@@ -81,12 +81,14 @@ class SegmentKey:
     """What decides which operators a segment runs.
 
     ``trains``: gradients are recorded. ``signature``: shapes and dtypes of the inputs, the module's mode,
-    autocast; for a backward, the forwards it belongs to.
+    autocast; for a backward, the forwards it belongs to. ``elements``: how many the tensors among the inputs have, which
+    tells nothing of the operators: what counts as the same may take more memory where there are more.
     """
 
     phase: Phase
     trains: bool
     signature: Hashable
+    elements: int = field(default=0, compare=False)
 
 
 @dataclass(slots=True)

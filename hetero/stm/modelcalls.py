@@ -38,7 +38,7 @@ from hetero.stm.interception.compiled import (
 )
 from hetero.stm.interception.parts import look_again
 from hetero.stm.interception.scopes import in_scope, scope
-from hetero.stm.interception.signatures import Signatures, may_record
+from hetero.stm.interception.signatures import Signatures, count_elements, counts_by_elements, may_record
 from hetero.stm.interception.transforms import check_transformed, is_transforming
 from hetero.stm.manager import StatefulTensorMgr
 from hetero.stm.settled.state import Settled
@@ -257,7 +257,12 @@ class ModelCalls:
             # Another thread may have settled since it was asked.
             fits = settled.is_on and settled.enter(trains, signature)
             if not fits:
-                segments.begin_forward(signature, trains=trains)
+                segments.begin_forward(
+                    signature,
+                    trains=trains,
+                    elements=count_elements((args, kwargs)),
+                    by_values=counts_by_elements(signature),
+                )
         if fits:
             return settled.run(self._compiled.own_call(inner), args, kwargs)
         complete = False

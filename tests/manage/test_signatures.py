@@ -7,8 +7,9 @@ from torch import nn
 from twins import assert_twins
 
 from hetero.stm.interception.parameter import managed_in
-from hetero.stm.interception.signatures import Signatures
-from hetero.stm.plans import planbook
+from hetero.stm.interception import signatures as interception_signatures
+from hetero.stm.interception.signatures import Signatures, counts_by_elements
+from hetero.stm.plans import cycles, planbook
 
 STEPS = 24
 
@@ -152,6 +153,86 @@ def test_of_what_is_put_together_the_largest_that_is_as_large_stands_for_all():
     largest = of((8, 8))
     assert largest not in {small, wide, high}
     assert {of((2, 2)), of((2, 8)), of((8, 2)), of((8, 8))} == {largest}
+
+
+def test_calls_that_are_never_as_large_as_another_come_to_count_by_how_many_elements_they_have(monkeypatch):
+    monkeypatch.setattr(interception_signatures, "_MOST_APART", 12)
+    signatures, layer = Signatures("cpu"), nn.Linear(1, 1)
+
+    def of(*sizes, more="a"):
+        return signatures.of(layer, ([{"image": torch.empty(size)} for size in sizes],), {}, more)
+
+    def apart(number):
+        return (100 + number, 3), (100 - number, 2)  # elements: 500 + number
+
+    few = [of(*apart(number)) for number in range(12)]
+    assert len(set(few)) == 12
+    first = [of(*apart(number)) for number in range(12, 20)]
+    assert len(set(first)) == 8  # of so many numbers of elements each is known
+    assert of((109, 3), (92, 2), more="b") not in {*few, *first}
+    assert not any(map(counts_by_elements, few))
+    assert all(map(counts_by_elements, first))
+    assert few == [of(*apart(number)) for number in range(12)]
+    assert of((1, 3), (200, 2)) == first[0]  # 403 elements
+    assert of((1, 3), (256, 2)) == first[3]  # 515, as many as of one that is known
+    larger = of((1, 3), (300, 2))  # 603
+    assert larger not in first
+    assert of((200, 3), (1, 2)) == larger  # 602
+    # Where iterations are put together of several, all count so, as the largest.
+    signatures.coarsen()
+    assert {of(*apart(number)) for number in range(20)} == {larger}
+
+
+class Detector(nn.Module):
+    """Pictures of many sizes, each with another number of boxes."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+        self.box = nn.Linear(64, 64)
+
+    def forward(self, batch):
+        x = torch.cat([item["image"] for item in batch])
+        for layer in self.backbone:
+            x = layer(x).tanh()
+        images = x.split([len(item["image"]) for item in batch])
+        pairs = zip(images, batch, strict=True)
+        return sum(
+            (image.mean(0) @ self.box(item["boxes"]).tanh().mT).square().mean() for image, item in pairs
+        )
+
+
+@pytest.mark.parametrize(("share", "micro_batches"), [(0.4, 1), (0.55, 2)])
+def test_batches_of_pictures_and_boxes_come_to_follow_few_plans(monkeypatch, share, micro_batches):
+    monkeypatch.setattr(interception_signatures, "_MOST_APART", 12)
+    monkeypatch.setattr(cycles, "_MOST_PUT_TOGETHER", 12)
+    measured = []
+
+    def loop(model, optimizer, target):
+        torch.manual_seed(1)
+        seen = []
+        for step in range(60):
+            images, boxes = torch.randint(50, 200, (3,)).tolist(), torch.randint(1, 30, (3,)).tolist()
+            sizes = zip(images, boxes, strict=True)
+            loss = model(
+                [
+                    {"image": torch.randn(a, 64).to(target), "boxes": torch.randn(b, 64).to(target)}
+                    for a, b in sizes
+                ]
+            )
+            loss.backward()
+            seen.append(loss.item())
+            if step % micro_batches == micro_batches - 1:
+                optimizer.step()
+                optimizer.zero_grad()
+                for tensor in managed_in(optimizer)[:1]:
+                    measured.append(any(s.sampled for s in tensor.owner.plans.last_segments))
+        return seen
+
+    manager = assert_twins(Detector, loop, share=share)
+    # One that is larger than those that count alike is measured.
+    assert sum(measured[-10:]) <= 3
+    assert manager.stats.unplanned_fetches <= len(measured)
 
 
 @pytest.mark.parametrize("share", [0.35, 0.6])

@@ -11,10 +11,15 @@ measured and none planned: from then on such a value counts by its type.
 that is as large in every dimension: its operators are the same, and what it takes is no more. Plans of larger ones move
 more than they would have to, and only a call that is the largest in some dimension is measured.
 
+[Note: boxes] Images, and the boxes in each, have many sizes in one call, and no call is as large as another in all of
+them. After many such, one counts by how many elements its tensors have in all, and those are few kinds again. What one
+of these takes is no bound for the others, so it is guarded like what depends on values.
+
 [Note: micro-batches] An iteration of eight micro-batches, each of one of eight sizes, is one of millions, and hardly
 ever comes again. Where there turn out to be many such, each call counts as the largest known one instead.
 """
 
+import itertools
 import math
 import operator
 from collections import Counter, defaultdict
@@ -27,7 +32,11 @@ from torch import nn
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.managed import ManagedTensor
 
-__all__ = ["Signatures", "is_no_larger", "may_record"]
+__all__ = ["Signatures", "count_elements", "counts_by_elements", "is_no_larger", "may_record"]
+
+
+class _Elements(int):
+    """[Note: boxes]: how many the tensors of a call have in all. Stands in a signature where their shapes would."""
 
 
 class Signatures:
@@ -75,8 +84,6 @@ class Signatures:
             else:
                 self._alike[alike] += 1
                 self._known.add(found)
-                if self._largest:
-                    self._largest.clear()
         found = found if larger is None else larger
         return found if self._largest is None else self._largest_for(found)
 
@@ -84,44 +91,83 @@ class Signatures:
         """[Note: micro-batches]: of the known ones that are as large in every dimension."""
         assert self._largest is not None
         if found not in self._largest:
-            sizes: list[int] = []
-            known = self._sizes[tuple(_without_sizes(part, sizes) for part in found)]
-            larger = (those for those in known if all(map(operator.ge, those, sizes)))
+            structure, sizes = _parted(found)
+            if self._are_apart(structure):
+                by_elements = _by_elements(found)
+                self._larger_than(by_elements)  # from now on it is known
+                structure, sizes = _parted(by_elements)
+            known = self._sizes[structure]
+            larger = (those for those in known if _is_within(sizes, those))
             self._largest[found] = known[max(larger, key=math.prod)]
         return self._largest[found]
 
     def _larger_than(self, found: tuple[object, ...]) -> tuple[object, ...] | None:
         """[Note: sizes]; None if ``found`` is known from now on as what it is."""
-        sizes: list[int] = []
-        known = self._sizes[tuple(_without_sizes(part, sizes) for part in found)]
+        structure, sizes = _parted(found)
+        known = self._sizes[structure]
         if len(known) >= _MOST_SIZES:
-            larger = [those for those in known if all(map(operator.ge, those, sizes))]
+            larger = [those for those in known if _is_within(sizes, those)]
             if larger:
                 return known[min(larger, key=math.prod)]
-        known[tuple(sizes)] = found
+        if self._are_apart(structure):
+            by_elements = _by_elements(found)
+            return self._larger_than(by_elements) or by_elements
+        known[sizes] = found
+        if self._largest:
+            self._largest.clear()
         return None
+
+    def _are_apart(self, structure: tuple[object, ...]) -> bool:
+        """[Note: boxes]: too many of these are known as what they are."""
+        return len(self._sizes[structure]) >= _MOST_APART and structure[-1] is not _Elements
 
 
 _MOST_VALUES = 8
 _MOST_SIZES = 8
+_MOST_APART = 64  # as many as plans are kept of
 _MOST_REMEMBERED = 1 << 12  # of those that count as others: these are looked for again
+
+
+def counts_by_elements(signature: object) -> bool:
+    """[Note: boxes]: what was measured of such calls is no bound for others that count alike."""
+    return isinstance(signature, tuple) and any(isinstance(part, _Elements) for part in signature)
 
 
 def is_no_larger(call: tuple[object, ...], known: tuple[object, ...]) -> bool:
     """Their signatures, or the same parts of these, differ in sizes at most, and ``call`` is larger in no dimension."""
-    sizes, known_sizes = list[int](), list[int]()
-    alike = _without_sizes(call, sizes) == _without_sizes(known, known_sizes)
-    return alike and all(map(operator.le, sizes, known_sizes))
+    (structure, sizes), (known_structure, known_sizes) = _parted(call), _parted(known)
+    return structure == known_structure and _is_within(sizes, known_sizes)
 
 
-def _without_sizes(part: object, sizes: list[int]) -> object:
-    """``part`` of a signature, less the sizes of tensors, which go into ``sizes``."""
+def _is_within(sizes: tuple[int, ...], others: tuple[int, ...]) -> bool:
+    return all(map(operator.le, sizes, others))
+
+
+def _parted(signature: tuple[object, ...]) -> tuple[tuple[object, ...], tuple[int, ...]]:
+    """What it is but for sizes, and the sizes."""
+    shapes: list[tuple[int, ...]] = []
+    structure = tuple([_without_shapes(part, shapes) for part in signature])
+    return structure, tuple(itertools.chain.from_iterable(shapes))
+
+
+def _by_elements(signature: tuple[object, ...]) -> tuple[object, ...]:
+    """[Note: boxes]; how many there are comes last."""
+    shapes: list[tuple[int, ...]] = []
+    structure = [_without_shapes(part, shapes) for part in signature]
+    return *structure, _Elements(sum(map(math.prod, shapes)))
+
+
+def _without_shapes(part: object, shapes: list[tuple[int, ...]]) -> object:
+    """``part`` of a signature, less the shapes of tensors, which go into ``shapes``."""
+    if isinstance(part, _Elements):
+        shapes.append((part,))
+        return _Elements
     if not isinstance(part, tuple):
         return part
     if len(part) == 3 and isinstance(part[1], torch.dtype):  # a tensor, as `_shapes` writes it
-        sizes.extend(part[0])
-        return len(part[0]), *part[1:]
-    return tuple([_without_sizes(each, sizes) for each in part])
+        shapes.append(part[0])
+        return *part[1:], len(part[0])
+    return tuple([_without_shapes(each, shapes) for each in part])
 
 
 def _shapes(values: Iterable[Any], *, by_value: bool = True) -> tuple[object, ...]:
@@ -140,6 +186,17 @@ def _shapes(values: Iterable[Any], *, by_value: bool = True) -> tuple[object, ..
         else:
             seen.append(type(value))
     return tuple(seen)
+
+
+def count_elements(value: Any) -> int:
+    """Of all tensors in there."""
+    if isinstance(value, torch.Tensor):
+        return value.numel()
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return 0
+    return sum([count_elements(each) for each in value])
 
 
 def may_record(tensors: Sequence[ManagedTensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -69,6 +69,7 @@ class _History:
     has_strayed: bool = False
     has_more: bool = False
     is_outdated: bool = False
+    is_planned: bool = False  # there is a plan for the segment that came last
     is_over: bool = False  # whatever comes next belongs to another iteration
     omitted: set[int] = field(default_factory=set)
     found: dict[int, int] = field(default_factory=dict)  # copies there when it began, and their bytes
@@ -144,6 +145,7 @@ class Cycles:
         if len(book) > 1 and history is self._training and len(history.keys) == 1:
             self._coming = self._succession.following()
         plan = book.find(tuple(history.keys), self._coming)
+        history.is_planned = plan is not None
         sampled = not book.samples.want(key, history.keys.count(key))
         place = len(history.keys) - 1
         if plan is None:
@@ -202,7 +204,7 @@ class Cycles:
         self._current.segments.append(segment)
         samples = self._book.samples
         if segment.sampled and samples.want(segment.key, self._current.keys.count(segment.key)):
-            samples.add(segment)
+            samples.add(segment, again=self._current.is_planned)
 
     def abandon(self) -> None:
         """The current cycle was left by an exception: forget how far it went."""

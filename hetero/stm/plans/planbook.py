@@ -193,8 +193,10 @@ class PlanBook:
             for other, nbytes in self.outgrown.keep_free_elsewhere().items()
             if other in self._plans
         }
-        if (more or self.samples.take_news()) and plan is not None:
-            margins[keys] = margins.get(keys, plan.margin) + more
+        has_news, has_larger = self.samples.take_news(), self.samples.take_larger()
+        if (more or has_news or has_larger) and plan is not None:
+            # What a larger one has taken more was measured.
+            margins[keys] = margins.get(keys, plan.margin) + (0 if has_larger else more)
         if margins:
             self._make_all(margins)
 

@@ -34,6 +34,7 @@ class Samples(Mapping[SegmentKey, Sequence[Segment]]):
         # Segments that gradients are there to see begin: of earlier micro-batches, of a loop that drops them late.
         self._with_gradients: set[SegmentKey] = set()
         self._has_news = False
+        self._has_larger = False
         self.excess = 0
         # What `peak` has told, until samples change: it is asked at each operator, of as many periods.
         self._peaks: dict[SegmentKey, int | None] = {}
@@ -70,17 +71,25 @@ class Samples(Mapping[SegmentKey, Sequence[Segment]]):
 
     def want(self, key: SegmentKey, times: int) -> bool:
         """More are wanted. ``times``: how often it has come in this iteration, each perhaps different: what the caller
-        does after a forward may be."""
-        return len(self.present(key)) < self._warmup_steps * min(max(1, times), _MOST_AT_ONCE)
+        does after a forward may be. One with more elements than any is wanted as well: it may take more."""
+        present = self.present(key)
+        if len(present) < self._warmup_steps * min(max(1, times), _MOST_AT_ONCE):
+            return True
+        return key.elements > max([segment.key.elements for segment in present])
 
-    def add(self, segment: Segment) -> None:
-        """It is over, and was complete."""
+    def add(self, segment: Segment, *, again: bool = False) -> None:
+        """It is over, and was complete. ``again``: it followed a plan, which has others of it."""
         _read_events(segment)
         self.excess = max(self.excess, *(period.excess_bytes for period in segment.periods))
         if segment.key in self._outdated:
             self._outdated.discard(segment.key)
             del self._kept[segment.key]
-        self._kept.setdefault(segment.key, []).append(segment)
+        kept = self._kept.setdefault(segment.key, [])
+        if again and kept:
+            kept.insert(0, segment)
+            self._has_larger = True
+        else:
+            kept.append(segment)
         self._peaks.clear()
         if segment.has_gradients:
             self._with_gradients.add(segment.key)
@@ -95,6 +104,11 @@ class Samples(Mapping[SegmentKey, Sequence[Segment]]):
         """Something is known that was not when plans were made."""
         news, self._has_news = self._has_news, False
         return news
+
+    def take_larger(self) -> bool:
+        """Of what plans are made of there is a sample that may have taken more than all before."""
+        larger, self._has_larger = self._has_larger, False
+        return larger
 
     def begins_with_gradients(self, key: SegmentKey) -> bool:
         """There may be some when such a segment begins."""

@@ -62,17 +62,29 @@ class Segments:
         # Backwards begin others within, or are about to: reentrant checkpoints, adjoints.
         self.nest = False
 
-    def begin_forward(self, signature: object, *, trains: bool, is_open: bool = False) -> None:
-        """The managed model's forward begins. ``trains``: it may have a backward; ``is_open``: as in
+    def begin_forward(
+        self,
+        signature: object,
+        *,
+        trains: bool,
+        elements: int = 0,
+        by_values: bool = False,
+        is_open: bool = False,
+    ) -> None:
+        """The managed model's forward begins. ``trains``: it may have a backward; ``elements``: as in `SegmentKey`;
+        ``by_values``: what was measured with this signature is no bound for others that have it; ``is_open``: as in
         `Executor.begin_segment`."""
         with self._lock:
             self._residency.follow_homes(self._tensors)  # may raise, and then nothing has begun
             if not self._pending_forwards:  # else both are to end in the same nodes
                 self._residency.follow_stream_with_nodes(self._tensors)
-            key = SegmentKey(Phase.FORWARD, trains, (signature, *(self._graph() if trains else (0,))))
+            graph = self._graph() if trains else (0,)
+            key = SegmentKey(Phase.FORWARD, trains, (signature, *graph), elements)
             if trains:
                 self._activations.begin_forward(len(self._pending_forwards))
             self._executor.begin_segment(key, is_open=is_open)
+            if by_values and self._executor.segment is not None:
+                self._executor.segment.by_values = True
             take_away_what_is_over()
             self._executor.homes_overtook(self._written())
             if trains:
@@ -292,4 +304,6 @@ class Segments:
     def _backward_key(self) -> SegmentKey:
         # One that returns gradients may be differentiated again: then much of what it makes is kept. Whether it does
         # comes last (`hetero.stm.plans.fits` reads it there).
-        return SegmentKey(Phase.BACKWARD, True, (*self._pending_forwards, any(self._backwards)))
+        forwards = self._pending_forwards
+        elements = sum([key.elements for key in forwards])
+        return SegmentKey(Phase.BACKWARD, True, (*forwards, any(self._backwards)), elements)
