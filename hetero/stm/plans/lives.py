@@ -112,17 +112,13 @@ class _Reader:
 
 
 def _most(samples: Sequence[Segment]) -> dict[tuple[int, int], int]:
-    """Bytes of each record of the last one, at most in those that save alike: a shorter text that counts as a longer
-    one saves less, and may come after it."""
-    most: dict[tuple[int, int], int] = {}
-    records = _records(samples[-1])
-    for segment in samples:
-        if _records(segment) == records:
-            for period in segment.periods:
-                for key, nbytes in period.saved:
-                    most[key] = max(nbytes, most.get(key, 0))
+    """Bytes of each record of the last one, at most in those with as many periods, where such a period saves as many: a
+    shorter text that counts as a longer one saves less, and may come after it."""
+    most = {key: nbytes for period in samples[-1].periods for key, nbytes in period.saved}
+    for segment in samples[:-1]:
+        if len(segment.periods) == len(samples[-1].periods):
+            for period, last in zip(segment.periods, samples[-1].periods, strict=True):
+                if len(period.saved) == len(last.saved):  # what is small is not recorded
+                    for (_, nbytes), (key, _) in zip(period.saved, last.saved, strict=True):
+                        most[key] = max(nbytes, most[key])
     return most
-
-
-def _records(segment: Segment) -> list[list[tuple[int, int]]]:
-    return [[key for key, _ in period.saved] for period in segment.periods]
