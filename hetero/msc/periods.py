@@ -81,7 +81,7 @@ class SegmentKey:
     """What decides which operators a segment runs.
 
     ``trains``: gradients are recorded. ``signature``: shapes and dtypes of the inputs, the module's mode,
-    autocast; for a backward, the forwards it belongs to. ``elements``: how many the tensors among the inputs have, which
+    autocast; for a backward, the forwards it belongs to. ``elements``: how many the tensors among the inputs have. It
     tells nothing of the operators: what counts as the same may take more memory where there are more.
     """
 

@@ -6,8 +6,8 @@ from loops import batch, mlp
 from torch import nn
 from twins import assert_twins
 
-from hetero.stm.interception.parameter import managed_in
 from hetero.stm.interception import signatures as interception_signatures
+from hetero.stm.interception.parameter import managed_in
 from hetero.stm.interception.signatures import Signatures, counts_by_elements
 from hetero.stm.plans import cycles, planbook
 
