@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from hetero.autograd import in_backward
 from hetero.config import Config
 from hetero.devices import Accelerator, CopyEngine, HostArena, LinkSpeeds
 from hetero.errors import BudgetError
@@ -49,8 +50,6 @@ from hetero.stm.tensors.state import Ledger, begin_compute, end_compute
 from hetero.units import format_bytes
 
 __all__ = ["StatefulTensorMgr"]
-
-_current_graph_task_id = torch._C._current_graph_task_id
 
 
 class StatefulTensorMgr:
@@ -215,7 +214,7 @@ class StatefulTensorMgr:
         with self.lock:
             # Else another thread has settled since these parameters were looked at: they are there, as themselves.
             if self.settled is None or not self.settled.is_on:
-                if _current_graph_task_id() != -1:
+                if in_backward():
                     self.segments.enter_backward()
                 self.executor.before_operator(operands, name)
             begin_compute(operands)
@@ -296,7 +295,7 @@ class StatefulTensorMgr:
 
     def _activation_moment(self, name: str) -> None:
         """A large tensor was saved, or is about to be read by backward: a sampling moment."""
-        if torch._C._current_graph_task_id() != -1:
+        if in_backward():
             self.segments.enter_backward()
         self.executor.before_operator([], name)
 

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from hetero.autograd import in_backward
 from hetero.config import Config
 from hetero.stm.activations.saved import part_saved_as_handles, saved_tensors_as_handles
 from hetero.stm.checkpoints import refuse_export
@@ -173,7 +174,7 @@ class ModelCalls:
                 stm.check_process()
             if compiled.is_outdated:
                 compiled.follow()
-            if settled.is_on and torch._C._current_graph_task_id() != -1:
+            if settled.is_on and in_backward():
                 return inner(*args, **kwargs)
             if is_transforming():
                 check_transformed(model)
@@ -189,7 +190,7 @@ class ModelCalls:
             if torch.compiler.is_exporting():
                 raise refuse_export(type(model).__name__, stm.device)
             # A checkpoint around the model recomputes it within backward: that is no new forward.
-            if torch._C._current_graph_task_id() != -1:
+            if in_backward():
                 with scope(), saved_tensors_as_handles():
                     args, kwargs = self._cast(args, kwargs)
                     return inner(*args, **kwargs)
@@ -214,7 +215,7 @@ class ModelCalls:
                 calls is None
                 or threading.get_ident() in calls._settled.running
                 or in_scope()
-                or torch._C._current_graph_task_id() != -1
+                or in_backward()
                 or is_transforming()
                 or not any_on(device, args, kwargs)
             ):

@@ -44,6 +44,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from hetero.autograd import in_backward
 from hetero.errors import DeviceError
 from hetero.stm import conversions
 from hetero.stm.activations.saved import part_saved_as_handles
@@ -188,7 +189,7 @@ def _announced_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
     captures = not kwargs.get("accumulate_grad", True)
     listeners = tuple(_listeners)  # Python's collector may let go of one in between
     # A backward within a backward: a reentrant checkpoint, an adjoint.
-    if torch._C._current_graph_task_id() != -1:
+    if in_backward():
         _note_nested(listeners)
         with contextlib.ExitStack() as stack:
             if captures:

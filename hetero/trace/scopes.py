@@ -19,16 +19,12 @@ import torch
 from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
 
+from hetero.autograd import in_backward
 from hetero.trace.steptrace import Kind, Phase
 
-__all__ = ["Scopes", "in_backward"]
+__all__ = ["Scopes"]
 
 Label = Callable[[torch.Tensor, Kind, str], None]
-
-
-def in_backward() -> bool:
-    """Whether the calling thread is running a node of the autograd engine."""
-    return int(torch._C._current_graph_task_id()) != -1
 
 
 class Scopes:

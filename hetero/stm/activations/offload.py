@@ -20,6 +20,7 @@ from collections.abc import Callable
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from hetero.autograd import in_backward
 from hetero.devices import Accelerator, CopyEngine, bytes_of
 from hetero.eviction.model import large_bytes
 from hetero.msc import MemStatsCollector
@@ -119,7 +120,7 @@ class Activations:
         account = record.account
         with self._lock:
             if not self._closed:
-                if account.device_nbytes >= self._large and torch._C._current_graph_task_id() != -1:
+                if account.device_nbytes >= self._large and in_backward():
                     self.moment("saved")
                 if not account.is_retired:
                     self._collector.note_used(account.key)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hetero.autograd import in_backward
 from hetero.errors import BudgetError, ManageError
 from hetero.stm.interception.arguments import any_on
 from hetero.stm.interception.misplaced import note_misplaced
@@ -333,6 +334,6 @@ def _managed_places(submodule: nn.Module) -> list[tuple[nn.Module, str, nn.Param
 
 
 def _on_device(parameter: nn.Parameter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if in_scope() or torch._C._current_graph_task_id() != -1:
+    if in_scope() or in_backward():
         return True
     return any_on(managed_of(parameter).owner.device, args, kwargs)

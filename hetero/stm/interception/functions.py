@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hetero.autograd import in_backward
 from hetero.errors import ManageError
 from hetero.stm.interception.athome import run_at_home
 from hetero.stm.interception.operators import run_operator, substituted
@@ -30,7 +31,7 @@ def _ask(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def _computes() -> bool:
     """The caller computes with parameters on the device: a managed forward, or a checkpoint's within backward."""
-    return in_scope() or torch._C._current_graph_task_id() != -1
+    return in_scope() or in_backward()
 
 
 def _is_there(parameter: ManagedParameter) -> bool:

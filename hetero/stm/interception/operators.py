@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from hetero.autograd import in_backward
 from hetero.errors import BudgetError
 from hetero.stm.activations.saved import may_save_again, part_saved_as_handles
 from hetero.stm.interception.arguments import tensors_in
@@ -71,7 +72,7 @@ def outside(
     """Around an operator outside of a managed forward. If autograd records it, parameters are saved as handles, as in
     one; and one begins with it, where none has."""
     owner = operands[0].owner
-    if torch._C._current_graph_task_id() != -1:
+    if in_backward():
         return _NOTHING
     for tensor in operands:
         tensor.owner.homes.follow_unknown_writes(tensor)
@@ -242,7 +243,7 @@ def _belongs_on_device(
         on_host = on_host or tensor.dim() > 0
     if on_host:
         return False
-    if torch._C._current_graph_task_id() != -1:
+    if in_backward():
         return True
     return called_part(device) is not None if func is torch.Tensor.detach else computes_on(device)
 

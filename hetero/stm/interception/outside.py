@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import torch
 
+from hetero.autograd import in_backward
 from hetero.errors import BudgetError
 from hetero.stm.tensors.managed import ManagedTensor
 from hetero.stm.tensors.owner import Owner
@@ -26,12 +27,12 @@ _T = TypeVar("_T")
 
 def keeps_its_type(operands: Sequence[ManagedTensor]) -> bool:
     """An operator outside a managed forward has to compute with home's values as they are."""
-    return torch._C._current_graph_task_id() == -1 and any(tensor.low is not None for tensor in operands)
+    return not in_backward() and any(tensor.low is not None for tensor in operands)
 
 
 def note_outside(error: BudgetError, *, parameters_leave: bool = True) -> None:
     """Add a note to ``error``, raised for an operator there, if autograd keeps what such operators read."""
-    if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+    if torch.is_grad_enabled() and not in_backward():
         error.add_note(
             "hetero: this ran outside of a call of the managed model. There what is saved for backward stays on the "
             f"device, {'but for parameters' if parameters_leave else 'and under precision parameters do too'}. Call "

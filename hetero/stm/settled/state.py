@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hetero.autograd import in_backward
 from hetero.devices import Accelerator
 from hetero.errors import ManageError
 from hetero.stm.interception.compiled import CompiledCalls
@@ -111,7 +112,7 @@ class Settled:
 
     def _settle(self, kind: ForwardKind) -> bool:
         stm = self._stm
-        if in_scope() or torch._C._current_graph_task_id() != -1:
+        if in_scope() or in_backward():
             return False
         if self.running or stm.segments.is_running or stm.steps.running is not None:  # by another thread
             return False

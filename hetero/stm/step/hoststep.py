@@ -30,6 +30,7 @@ import torch
 from torch.utils._device import DeviceContext
 from torch.utils.hooks import RemovableHandle
 
+from hetero.autograd import in_backward
 from hetero.devices import Accelerator
 from hetero.stm.interception.parameter import is_managed, managed_of
 from hetero.stm.interception.scaling import bring_home
@@ -357,7 +358,7 @@ class HostStep:
             self.defers
             and all(value is None for value in (*args[1:], *kwargs.values()))
             and not in_scope()
-            and torch._C._current_graph_task_id() == -1
+            and not in_backward()
             and not torch.is_inference_mode_enabled()
             and not torch.is_autocast_enabled("cpu")
             and torch._C._len_torch_dispatch_stack() == 0
