@@ -206,8 +206,8 @@ class MemStatsCollector:
         """
         period = self._period
         self._relieving = for_operator
+        period.relieved = period.relieved or for_operator
         if self.is_sampling and period.begin is not None:
-            period.relieved = period.relieved or for_operator
             self._read_peak(period)
         try:
             yield

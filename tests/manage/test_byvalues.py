@@ -6,6 +6,7 @@ from torch import nn
 from twins import assert_twins, device
 
 import hetero
+from hetero.stm.interception.parameter import managed_in
 from hetero.stm.running.byvalues import depends_on_values
 
 WIDTH, ROWS = 64, 256
@@ -49,11 +50,32 @@ def test_a_mask_that_takes_more_each_time_does_not_pass_the_budget(share):
 def test_nor_does_a_matrix_exponential_whose_matrix_grows(share):
     """It begins with that of zero, for which one product is enough."""
 
-    def chain():
-        layers = [nn.utils.parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH)) for _ in range(5)]
-        return nn.Sequential(*[module for layer in layers for module in (layer, nn.GELU())])
+    assert_twins(orthogonal, growing, share=share)
 
-    assert_twins(chain, growing, share=share)
+
+def orthogonal():
+    layers = [nn.utils.parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH)) for _ in range(5)]
+    return nn.Sequential(*[module for layer in layers for module in (layer, nn.GELU())])
+
+
+@pytest.mark.parametrize("share", [0.6, 0.7])
+def test_what_has_grown_within_an_operator_comes_to_be_planned(share):
+    unplanned = []
+
+    def loop(model, optimizer, target):
+        seen = []
+        for _ in range(24):
+            loss = model(torch.randn(ROWS, WIDTH).to(target)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss.item())
+            if manager := next((tensor.owner for tensor in managed_in(optimizer)), None):
+                unplanned.append(manager.collector.total.unplanned_fetches)
+        return seen
+
+    assert_twins(orthogonal, loop, share=share)
+    assert 0 < unplanned[12] == unplanned[-1]
 
 
 def test_such_iterations_are_guarded_and_others_are_not():

@@ -245,6 +245,8 @@ class Cycles:
                 self._count_put_together(keys)
             before = self._book.device_homes
             is_known = self._book.learn(keys, segments)
+            if plan is not None and not (has_departed or is_known):
+                self._note_shortage(keys, plan, segments)
             self._homes.learn(keys, segments)
             if has_departed and not is_known:
                 self._departures.note_measured(keys)
@@ -252,6 +254,14 @@ class Cycles:
                 self._homes.choose_again_for(keys)
             if gone := frozenset(before).difference(self._book.device_homes):
                 self._homes.send_home(gone)  # the new plan has given their room to others
+
+    def _note_shortage(self, keys: Keys, plan: CyclePlan, segments: list[Segment]) -> None:
+        """If memory ran short where the plan was followed, an operator took more than was measured of it, and may take
+        more each time: the most of both is planned for."""
+        lost = sum(segment.missed_fetches for segment in segments if any(p.relieved for p in segment.periods))
+        if lost > 0 and self._departures.note_more(keys, lost=lost, parameters=len(plan.first_uses)):
+            self._departures.note_measured(keys)
+            self._book.outgrown.doubt(keys)
 
     def _count_put_together(self, keys: Keys) -> None:
         if sum(key.phase is Phase.FORWARD for key in keys) > 1:

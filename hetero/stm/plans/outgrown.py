@@ -81,6 +81,10 @@ class Outgrown:
             self._unsure.add(keys)
         return is_due
 
+    def doubt(self, keys: Hashable) -> None:
+        """Its operators have taken more than was measured of them: it is to be measured again."""
+        self._unsure.add(keys)
+
     def is_unsure(self, keys: Hashable) -> bool:
         """How much it takes is not known before it has been measured again."""
         return keys in self._unsure
