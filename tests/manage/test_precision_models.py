@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sharded import assert_as_fsdp2, local, one_rank
 from test_hf_models import MODELS
-from test_module_db import STEPS, Run, _mapped, module_db
+from test_module_db import STEPS, Run, _mapped, module_db, samples_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -82,11 +82,7 @@ BEYOND_FSDP2 = ("fully_shard doesn't support scalar parameters", "_chunk_cat exp
 def test_module_gives_the_numbers_of_fsdp2_or_its_error(info: Any) -> None:
     target = device()
     one_rank()
-    torch.manual_seed(0)
-    samples = info.module_inputs_func(
-        info, device="cpu", dtype=torch.float32, requires_grad=True, training=True
-    )
-    for sample in samples[:: max(1, -(-len(samples) // 3))]:
+    for sample in samples_of(info, 3, training=True):
         run = UnderBoth(info, sample, training=True)
         expected: Any = None
         try:
