@@ -1,5 +1,6 @@
 """Models with compiled blocks train as the same compiled blocks do unmanaged, bit for bit."""
 
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -104,14 +105,19 @@ def _train(
     return found | values_of(model), model
 
 
+@functools.cache
+def _unmanaged(how: str, backend: str, after: int | None = None) -> tuple[dict[str, torch.Tensor], int]:
+    """What training gives on the device, once for all budgets, and the bytes of the parameters."""
+    found, model = _train(COMPILERS[how], backend, device(), None, after=after)
+    return found, sum(p.nbytes for p in model.parameters())
+
+
 # Inductor generates code for devices it knows; the virtual one is none of them.
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("how", ["in_place", "wrappers"])
 def test_compiled_blocks_train_to_the_same_bits_under_a_budget(how: str, backend: str) -> None:
     target = device()
-    unmanaged, reference = _train(COMPILERS[how], backend, target, None)
-    parameter_bytes = sum(p.nbytes for p in reference.parameters())
-    del reference
+    unmanaged, parameter_bytes = _unmanaged(how, backend)
     torch._dynamo.reset()
     fresh_memory()
     # Activations take about 64 KiB; of the four blocks about two fit.
@@ -128,9 +134,7 @@ def test_compiled_blocks_train_to_the_same_bits_under_a_budget(how: str, backend
 @pytest.mark.parametrize("how", COMPILERS)
 def test_what_is_compiled_while_managed_trains_to_the_same_bits(how: str, budget: str, after: int) -> None:
     target = device()
-    unmanaged, reference = _train(COMPILERS[how], "aot_eager", target, None, after=after)
-    parameter_bytes = sum(p.nbytes for p in reference.parameters())
-    del reference
+    unmanaged, parameter_bytes = _unmanaged(how, "aot_eager", after)
     fresh_memory()
     blocks = 64 * 1024 + parameter_bytes * (10 if how == "whole" else 5) // 8
     nbytes = blocks if budget == "blocks" else 4 << 20
@@ -180,42 +184,46 @@ def _compile_part(model: Parts, way: str) -> None:
         model.encoder.up = torch.compile(model.encoder.up, backend="aot_eager")
 
 
+def _train_parts(way: str, budget: int | None, after: int) -> dict[str, torch.Tensor]:
+    """The model itself is never called. It has 200 KiB of weights."""
+    target = device()
+    torch._dynamo.reset()
+    fresh_memory()
+    torch.manual_seed(0)
+    model = Parts()
+    if budget is None:
+        model.to(target)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, foreach=False)
+    manager = None if budget is None else hetero.manage(model, optimizer, device=target, device_budget=budget)
+    found = {}
+    for step in range(8):
+        if step == after:
+            _compile_part(model, way)
+        loss = model.decoder(model.encoder(torch.randn(4, WIDTH, device=target))).square().mean()
+        loss.backward()
+        found[f"loss {step}"] = loss.detach().cpu()
+        optimizer.step()
+        optimizer.zero_grad()
+    if manager is not None:
+        manager.close()
+        assert budget is not None
+        assert peak_memory() <= budget + GAPS
+    return found | values_of(model)
+
+
+@functools.cache
+def _unmanaged_parts(way: str, after: int) -> dict[str, torch.Tensor]:
+    return _train_parts(way, None, after)
+
+
 @pytest.mark.parametrize("after", [0, 3])
 @pytest.mark.parametrize("budget", [240 << 10, 4 << 20])
 @pytest.mark.parametrize("way", ["in place", "wrapper", "nested"])
 def test_parts_that_are_compiled_while_managed_train_to_the_same_bits(
     way: str, budget: int, after: int
 ) -> None:
-    """The model itself is never called. It has 200 KiB of weights."""
-
-    def train(budget: int | None) -> dict[str, torch.Tensor]:
-        torch._dynamo.reset()
-        fresh_memory()
-        torch.manual_seed(0)
-        model = Parts()
-        if budget is None:
-            model.to(target)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, foreach=False)
-        manager = (
-            None if budget is None else hetero.manage(model, optimizer, device=target, device_budget=budget)
-        )
-        found = {}
-        for step in range(8):
-            if step == after:
-                _compile_part(model, way)
-            loss = model.decoder(model.encoder(torch.randn(4, WIDTH, device=target))).square().mean()
-            loss.backward()
-            found[f"loss {step}"] = loss.detach().cpu()
-            optimizer.step()
-            optimizer.zero_grad()
-        if manager is not None:
-            manager.close()
-            assert peak_memory() <= budget + GAPS
-        return found | values_of(model)
-
-    target = device()
-    expected = train(None)
-    assert_identical(train(budget), expected)
+    expected = _unmanaged_parts(way, after)
+    assert_identical(_train_parts(way, budget, after), expected)
     assert races() == []
 
 
@@ -232,7 +240,7 @@ def test_a_forward_that_is_replaced_by_a_compiled_function_says_what_to_call() -
 
 def test_model_compiled_as_a_whole_trains_to_the_same_bits() -> None:
     target = device()
-    unmanaged, _ = _train(_compile_whole, "aot_eager", target, None)
+    unmanaged, _ = _unmanaged("whole", "aot_eager")
     managed, _ = _train(_compile_whole, "aot_eager", target, 4 << 20)
     assert_identical(managed, unmanaged)
 

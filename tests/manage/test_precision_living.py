@@ -28,14 +28,18 @@ LOW = torch.bfloat16
 _PLENTY = 8 << 20
 
 
-def assert_as_at_home(build, loop, budget, *, make_optimizer=adamw, precision=LOW):
-    """The same numbers as with ``device_homes=False``, which `test_precision` compares with FSDP2."""
+def assert_as_at_home(build, loop, *budgets, make_optimizer=adamw, precision=LOW):
+    """Under each the same numbers as with ``device_homes=False``, which `test_precision` compares with FSDP2; returns
+    the managers."""
     keywords = {"make_optimizer": make_optimizer, "precision": precision}
     expected, state, _ = managed(build, loop, _PLENTY, device_homes=False, **keywords)
-    got, got_state, manager = managed(build, loop, budget, **keywords)
-    assert_same(got, expected, "observed")
-    assert_same(got_state, state, "state")
-    return manager
+    managers = []
+    for budget in budgets:
+        got, got_state, manager = managed(build, loop, budget, **keywords)
+        assert_same(got, expected, f"observed under {budget}")
+        assert_same(got_state, state, f"state under {budget}")
+        managers.append(manager)
+    return managers
 
 
 def managed_mlp(budget=_PLENTY, make_optimizer=adamw, depth=4):
@@ -98,8 +102,7 @@ def test_any_loop(case):
 
 
 @pytest.mark.parametrize("fused", [None, True])
-@pytest.mark.parametrize("budget", [300 << 10, 500 << 10, _PLENTY])
-def test_scaled_gradients(budget, fused):
+def test_scaled_gradients(fused):
     """Norms of gradients in low precision cast all of them on a CPU: measured before anybody has asked for one."""
 
     def loop(model, optimizer, target):
@@ -115,19 +118,20 @@ def test_scaled_gradients(budget, fused):
             optimizer.zero_grad()
         return seen
 
-    manager = assert_as_at_home(
+    managers = assert_as_at_home(
         mlp,
         loop,
-        budget,
+        300 << 10,
+        500 << 10,
+        _PLENTY,
         make_optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2, fused=fused),
         precision=torch.float16,
     )
-    assert manager._stm.plans.device_homes
+    assert all(manager._stm.plans.device_homes for manager in managers)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("budget", [700 << 10, _PLENTY])
-def test_recomputed_and_compiled_layers(budget, compiled):
+def test_recomputed_and_compiled_layers(compiled):
     class Layers(nn.Module):
         def __init__(self):
             super().__init__()
@@ -141,8 +145,9 @@ def test_recomputed_and_compiled_layers(budget, compiled):
                 x = layer(x) if compiled else checkpoint(layer, x, use_reentrant=False)
             return x
 
-    manager = assert_as_at_home(Layers, lambda m, o, t: low_losses(m, o, t, 8, clip=1e-2), budget)
-    assert manager._stm.plans.device_homes
+    budgets = (700 << 10, _PLENTY)
+    managers = assert_as_at_home(Layers, lambda m, o, t: low_losses(m, o, t, 8, clip=1e-2), *budgets)
+    assert all(manager._stm.plans.device_homes for manager in managers)
 
 
 @pytest.mark.parametrize(
@@ -157,12 +162,12 @@ def test_recomputed_and_compiled_layers(budget, compiled):
         lambda p: torch.optim.RMSprop(p, lr=1e-2, centered=True, maximize=True),
     ],
 )
-@pytest.mark.parametrize("budget", [1 << 20, _PLENTY])
-def test_optimizers(make, budget):
-    manager = assert_as_at_home(
-        mlp, lambda m, o, t: losses(m, o, t, 8), budget, make_optimizer=lambda m: make(m.parameters())
-    )
-    assert manager._stm.plans.device_homes
+def test_optimizers(make):
+    def loop(model, optimizer, target):
+        return losses(model, optimizer, target, 8)
+
+    managers = assert_as_at_home(mlp, loop, 1 << 20, _PLENTY, make_optimizer=lambda m: make(m.parameters()))
+    assert all(manager._stm.plans.device_homes for manager in managers)
 
 
 def test_where_everything_fits_nothing_moves_and_all_is_counted():
