@@ -174,14 +174,14 @@ class ModelCalls:
                 stm.check_process()
             if compiled.is_outdated:
                 compiled.follow()
-            if settled.is_on and in_backward():
+            # `in_backward`, and below who trains, are written out: this runs while everything fits.
+            if settled.is_on and torch._C._current_graph_task_id() != -1:
                 return inner(*args, **kwargs)
             if is_transforming():
                 check_transformed(model)
                 with compiled.explaining(stm.device, args, kwargs):
                     return inner(*args, **kwargs)
             signature = signatures.of(model, args, kwargs)
-            # Written out, because it runs while everything fits.
             trains = torch.is_grad_enabled() and (
                 self._has_optimizer or may_record(stm.tensors, args, kwargs)
             )
@@ -215,7 +215,7 @@ class ModelCalls:
                 calls is None
                 or threading.get_ident() in calls._settled.running
                 or in_scope()
-                or in_backward()
+                or torch._C._current_graph_task_id() != -1  # `in_backward`, written out as above
                 or is_transforming()
                 or not any_on(device, args, kwargs)
             ):
