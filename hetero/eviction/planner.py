@@ -43,7 +43,9 @@ def plan(trace: Trace, *, links: Links, policy: str | Policy = "opt", prefetch: 
 def _found(
     trace: Trace, problem: Intervals, links: Links, policy: Policy, *, prefetch: bool
 ) -> Iterator[Schedule]:
-    """Timed schedules for each headroom, lent to copies that fit after all, or spared for transfers."""
+    """Timed schedules for each headroom, lent to copies that fit after all, or spared for transfers; none after one
+    that is fast enough: with more headroom there is more to move."""
+    enough = sum(moment.seconds for moment in trace.moments) * (1.0 + WORTH)
     small = len(problem.use) * ROUNDS * len(_HEADROOMS) <= _AFFORDABLE_ACCESSES
     predictions = Predictions(trace, links)
     timed: dict[object, list[Schedule]] = {}  # many choices are the same: each is laid out once
@@ -56,6 +58,8 @@ def _found(
                 timed[choice] = predictions.rounds(layout, most=ROUNDS if prefetch and small else 1)
             for schedule in timed[choice]:
                 yield replace(schedule, headroom=headroom)
+            if any(schedule.predicted_seconds <= enough for schedule in timed[choice]):
+                return
 
 
 def _choose(problem: Intervals, room: Ints, policy: Policy) -> Bools:
