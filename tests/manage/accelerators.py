@@ -85,6 +85,15 @@ def _warm_up() -> None:
         (torch.nn.functional.linear(x, x, x[0]) @ x).sum().backward()
 
 
+@functools.cache
+def libraries_bytes() -> int:
+    """Of the device, what libraries keep for good. To be asked before a test has anything there."""
+    if not (ON_CUDA or SEGMENTS):
+        return 0
+    device()
+    return torch.accelerator.memory_allocated()
+
+
 def races() -> list[str]:
     """Races found since `clear_races`; no real device can tell."""
     return [] if ON_CUDA else virtual.races()

@@ -3,13 +3,15 @@
 import contextlib
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch._dynamo  # noqa: F401  # the first optimizer imports it: here it is there before anything is measured
-from accelerators import ON_CUDA, StepsAtHome
+from accelerators import ON_CUDA, StepsAtHome, libraries_bytes
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import hetero
+from hetero import config, manager
 from hetero.eviction import CapacityError, HomeStep, placement
 from hetero.eviction.places import spread
 from hetero.stm.deferred import Update, UpdateQueue
@@ -19,6 +21,7 @@ from hetero.stm.step.devicehomes import DeviceHomes
 from hetero.stm.step.expectation import Expectation
 from hetero.stm.step.speculation import Speculation
 from hetero.stm.updates import captured
+from hetero.units import parse_budget
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -41,6 +44,22 @@ def device_parameters_step_at_home(
     handle = register_optimizer_step_pre_hook(steps.before)
     yield
     handle.remove()
+
+
+@pytest.fixture(autouse=True)
+def beside_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A budget that a test writes down is meant for what the test has: libraries' workspaces come on top. Who counts
+    what is in use before gives a number."""
+    nbytes = libraries_bytes()
+    if nbytes == 0:
+        return
+
+    def parse(value: Any, total: int, *, name: str = "budget") -> int:
+        budget = parse_budget(value, total, name=name)
+        return budget + nbytes if isinstance(value, str) and name == "device_budget" else budget
+
+    for module in (config, manager):
+        monkeypatch.setattr(module, "parse_budget", parse)
 
 
 @pytest.fixture
