@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerators import GAPS
 from blocks import Block
 from hypothesis import given
 from hypothesis import strategies as st
@@ -95,6 +96,8 @@ class Watched:
     """A managed model that has its plan; ``run`` tells what each iteration fetched: bytes, and how often unplanned."""
 
     def __init__(self, build=experts, share=0.6, first=EVERY, rows=8, count=12, row_bytes=8 * 1024):
+        # Before memory is counted: it waits for what is about to go, and libraries take theirs in it.
+        target = device()
         gc.collect()
         self.rows = rows
         torch.manual_seed(0)
@@ -103,7 +106,7 @@ class Watched:
         nbytes = sum(p.nbytes for p in self.model.parameters())
         budget = torch.accelerator.memory_allocated() + int(share * nbytes) + rows * row_bytes
         self.manager = hetero.manage(
-            self.model, self.optimizer, device=device(), device_budget=budget, device_homes=False
+            self.model, self.optimizer, device=target, device_budget=budget, device_homes=False
         )
         self.run([first] * count)  # twelve: until nothing is measured any more
 
@@ -232,6 +235,8 @@ class Shares(nn.Module):
         return torch.cat([part(its) for part, its in zip(self.parts, rows, strict=True)])
 
 
+# Among few segments a third is refused although half of the two that are there is free, and copies leave for it.
+@pytest.mark.skipif(GAPS > 0, reason="allocators with gaps may refuse what the budget allows")
 def test_saved_tensors_are_known_whatever_share_of_the_rows_they_are_of():
     alike, others = (5, 5, 6, 6, 5, 5), [(4, 6, 6, 5, 6, 5), (6, 5, 5, 5, 5, 6), (5, 5, 7, 4, 6, 5)]
     with Watched(Shares, share=0.5, first=alike, rows=2048, row_bytes=2500) as watched:
