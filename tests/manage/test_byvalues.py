@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from accelerators import GAPS
 from torch import nn
 from twins import assert_twins, device
 
@@ -75,7 +76,8 @@ def test_what_has_grown_within_an_operator_comes_to_be_planned(share):
         return seen
 
     assert_twins(orthogonal, loop, share=share)
-    assert 0 < unplanned[12] == unplanned[-1]
+    assert unplanned[12] == unplanned[-1]
+    assert unplanned[-1] > 0 or GAPS  # else memory never ran short
 
 
 def test_such_iterations_are_guarded_and_others_are_not():
