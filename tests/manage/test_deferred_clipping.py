@@ -184,7 +184,7 @@ def test_a_scaler_and_clipping_by_value_wait_for_nothing_on_the_host(norms_taken
         for _ in range(2):
             scaled_step()
             optimizer.zero_grad()
-        manager._stm.updates.finish_all()  # or the forward waits for one, which lets all of them run
+        manager._stm.homes.finish_updates()  # or the forward waits for one, which lets all of them run
         with stopped(manager), pytest.MonkeyPatch.context() as patch:
             patch.setattr(
                 manager._stm.gradients, "wait", lambda tensor: pytest.fail("a gradient was waited for")
