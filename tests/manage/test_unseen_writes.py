@@ -48,15 +48,9 @@ def train_on(model, optimizer, target, *, steps=12, after_forward=None, after_ba
     return seen
 
 
-# How memory was given out is noticed whatever the budget; what follows from it is the same for all ways.
-@pytest.mark.parametrize(
-    ("way", "share"),
-    [
-        *((way, 0.7) for way in WRITES),
-        *((way, share) for share in (0.4, 1.4) for way in ("a row", "a state_dict")),
-    ],
-)
+@pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("moment", ["after_forward", "after_backward", "after_step"])
+@pytest.mark.parametrize("way", WRITES)
 def test_a_write_through_data_of_a_view_reaches_the_model(way, moment, share):
     def loop(model, optimizer, target):
         return train_on(model, optimizer, target, **{moment: WRITES[way]})
