@@ -3,8 +3,8 @@
     python -m tests.each_file FILE ... [--jobs N] [--pytest ARGUMENTS]
 
 The virtual device, its link and autograd's threads are the process's own. Processes are forked off one that has
-imported `preloaded` and done nothing else: imports for each file would take half of the time of all tests. Prints
-what pytest says of a file when that has ended; exits with 1 if any has not passed.
+imported `preloaded` and done nothing else: to import that for each file would take seconds each time. Prints what
+pytest says of a file when that has ended; exits with 1 if any has not passed.
 """
 
 import argparse
