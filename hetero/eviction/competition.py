@@ -30,7 +30,7 @@ _BEST = 6  # choices that are laid out in every way
 _TRIALS = 200  # of the local search
 _AFFORDABLE_MOMENTS = 120_000  # simulated in all; about 20 microseconds each
 _CHECKPOINTS = (32, 64)  # of the fluid: the fewer, the more it leaves to the scores
-_CLOSE = 1.001  # to the bound: not worth a search
+_CLOSE = 1e-3  # share of the step: nearer to the bound, a search is not worth its time
 _TIE = 1e-3  # decides between equal shares
 _NOTHING_LOST = 1.0 + 1e-9  # sums of the same times in another order
 
@@ -41,7 +41,7 @@ def compete(
     """The fastest schedule found for one iteration of ``trace``; of equally fast ones, that with the fewest bytes.
 
     ``trials``: of the local search, fewer if the trace is long. ``goal``: seconds with which it is content.
-    ``worth``: share of the step that more bytes must save. Raises `CapacityError` as `plan`.
+    ``worth``: share of the step that more bytes, or more time spent here, must save. Raises `CapacityError` as `plan`.
     """
     problem = read_intervals(trace)
     judge = _Judge(trace, problem, links)
@@ -50,14 +50,20 @@ def compete(
     if judge.fastest > least:
         relaxed = [fluid(trace, links, checkpoints=count) for count in _CHECKPOINTS]
         judge.goal = max(least, _NOTHING_LOST * max(some.step_seconds for some in relaxed))
-        _explore(trace, problem, links, judge, trials, relaxed)
+        _explore(trace, problem, links, judge, trials, worth, relaxed)
     soon = max(least, judge.fastest * _NOTHING_LOST) * (1.0 + worth)
     near = [schedule for schedule in judge.found if schedule.predicted_seconds <= soon]
     return min(near, key=lambda schedule: (schedule.moved_bytes, schedule.predicted_seconds))
 
 
 def _explore(
-    trace: Trace, problem: Intervals, links: Links, judge: "_Judge", trials: int, relaxed: Sequence[Fluid]
+    trace: Trace,
+    problem: Intervals,
+    links: Links,
+    judge: "_Judge",
+    trials: int,
+    worth: float,
+    relaxed: Sequence[Fluid],
 ) -> None:
     scores = by_score(trace, problem, links)
     judged: list[tuple[float, int, Bools]] = []
@@ -71,10 +77,13 @@ def _explore(
             judge(keep, way, "scores")
             if judge.done:
                 return
-    judge.goal *= _CLOSE
+    judge.goal *= 1.0 + max(_CLOSE, worth)
     for start in judged[:2]:
+        before = judge.fastest
         if not judge.done:
             search(problem, start[2], scores["aoa"], judge, trials=trials // 2)
+        if judge.fastest * (1.0 + worth) >= before:
+            return  # nor would it from the next
 
 
 def _choices(

@@ -9,6 +9,7 @@ size, as many slots as are taken at once.
 """
 
 import bisect
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
@@ -57,7 +58,7 @@ def plan_iteration(
     def frugally(some: Trace, first: Schedule | None = None) -> Schedule:
         """There is no time to be won, perhaps bytes."""
         first = first or quickly(some)
-        if first.moved_bytes <= lower_bound(some) * (1.0 + _FEW):
+        if first.moved_bytes <= least(some) * (1.0 + _FEW):
             return first
         other = plan(some, links=links, policy=CostAware())
         slower = other.predicted_seconds > first.predicted_seconds * (1.0 + WORTH)
@@ -68,12 +69,13 @@ def plan_iteration(
     competes = thorough and prefetch and isinstance(chosen, FarthestNextUse | CostAware)
     planner = thoroughly if competes else quickly
     goal = unhindered_seconds(trace, links) if competes else 0.0
+    least = functools.cache(lower_bound)
     try:
         without = quickly(with_alive(trace))
     except CapacityError:
         return _within(trace, planner, host_room)
     if competes and without.predicted_seconds <= goal * (1.0 + WORTH):
-        if without.moved_bytes <= lower_bound(trace) * (1.0 + _FEW):
+        if without.moved_bytes <= least(trace) * (1.0 + _FEW):
             return without
         planner = frugally
     schedule = _within(trace, planner, host_room)

@@ -45,6 +45,9 @@ def relax(problem: Intervals, room: Ints, *, prefer_short: float = 0.0) -> Relax
     ``prefer_short``: relative weight that breaks ties between equal savings in favour of the shorter
     interval, whose memory is free again sooner.
     """
+    everything = problem.reused | (problem.group >= 0)
+    if bool((problem.load(everything) <= room).all()):
+        return Relaxation(kept=np.ones(len(problem.use)), price=np.zeros(problem.periods))
     keepable = _keepable(problem, room)
     if problem.periods <= _MOST_PERIODS:
         return _solve(problem, room, keepable, 0, problem.periods, prefer_short)

@@ -43,7 +43,9 @@ def timed_starts(
 
 class _Run:
     """``free[t]``: bytes of period t beside operands, what stays, and fetches on their way; what is late in leaving
-    comes off. ``ahead[t]``: the same, less what was late there an iteration ago if that is to be expected again."""
+    comes off. ``ahead[t]``: the same, less what was late there an iteration ago if that is to be expected again.
+    ``next``: the fetch that starts next, counted on through the iterations; ``deadline``: its moment of use, counted
+    likewise, -1 if there is none."""
 
     def __init__(
         self,
@@ -57,10 +59,12 @@ class _Run:
     ) -> None:
         self.trace, self.links, self.fetches, self.wary = trace, links, fetches, wary
         self.periods = problem.periods
-        self.planned = problem.room - problem.load(keep)
-        self.free, self.ahead = self.planned.copy(), self.planned.copy()
+        planned = problem.room - problem.load(keep)
+        self.planned: list[int] = planned.tolist()
+        self.free = planned
+        self.ahead = planned.copy() if wary else planned
         self.starts = [fetch.deadline for fetch in fetches]
-        self.next = 0  # fetch, counted on through the iterations
+        self.next, self.deadline = 0, fetches[0].deadline
         self.leaves: list[list[int]] = [[] for _ in range(self.periods)]
         for j in np.flatnonzero(~keep & (problem.end > problem.begin)).tolist():
             if problem.cyclic or problem.begin[j] < self.periods:
@@ -73,55 +77,68 @@ class _Run:
         self.late = 0
 
     def iteration(self, turn: int) -> None:
+        arrival, dirty = self.arrival, self.dirty
         for t, moment in enumerate(self.trace.moments):
             now = turn * self.periods + t
             for x in moment.invalidates:
-                self.dirty.discard(x)
-                self.arrival.pop(x, None)
+                dirty.discard(x)
+                arrival.pop(x, None)
             for x in self.leaves[t]:
                 self._evict(x)
             self._retire()
-            while self._deadline() == now:
+            while self.deadline == now:
                 self._wait_for_room(t)
                 self._start(now)
             self._wait_for_room(t)
             while self._may_start(now, t):
                 self._start(now)
-            for x in moment.operands:
-                self.clock = max(self.clock, self.arrival.pop(x, 0.0))
+            if arrival:
+                for x in moment.operands:
+                    if x in arrival:
+                        self.clock = max(self.clock, arrival.pop(x))
             self.clock += moment.seconds
-            self.dirty.update(moment.dirties)
+            if moment.dirties:
+                dirty.update(moment.dirties)
             self.free[t] = self.planned[t]
-            self.ahead[t] = self.planned[t] - (self.late if self.wary else 0)
-
-    def _deadline(self) -> int:
-        turn, place = divmod(self.next, len(self.fetches))
-        return turn * self.periods + self.fetches[place].deadline if turn == 0 or self.trace.cyclic else -1
+            if self.wary:
+                self.ahead[t] = self.planned[t] - self.late
 
     def _may_start(self, now: int, t: int) -> bool:
-        deadline = self._deadline()
+        deadline = self.deadline
         fetch = self.fetches[self.next % len(self.fetches)]
         if deadline < 0 or now < deadline - fetch.deadline + fetch.release:
             return False
-        if fetch.nbytes > self.free[t] - self.late:
+        if fetch.nbytes > self.free.item(t) - self.late:
             return False
-        low, high = now + 1, deadline
-        base = low // self.periods * self.periods
-        parts = ((low - base, min(high - base, self.periods)), (0, high - base - self.periods))
-        return all(self.ahead[a:b].min() >= fetch.nbytes for a, b in parts if a < b)
+        if now + 1 >= deadline:
+            return True
+        begin = (now + 1) % self.periods
+        end = begin + deadline - now - 1
+        least = int(np.minimum.reduce(self.ahead[begin:end]))
+        if end > self.periods:
+            least = min(least, int(np.minimum.reduce(self.ahead[: end - self.periods])))
+        return least >= fetch.nbytes
 
     def _start(self, now: int) -> None:
         turn, place = divmod(self.next, len(self.fetches))
         fetch = self.fetches[place]
         start = self.starts[place] = now - turn * self.periods
-        early = (start + self.periods, self.periods) if start < 0 else (0, 0)
-        for a, b in (early, (max(start, 0), fetch.deadline)):
-            self.free[a:b] -= fetch.nbytes
-            self.ahead[a:b] -= fetch.nbytes
+        if start < 0:
+            self._take(start + self.periods, self.periods, fetch.nbytes)
+        self._take(max(start, 0), fetch.deadline, fetch.nbytes)
         self.up_free = max(self.up_free, self.clock, self.saved.pop(fetch.tensor, 0.0))
         self.up_free += self.links.h2d_seconds(fetch.nbytes)
         self.arrival[fetch.tensor] = self.up_free
         self.next += 1
+        turn, place = divmod(self.next, len(self.fetches))
+        more = turn == 0 or self.trace.cyclic
+        self.deadline = turn * self.periods + self.fetches[place].deadline if more else -1
+
+    def _take(self, begin: int, end: int, nbytes: int) -> None:
+        if begin < end:
+            self.free[begin:end] -= nbytes
+            if self.wary:
+                self.ahead[begin:end] -= nbytes
 
     def _evict(self, x: int) -> None:
         self.arrival.pop(x, None)
@@ -135,7 +152,7 @@ class _Run:
         self.late += nbytes
 
     def _wait_for_room(self, t: int) -> None:
-        while self.leaving and self.late > self.free[t]:
+        while self.leaving and self.late > self.free.item(t):
             self.clock = max(self.clock, self.leaving[0][0])
             self._retire()
 

@@ -12,7 +12,6 @@ import torch
 from rich import box
 from rich.table import Table
 
-from hetero.eviction import lower_bound
 from hetero.report.bounds import TimeBounds, bound_times
 from hetero.report.text import ROWS, as_text
 from hetero.stm import StatefulTensorMgr
@@ -180,7 +179,7 @@ def describe_plan(
         device_home_bytes=max(plan.home_bytes),
         fetched_bytes=plan.fetched_bytes,
         activation_bytes=plan.schedule.written_back_bytes,
-        lower_bound_bytes=lower_bound(plan.whole_trace),
+        lower_bound_bytes=plan.least_bytes,
         host_kernels=() if stm.steps.are_kept else tuple(kernels),
         kept_step=stm.steps.are_kept,
         undeclared_optimizer=type(optimizer).__name__

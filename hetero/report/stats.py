@@ -11,7 +11,6 @@ from rich.table import Table
 
 from hetero.config import Config
 from hetero.devices import Accelerator
-from hetero.eviction import lower_bound
 from hetero.msc import Period, PeriodStats, period_stats
 from hetero.report.text import ROWS, as_text
 from hetero.stm import Kind, StatefulTensorMgr, Tier
@@ -195,8 +194,7 @@ def _least(followed: Followed | None, moved: int) -> int | None:
     """`MemoryStats.lower_bound_bytes` of an iteration that has ``moved`` so many."""
     if followed is None or moved < followed.plan.moved_bytes - followed.missing_bytes:
         return None
-    least = lower_bound(followed.plan.whole_trace) + followed.plan.gradient_bytes
-    return max(0, least - followed.missing_bytes)
+    return max(0, followed.plan.least_bytes + followed.plan.gradient_bytes - followed.missing_bytes)
 
 
 def _moved(period: Period) -> int:

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hetero.eviction import Moment, Schedule, Trace, renewable, spare_bytes, without_places
+from hetero.eviction import Moment, Schedule, Trace, lower_bound, renewable, spare_bytes, without_places
 from hetero.msc import Phase
 from hetero.stm.plans.timings import Keys
 from hetero.stm.tensors.managed import ManagedTensor
@@ -86,6 +86,11 @@ class CyclePlan:
     def whole_trace(self) -> Trace:
         """The trace with ``places`` like any others."""
         return without_places(self.trace)
+
+    @functools.cached_property
+    def least_bytes(self) -> int:
+        """That any schedule of `whole_trace` would have to move."""
+        return lower_bound(self.whole_trace)
 
     @property
     def fetched_bytes(self) -> int:
