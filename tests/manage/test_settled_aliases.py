@@ -1,11 +1,15 @@
 """What the user holds of an optimizer's states while settled is true after it has ended as well."""
 
+import functools
+
 import pytest
 import torch
 from loops import backward, batch, mlp
 from settling import managed_mlp, settle, step
 from torch import nn
 from twins import adamw, assert_twins
+
+from hetero.stm.tensors import onlookers
 
 pytestmark = pytest.mark.usefixtures("homes_on_device")
 
@@ -136,10 +140,12 @@ def test_what_was_made_from_gradients_at_home_keeps_parameters_there(kept):
 
 
 @pytest.mark.parametrize("writes", [False, True])
-def test_gradients_that_were_looked_at_and_left_alone_keep_nothing_at_home(writes):
-    sums = [torch.zeros_like(p) for p in mlp().parameters()]  # like gradients, but there before
+@pytest.mark.parametrize("since", ["before", "meanwhile"])
+def test_gradients_that_were_looked_at_and_left_alone_keep_nothing_at_home(writes, since):
+    like = [torch.zeros_like(p) for p in mlp().parameters()]  # gradients, but there before
     model, optimizer, manager, target = managed_mlp()
     with manager:
+        sums = [x.clone() for x in like] if since == "meanwhile" else like
         for _ in range(6):
             backward(model, target)
             norms = [p.grad.norm().item() for p in model.parameters()]
@@ -150,6 +156,55 @@ def test_gradients_that_were_looked_at_and_left_alone_keep_nothing_at_home(write
             optimizer.zero_grad()
         assert min(norms) > 0
         assert manager.plan.everything_fits != writes
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("registered", ["before", "meanwhile"])
+def test_gradients_that_a_hook_has_kept_keep_parameters_at_home(registered, kept):
+    seen = {}
+
+    def build():
+        model = mlp()
+        if registered == "before":
+            watch(model)
+        return model
+
+    def keep(place, gradient):
+        seen.setdefault(place, gradient if kept else None)
+
+    def watch(model):
+        for place, p in enumerate(model.parameters()):
+            p.register_hook(functools.partial(keep, place))
+
+    model, optimizer, manager, target = managed_mlp(build=build)
+    with manager:
+        if registered == "meanwhile":
+            watch(model)
+        step(model, optimizer, target)
+        model[0].weight.detach()  # here somebody is seen to look, for the first time
+        for _ in range(6):
+            step(model, optimizer, target)
+        assert len(seen) == len(list(model.parameters()))
+        assert manager.plan.everything_fits != kept
+
+
+def test_as_long_as_nobody_looks_at_home_nobody_goes_through_all_objects(monkeypatch):
+    walks = []
+    original = onlookers._host_tensors
+
+    def counted():
+        walks.append(None)
+        return original()
+
+    monkeypatch.setattr(onlookers, "_host_tensors", counted)
+    model, optimizer, manager, target = managed_mlp("256KiB")
+    with manager:
+        for _ in range(4):
+            step(model, optimizer, target)
+        assert walks == []
+        for _ in range(2):
+            model[0].weight.detach()
+            assert walks == [None]
 
 
 def test_after_close_parameters_can_be_swapped():
