@@ -46,7 +46,10 @@ class Onlookers:
         """From now on somebody may be given something, which nothing that is there now can be made from."""
         if self._before is not None:
             return
-        with self._lock, plain():  # there are other managers' parameters as well, which are not looked at by this
+        with (
+            self._lock,
+            plain(),
+        ):  # there are other managers' parameters as well, which are not looked at by this
             if self._before is None:
                 self._before = {
                     id(found): (weakref.ref(found), found._version)
