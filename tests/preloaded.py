@@ -8,9 +8,11 @@ import gc
 from importlib.metadata import entry_points
 
 import hypothesis.strategies  # noqa: F401
+import scipy.signal  # noqa: F401  # torch's databases of tests do
 import torch._dynamo
+import torch._functorch.aot_autograd
 import torch.fx.experimental.symbolic_shapes  # noqa: F401
-import transformers  # noqa: F401
+import transformers.models.gpt2.modeling_gpt2  # noqa: F401
 
 import hetero.cli
 import hetero.trace  # noqa: F401
