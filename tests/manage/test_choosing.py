@@ -7,6 +7,7 @@ from settling import managed_mlp, step
 
 from hetero.stm.plans import homechoice
 from hetero.stm.plans.making import PlanMaker
+from hetero.stm.plans.timings import Timings
 
 
 class Clock:
@@ -48,14 +49,20 @@ def test_choices_for_further_kinds_of_iterations_wait_for_their_share_of_the_tim
     assert homes == choices[-1][1]
 
 
-def test_where_all_are_planned_anew_only_what_trains_is_at_once_thorough(monkeypatch):
-    made, make = [], PlanMaker.make  # for which kind of iteration, and whether thoroughly
+@pytest.fixture
+def made(monkeypatch):
+    """Plans: for which kind of iteration, and whether thoroughly."""
+    plans, make = [], PlanMaker.make
 
     def noted(self, keys, *args, thorough=True, **keywords):
-        made.append((keys, thorough))
+        plans.append((keys, thorough))
         return make(self, keys, *args, thorough=thorough, **keywords)
 
     monkeypatch.setattr(PlanMaker, "make", noted)
+    return plans
+
+
+def test_where_all_are_planned_anew_only_what_trains_is_at_once_thorough(made):
     # All are planned anew where homes or early updates change: here only where we say so.
     model, optimizer, manager, target = managed_mlp("200KiB", device_homes=False, speculate=False)
 
@@ -79,4 +86,19 @@ def test_where_all_are_planned_anew_only_what_trains_is_at_once_thorough(monkeyp
         second = manager._stm.plans.last.keys
         train(1)  # with which that iteration is over; the third kind never comes again
         assert (second, True) in made
-        assert manager._stm.plans._hasty == hasty - {second} != set()
+        assert manager._stm.plans._hasty.keys() == hasty - {second} != set()
+
+
+@pytest.mark.parametrize("timed", [True, False])
+def test_a_first_plan_is_made_in_haste_and_anew_when_its_iterations_have_been_timed(monkeypatch, made, timed):
+    if not timed:
+        monkeypatch.setattr(Timings, "wants", lambda self, keys: False)
+    model, optimizer, manager, target = managed_mlp("200KiB", device_homes=False, speculate=False)
+    ways = []
+    with manager:
+        for _ in range(8):
+            made.clear()
+            step(model, optimizer, target)
+            ways.append([thorough for _, thorough in made])
+    # Measured; measured again, to verify the plan; timed; three more are timed for the plan that is to stay.
+    assert ways == [[], [False], [], [True], [], [], [True] if timed else [], []]

@@ -248,6 +248,7 @@ class Cycles:
             if plan is not None and not (has_departed or is_known):
                 self._note_shortage(keys, plan, segments)
             self._homes.learn(keys, segments)
+            self._book.take_time(keys)
             if has_departed and not is_known:
                 self._departures.note_measured(keys)
                 self._book.measure_again(keys, for_good=leaves_out)

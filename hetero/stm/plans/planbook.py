@@ -22,6 +22,7 @@ __all__ = ["Keys", "PlanBook"]
 # Kinds of iterations: with more, a kind is planned when it comes the second time; the most that have a plan, and the
 # most of those without that are remembered.
 _MANY, _MOST, _MOST_SEEN = 16, 64, 256
+_UNTIL_TIMED = 3  # iterations that end, from the one of which a first plan is made, until its times are known
 # Keys of segments that samples are kept of, before it is looked whether any are for nothing.
 _LEAST_TO_PRUNE = 256
 
@@ -38,8 +39,9 @@ class PlanBook:
         self.margin = 0  # of the budget, what was given to others (`trim`): no plan uses it
         self._plans: dict[Keys, CyclePlan] = {}
         self._verified: set[Keys] = set()
-        # Those made in haste, because all were made at once: anew when such an iteration has come again.
-        self._hasty: set[Keys] = set()
+        # Those made in haste, and how many such iterations are to end until they are made anew: one where all were made
+        # at once; where there was none before, its own, one that verifies it, and one whose times are measured.
+        self._hasty: dict[Keys, int] = {}
         self._seen_once: dict[Keys, None] = {}
         self._prune_at = _LEAST_TO_PRUNE
         # Of iterations that are to be measured again: what their plan kept free for what had not been measured.
@@ -111,12 +113,11 @@ class PlanBook:
         if keys not in self._plans and self.samples.suffice(keys) and self._comes_again(keys):
             self._drop_some()
             self.samples.keep_longer(keys)
-            self._make_all({keys: self.margin + self._kept_free.pop(keys, 0)})
+            self._make_all({keys: self.margin + self._kept_free.pop(keys, 0)}, thorough=False)
             self.last = self._plans[keys]
+            self._hasty[keys] = _UNTIL_TIMED
         else:
             self._make_if_outgrown(keys, segments)
-            if keys in self._hasty:
-                self.remake(keys)
         return False
 
     def _comes_again(self, keys: Keys) -> bool:
@@ -146,7 +147,7 @@ class PlanBook:
     def _forget(self, keys: Keys) -> None:
         """What was known of its plan, which is gone."""
         self._verified.discard(keys)
-        self._hasty.discard(keys)
+        self._hasty.pop(keys, None)
         self.timings.forget(keys)
 
     def lacks_room(self, keys: Keys) -> bool:
@@ -244,6 +245,13 @@ class PlanBook:
         """With what is known now."""
         self._make_all({keys: self._plans[keys].margin})
 
+    def take_time(self, keys: Keys) -> None:
+        """Such an iteration is over: a plan that was made in haste is made anew, if nothing else is to come first."""
+        if keys in self._hasty:
+            self._hasty[keys] -= 1
+            if self._hasty[keys] <= 0:
+                self.remake(keys)
+
     def remake_all(self) -> None:
         """With what is known now."""
         self._make_all({keys: plan.margin for keys, plan in self._plans.items()}, thorough=False)
@@ -275,7 +283,10 @@ class PlanBook:
                 made[keys] = self._make(
                     keys, waiting[keys], self.device_homes, costs, places, thorough=is_thorough
                 )
-                (self._hasty.discard if is_thorough else self._hasty.add)(keys)
+                if is_thorough:
+                    self._hasty.pop(keys, None)
+                else:
+                    self._hasty[keys] = 1
                 del waiting[keys]
             except CapacityError:
                 if self.places.pop(keys, ()):
