@@ -83,7 +83,7 @@ def _explore(
         if not judge.done:
             search(problem, start[2], scores["aoa"], judge, trials=trials // 2)
         if judge.fastest * (1.0 + worth) >= before:
-            return  # nor would it from the next
+            return  # where this has found nothing that counts, nor has one from the next
 
 
 def _choices(
