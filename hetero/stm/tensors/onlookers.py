@@ -38,7 +38,7 @@ class Onlookers:
 
     def __init__(self) -> None:
         self.have_looked = self.have_values = self.have_gradients = False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # of whoever collects garbage within it, and looks at home in a finalizer
         # What was there before anybody was given anything; None: nobody has been.
         self._before: dict[int, tuple[weakref.ref[torch.Tensor], int]] | None = None
 
@@ -46,10 +46,8 @@ class Onlookers:
         """From now on somebody may be given something, which nothing that is there now can be made from."""
         if self._before is not None:
             return
-        with (
-            self._lock,
-            plain(),
-        ):  # there are other managers' parameters as well, which are not looked at by this
+        # There are other managers' parameters as well, which are not looked at by this.
+        with self._lock, plain():
             if self._before is None:
                 self._before = {
                     id(found): (weakref.ref(found), found._version)
