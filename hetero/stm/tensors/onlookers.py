@@ -38,7 +38,9 @@ class Onlookers:
 
     def __init__(self) -> None:
         self.have_looked = self.have_values = self.have_gradients = False
-        self._lock = threading.RLock()  # of whoever collects garbage within it, and looks at home in a finalizer
+        self._lock = (
+            threading.RLock()
+        )  # of whoever collects garbage within it, and looks at home in a finalizer
         # What was there before anybody was given anything; None: nobody has been.
         self._before: dict[int, tuple[weakref.ref[torch.Tensor], int]] | None = None
 
