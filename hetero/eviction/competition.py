@@ -79,11 +79,8 @@ def _explore(
                 return
     judge.goal *= 1.0 + max(_CLOSE, worth)
     for start in judged[:2]:
-        before = judge.fastest
         if not judge.done:
             search(problem, start[2], scores["aoa"], judge, trials=trials // 2)
-        if judge.fastest * (1.0 + worth) >= before:
-            return  # where this has found nothing that counts, nor has one from the next
 
 
 def _choices(

@@ -15,7 +15,7 @@ from hetero.stm.interception.parameter import is_managed
 from hetero.stm.tensors.graphpaths import marked
 from hetero.stm.tensors.listwrites import count_writes, versions_of_list
 from hetero.stm.tensors.managed import ManagedTensor
-from hetero.stm.tensors.onlookers import note_operator, note_update, watch
+from hetero.stm.tensors.onlookers import note_operator, note_update
 
 __all__ = ["run_at_home"]
 
@@ -24,7 +24,6 @@ def run_at_home(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     """``func(*args, **kwargs)`` on the parameters themselves."""
     operands: list[ManagedTensor] = []
     collect((*args, *kwargs.values()), operands)
-    watch(operands)
     for tensor in operands:
         tensor.owner.homes.wait(tensor)
     writes = writes_in_place(func) or "out" in kwargs

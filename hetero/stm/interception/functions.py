@@ -20,7 +20,6 @@ from hetero.stm.interception.scopes import in_scope
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.hostcopies import note_at_home
 from hetero.stm.tensors.managed import ManagedTensor
-from hetero.stm.tensors.onlookers import watch
 
 __all__ = ["give_back", "take_over"]
 
@@ -73,12 +72,12 @@ def _type(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 def _gradients(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``autograd.grad``: gradients of parameters are at home, or where whoever asks while it computes (an inner step
     within forward, a Function's backward) goes on with them."""
+    found = func(*args, **kwargs)
     if not _computes():
         for of in args[1]:
             if type(of) is ManagedParameter:
                 _note_seen(managed_of(of))
-        return func(*args, **kwargs)
-    found = func(*args, **kwargs)
+        return found
     return tuple(
         value if value is None or type(of) is not ManagedParameter else _as_copy(value, managed_of(of))
         for value, of in zip(found, args[1], strict=True)
@@ -102,15 +101,8 @@ def _get_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     return func(*args, **kwargs)
 
 
-def _hooks(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Hooks on gradients, which will be given these at home, unseen (`hetero.stm.settled.fitting` asks for hooks)."""
-    watch(managed_of(of) for of in args[:1] if type(of) is ManagedParameter)
-    return func(*args, **kwargs)
-
-
 def _note_seen(tensor: ManagedTensor) -> None:
-    """The user is about to be given its gradient, at home."""
-    watch([tensor])
+    """The user is given its gradient, at home."""
     if tensor.owner.settled is not None:
         tensor.owner.settled.onlookers.have_gradients = True
 
@@ -145,7 +137,6 @@ def _set_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 def _get_data(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = managed_of(args[0])
     if not in_scope():
-        watch([tensor])
         tensor.owner.homes.give_out(tensor)
         if tensor.owner.settled is not None:
             tensor.owner.settled.onlookers.note_look()
@@ -180,8 +171,6 @@ def take_over(parameter: nn.Parameter, tensor: ManagedTensor) -> None:
         for key in list(hooks or ()):
             if not isinstance(hooks[key], HomeHook):
                 hooks[key] = HomeHook(hooks[key])
-        if parameter._backward_hooks:
-            watch([tensor])
 
 
 def give_back(parameter: nn.Parameter) -> None:
@@ -266,7 +255,7 @@ _ASK: list[Any] = [
         ),
         *("is_mps", "is_ipu", "is_maia", "name"),
     ),
-    *_setters("requires_grad", "_post_accumulate_grad_hooks"),
+    *_setters("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks"),
     *(_T.size, _T.dim, _T.numel, _T.nelement, _T.ndimension, _T.stride, _T.storage_offset),
     *(
         _T.is_contiguous,
@@ -283,6 +272,7 @@ _ASK: list[Any] = [
         _T.is_same_size,
         _T.dim_order,
         _T.requires_grad_,
+        _T.register_hook,
         _T.__len__,
     ),
     *(
@@ -304,7 +294,6 @@ HANDLERS.update(
         **dict.fromkeys([_T.to, _T.type], _convert),
         **dict.fromkeys([_T.device.__get__, _T.get_device, *_DEVICE_FLAGS], _device),
         **dict.fromkeys(_getters("grad", "_grad"), _get_grad),
-        **dict.fromkeys([_T.register_hook, *_setters("_backward_hooks")], _hooks),
         **dict.fromkeys(_getters("_version"), _version),
         **dict.fromkeys([_T.data_ptr, _T.__dlpack__, _T.storage, _T.untyped_storage], _expose),
         **dict.fromkeys([*_setters("grad", "_grad"), _T.grad.__delete__], _set_grad),

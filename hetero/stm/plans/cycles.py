@@ -248,11 +248,12 @@ class Cycles:
             if plan is not None and not (has_departed or is_known):
                 self._note_shortage(keys, plan, segments)
             self._homes.learn(keys, segments)
-            self._book.take_time(keys)
             if has_departed and not is_known:
                 self._departures.note_measured(keys)
                 self._book.measure_again(keys, for_good=leaves_out)
                 self._homes.choose_again_for(keys)
+            else:
+                self._book.take_time(keys)
             if gone := frozenset(before).difference(self._book.device_homes):
                 self._homes.send_home(gone)  # the new plan has given their room to others
 

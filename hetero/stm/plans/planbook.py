@@ -274,7 +274,7 @@ class PlanBook:
         the iteration under way takes its time: training waits, and most of the others may never be followed again."""
         costs = self.home_costs() if self.device_homes else {}
         now = None if self.last is None else self.last.keys
-        made, waiting = dict[Keys, CyclePlan](), dict(margins)
+        made, hasty, waiting = dict[Keys, CyclePlan](), dict[Keys, bool](), dict(margins)
         while waiting:
             keys = next(iter(waiting))
             try:
@@ -283,10 +283,7 @@ class PlanBook:
                 made[keys] = self._make(
                     keys, waiting[keys], self.device_homes, costs, places, thorough=is_thorough
                 )
-                if is_thorough:
-                    self._hasty.pop(keys, None)
-                else:
-                    self._hasty[keys] = 1
+                hasty[keys] = not is_thorough
                 del waiting[keys]
             except CapacityError:
                 if self.places.pop(keys, ()):
@@ -296,6 +293,11 @@ class PlanBook:
                 self.device_homes = self.device_homes[: len(self.device_homes) // 2]
                 waiting = {**{keys: plan.margin for keys, plan in self._plans.items()}, **margins}
         self._plans.update(made)
+        for keys in made:
+            if hasty[keys]:
+                self._hasty.setdefault(keys, 1)
+            else:
+                self._hasty.pop(keys, None)
         if self.last is not None:
             self.last = self._plans.get(self.last.keys)
 

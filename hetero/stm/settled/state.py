@@ -151,7 +151,6 @@ class Settled:
             if (compiled := self._compiled()) is not None:
                 compiled.pause()
             self._check.begin(kind, growth, limit, trained=self._fitting.trained())
-            self.onlookers.watch()  # nobody sees who is given something meanwhile
             self.is_on = True
             settled_now.add(self)
             return True

@@ -8,13 +8,12 @@ Nobody settles who was seen to do so, or to keep a copy of home, in the iteratio
 another optimizer over its parameters, count for good. What is done with copies of home, such as an average that is
 brought up to date every tenth step, or with gradients, is not seen: these are plain tensors. So where somebody has been
 given some, everything on the host that might be one of them, or made from some, keeps parameters at home, unless it was
-there before the first was given, and as it is now. What is done with a tensor on the host again and again keeps them
-there for good: a loss of theirs that is made at home, and an update, not by an optimizer, from such tensors, as of a
-teacher that is the average of a model whose parameters are at home.
+there before, and as it is now. What is done with a tensor on the host again and again keeps them there for good: a loss
+of theirs that is made at home, and an update, not by an optimizer, from such tensors, as of a teacher that is the
+average of a model whose parameters are at home.
 """
 
 import gc
-import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -25,11 +24,11 @@ from hetero.devices import storage_of
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.managed import ManagedTensor
 
-__all__ = ["Onlookers", "has_other_optimizer", "note_operator", "note_update", "watch"]
+__all__ = ["Onlookers", "has_other_optimizer", "note_operator", "note_update"]
 
 
 class Onlookers:
-    """Of one manager's parameters.
+    """Of one manager's parameters, from before they were managed on.
 
     Attributes:
         have_looked: somebody has combined home with a tensor on the host, or may do so, since this was False.
@@ -38,24 +37,12 @@ class Onlookers:
 
     def __init__(self) -> None:
         self.have_looked = self.have_values = self.have_gradients = False
-        self._lock = (
-            threading.RLock()
-        )  # of whoever collects garbage within it, and looks at home in a finalizer
-        # What was there before anybody was given anything; None: nobody has been.
-        self._before: dict[int, tuple[weakref.ref[torch.Tensor], int]] | None = None
-
-    def watch(self) -> None:
-        """From now on somebody may be given something, which nothing that is there now can be made from."""
-        if self._before is not None:
-            return
-        # There are other managers' parameters as well, which are not looked at by this.
-        with self._lock, plain():
-            if self._before is None:
-                self._before = {
-                    id(found): (weakref.ref(found), found._version)
-                    for found in _host_tensors()
-                    if not found.is_inference()
-                }
+        with plain():  # there are other managers' parameters as well, which are not looked at by this
+            self._before = {
+                id(found): (weakref.ref(found), found._version)
+                for found in _host_tensors()
+                if not found.is_inference()
+            }
 
     def note_look(self) -> None:
         """Somebody has been given home, or what an operator made of it."""
@@ -82,18 +69,11 @@ class Onlookers:
 
     def close(self) -> None:
         """Management ends. torch sees weak references, and swaps no tensor that has one."""
-        self._before = {}
+        self._before.clear()
 
     def _was_there(self, tensor: torch.Tensor) -> bool:
-        found, version = (self._before or {}).get(id(tensor), (None, 0))
+        found, version = self._before.get(id(tensor), (None, 0))
         return found is not None and found() is tensor and tensor._version == version
-
-
-def watch(operands: Iterable[ManagedTensor]) -> None:
-    """Somebody is about to be given these at home, or their gradients, or what is made from them."""
-    for tensor in operands:
-        if tensor.owner.settled is not None:
-            tensor.owner.settled.onlookers.watch()
 
 
 def note_operator(operands: Sequence[ManagedTensor], results: Sequence[torch.Tensor]) -> None:
