@@ -51,7 +51,7 @@ def fluid(trace: Trace, links: Links, *, checkpoints: int = _CHECKPOINTS) -> Flu
     nothing = Fluid(step_seconds=least, away=np.zeros(len(problem.use)))
     if not trace.cyclic or not (problem.nbytes > 0).any():
         return nothing
-    excess = problem.load(problem.reused | (problem.group >= 0)) - problem.room
+    excess = problem.load(problem.saves) - problem.room
     while True:
         points = _checkpoints(seconds, excess, checkpoints)
         model = _Model(problem, links, points)
@@ -111,7 +111,7 @@ class _Model:
 
     def _read(self) -> None:
         problem = self.problem
-        worth = (problem.reused | (problem.group >= 0)) & (problem.nbytes > 0) & (self.last > self.first)
+        worth = problem.saves & (problem.nbytes > 0) & (self.last > self.first)
         groups: dict[int, list[int]] = defaultdict(list)
         for j in np.flatnonzero(worth).tolist():
             if problem.group[j] < 0:

@@ -56,6 +56,16 @@ class Intervals:
     first_fetches: tuple[tuple[int, int, int], ...]
     compulsory_bytes: int
 
+    @property
+    def saves(self) -> Bools:
+        """Intervals that save something if they are kept: a fetch, a write back, or both."""
+        found: Bools = self.reused | (self.group >= 0)
+        return found
+
+    def all_fits(self, room: Ints) -> bool:
+        """Whether ``room[t]`` bytes beside the operands are enough for all that `saves`."""
+        return bool((self.load(self.saves) <= room).all())
+
     def moved_bytes(self, keep: Bools) -> int:
         """Bytes fetched and written back per iteration if exactly the intervals in ``keep`` are kept."""
         fetched = int(self.nbytes[self.reused & ~keep].sum())

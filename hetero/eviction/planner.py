@@ -72,8 +72,7 @@ def _choose(problem: Intervals, room: Ints, policy: Policy) -> Bools:
 
 def _headrooms(problem: Intervals) -> list[int]:
     """The amounts to try, as many as the size of the trace allows; a trace where all fits needs none."""
-    everything = problem.reused | (problem.group >= 0)
-    if bool((problem.load(everything) <= problem.room).all()):
+    if problem.all_fits(problem.room):
         return [0]
     affordable = max(1, _AFFORDABLE_ACCESSES // max(len(problem.use), 1))
     largest = int(problem.nbytes.max(initial=0))

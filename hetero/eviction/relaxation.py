@@ -45,8 +45,7 @@ def relax(problem: Intervals, room: Ints, *, prefer_short: float = 0.0) -> Relax
     ``prefer_short``: relative weight that breaks ties between equal savings in favour of the shorter
     interval, whose memory is free again sooner.
     """
-    everything = problem.reused | (problem.group >= 0)
-    if bool((problem.load(everything) <= room).all()):
+    if problem.all_fits(room):
         return Relaxation(kept=np.ones(len(problem.use)), price=np.zeros(problem.periods))
     keepable = _keepable(problem, room)
     if problem.periods <= _MOST_PERIODS:
@@ -172,7 +171,7 @@ def _solve(
 
 def _pieces(problem: Intervals, keepable: Bools, low: int, high: int) -> tuple[Ints, Ints, Ints, Ints]:
     """Intervals with a choice inside the window, and their parts there: (ids, position, begin, end)."""
-    worth = keepable & (problem.reused | (problem.group >= 0))
+    worth = keepable & problem.saves
     worth &= (problem.nbytes > 0) & (problem.end > problem.begin)
     ids, begins, ends = [], [], []
     for shift in (-problem.periods, 0, problem.periods) if problem.cyclic else (0,):

@@ -75,7 +75,7 @@ def choose(problem: Intervals, room: Ints, score: Floats, *, among: Bools | None
     ``among``: only these leave, needed or not, as in the paper; None if that does not suffice. Without it anything may,
     if it frees a period that is too full, and what turns out not to have been needed stays, the lowest score first.
     """
-    keep = problem.reused | (problem.group >= 0)
+    keep = problem.saves
     excess = problem.load(keep) - room
     order = np.argsort(-score, kind="stable")
     movable = keep & (problem.end > problem.begin) & (problem.nbytes > 0)
@@ -103,7 +103,7 @@ def _load(trace: Trace, problem: Intervals) -> Ints:
     """Bytes per period if nothing leaves, all that takes from the capacity included."""
     capacity = np.fromiter((moment.capacity for moment in trace.moments), dtype=np.int64)
     operands = capacity - problem.room
-    everything = problem.load(problem.reused | (problem.group >= 0))
+    everything = problem.load(problem.saves)
     load: Ints = everything + operands + (capacity.max(initial=0) - capacity)
     return load
 

@@ -45,7 +45,7 @@ def fewest_bytes(problem: Intervals, room: Ints) -> Bools:
 def _rounded(problem: Intervals, room: Ints, relaxation: Relaxation) -> Bools:
     """What the relaxation keeps whole, then by reduced saving: what it would have kept next comes first."""
     keep = relaxation.kept >= _WHOLE
-    keep &= problem.reused | (problem.group >= 0)
+    keep &= problem.saves
     keep = repair(problem, room, keep)
     missing = _missing(problem, keep)
     gain = _reduced_saving(problem, relaxation)[missing]
@@ -62,5 +62,5 @@ def _reduced_saving(problem: Intervals, relaxation: Relaxation) -> Floats:
 
 
 def _missing(problem: Intervals, keep: Bools) -> Ints:
-    worth = ~keep & (problem.reused | (problem.group >= 0))
+    worth = ~keep & problem.saves
     return np.flatnonzero(worth)

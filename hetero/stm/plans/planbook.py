@@ -274,16 +274,18 @@ class PlanBook:
         the iteration under way takes its time: training waits, and most of the others may never be followed again."""
         costs = self.home_costs() if self.device_homes else {}
         now = None if self.last is None else self.last.keys
-        made, hasty, waiting = dict[Keys, CyclePlan](), dict[Keys, bool](), dict(margins)
+        made, waiting = dict[Keys, CyclePlan](), dict(margins)
+
+        def takes_time(keys: Keys) -> bool:
+            return keys == now or (thorough and keys in margins)
+
         while waiting:
             keys = next(iter(waiting))
             try:
                 places = self.places.get(keys, ())
-                is_thorough = keys == now or (thorough and keys in margins)
                 made[keys] = self._make(
-                    keys, waiting[keys], self.device_homes, costs, places, thorough=is_thorough
+                    keys, waiting[keys], self.device_homes, costs, places, thorough=takes_time(keys)
                 )
-                hasty[keys] = not is_thorough
                 del waiting[keys]
             except CapacityError:
                 if self.places.pop(keys, ()):
@@ -294,10 +296,10 @@ class PlanBook:
                 waiting = {**{keys: plan.margin for keys, plan in self._plans.items()}, **margins}
         self._plans.update(made)
         for keys in made:
-            if hasty[keys]:
-                self._hasty.setdefault(keys, 1)
-            else:
+            if takes_time(keys):
                 self._hasty.pop(keys, None)
+            else:
+                self._hasty.setdefault(keys, 1)
         if self.last is not None:
             self.last = self._plans.get(self.last.keys)
 
