@@ -1,10 +1,12 @@
 """What choosing homes and places may take, where there are many kinds of iterations."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from settling import managed_mlp, step
 
+from hetero.eviction import CapacityError
 from hetero.stm.plans import homechoice
 from hetero.stm.plans.making import PlanMaker
 from hetero.stm.plans.timings import Timings
@@ -102,3 +104,27 @@ def test_a_first_plan_is_made_in_haste_and_anew_when_its_iterations_have_been_ti
             ways.append([thorough for _, thorough in made])
     # Measured; measured again, to verify the plan; timed; three more are timed for the plan that is to stay.
     assert ways == [[], [False], [], [True], [], [], [True] if timed else [], []]
+
+
+def test_a_kind_whose_plan_was_made_in_vain_is_not_among_the_hasty(monkeypatch):
+    model, optimizer, manager, target = managed_mlp("200KiB", device_homes=False, speculate=False)
+    with manager:
+        for _ in range(3):
+            step(model, optimizer, target)
+        book = manager._stm.plans
+        plan = book.last
+        assert plan is not None
+        first, second = (replace(plan.keys[0], trains=False),), (replace(plan.keys[0], signature="other"),)
+
+        def make(keys, *args, **keywords):
+            if keys == second:
+                raise CapacityError(moment=0, needed=2, capacity=1)
+            return plan
+
+        with monkeypatch.context() as patch:
+            patch.setattr(book._planner, "make", make)
+            with pytest.raises(CapacityError):
+                book._make_all({first: 0, second: 0}, thorough=False)
+        assert book.get(first) is None
+        book.take_time(first)
+        step(model, optimizer, target)
