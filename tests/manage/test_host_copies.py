@@ -132,9 +132,8 @@ def test_states_that_are_taken_to_the_device_find_room(how):
         # The backward needs at once what the forward has used last: how slow the machine is makes no difference.
         loss = square_loss(model, target)
         room = budget - torch.accelerator.memory_allocated()
-        assert (
-            room <= budget - model[0].weight.nbytes
-        )  # so that one state more than there is room for fits the budget
+        # One state more than there is room for fits the budget.
+        assert room <= budget - model[0].weight.nbytes
         taken, size = [], 0
         for parameter in model.parameters():
             taken.append(move(optimizer.state[parameter]["exp_avg"]))
