@@ -30,7 +30,7 @@ class _Search:
         self.problem = problem
         self.keep = keep.copy()
         self.free = room - problem.load(keep)
-        self.worth = problem.saves & (problem.end > problem.begin)
+        self.worth = problem.saves & problem.occupies
         lost = problem.group[~keep & (problem.group >= 0)]
         self.lost = np.bincount(lost, minlength=max(problem.groups, 1))
 

@@ -62,6 +62,12 @@ class Intervals:
         found: Bools = self.reused | (self.group >= 0)
         return found
 
+    @property
+    def occupies(self) -> Bools:
+        """Intervals that take memory in some period if they are kept; the others end where they begin."""
+        found: Bools = self.end > self.begin
+        return found
+
     def all_fits(self, room: Ints) -> bool:
         """Whether ``room[t]`` bytes beside the operands are enough for all that `saves`."""
         return bool((self.load(self.saves) <= room).all())
@@ -79,7 +85,7 @@ class Intervals:
 
     def load(self, keep: Bools) -> Ints:
         """Bytes per period occupied by the kept intervals (operands not counted)."""
-        chosen = np.flatnonzero(keep & (self.end > self.begin))
+        chosen = np.flatnonzero(keep & self.occupies)
         steps = np.zeros(2 * self.periods + 1, dtype=np.int64)
         np.add.at(steps, self.begin[chosen], self.nbytes[chosen])
         np.subtract.at(steps, self.end[chosen], self.nbytes[chosen])

@@ -172,7 +172,7 @@ def _solve(
 def _pieces(problem: Intervals, keepable: Bools, low: int, high: int) -> tuple[Ints, Ints, Ints, Ints]:
     """Intervals with a choice inside the window, and their parts there: (ids, position, begin, end)."""
     worth = keepable & problem.saves
-    worth &= (problem.nbytes > 0) & (problem.end > problem.begin)
+    worth &= (problem.nbytes > 0) & problem.occupies
     ids, begins, ends = [], [], []
     for shift in (-problem.periods, 0, problem.periods) if problem.cyclic else (0,):
         begin = np.maximum(problem.begin + shift, low)

@@ -78,7 +78,7 @@ def choose(problem: Intervals, room: Ints, score: Floats, *, among: Bools | None
     keep = problem.saves
     excess = problem.load(keep) - room
     order = np.argsort(-score, kind="stable")
-    movable = keep & (problem.end > problem.begin) & (problem.nbytes > 0)
+    movable = keep & problem.occupies & (problem.nbytes > 0)
     order = order[(movable if among is None else movable & among)[order]]
     left = int((excess > 0).sum())
     dropped: list[int] = []
@@ -118,7 +118,7 @@ def _submodular(problem: Intervals, load: Ints, seconds: Floats) -> Floats:
     """Each interval's area when it is the largest left; the values never rise."""
     load = load.copy()
     values = np.zeros(len(problem.use))
-    left = np.flatnonzero((problem.end > problem.begin) & (problem.nbytes > 0))
+    left = np.flatnonzero(problem.occupies & (problem.nbytes > 0))
     while len(left):
         area = np.concatenate([[0.0], np.cumsum(np.tile(load * seconds, 2))])
         current = area[problem.end[left]] - area[problem.begin[left]]

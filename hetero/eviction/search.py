@@ -63,7 +63,7 @@ class _Moves:
         self.problem = problem
         self.random = random.Random(0)
         self.rank: list[int] = score.argsort(kind="stable").argsort().tolist()
-        worth = problem.saves & (problem.end > problem.begin)
+        worth = problem.saves & problem.occupies
         self.movable = np.flatnonzero(worth & (problem.nbytes > 0))
         self.begin, self.end = problem.begin[self.movable], problem.end[self.movable]
         self.nbytes: list[int] = problem.nbytes.tolist()

@@ -91,7 +91,7 @@ class _Walk:
         self.turns = 2 if problem.cyclic else 1
         self.count = len(problem.use)
         self.room: list[int] = np.tile(room, self.turns + 1).tolist()
-        self.worth = problem.saves & (problem.end > problem.begin)
+        self.worth = problem.saves & problem.occupies
         shift = np.repeat(np.arange(self.turns) * problem.periods, self.count)
         self.begin = np.tile(problem.begin, self.turns) + shift
         self.until = np.tile(problem.end, self.turns) + shift

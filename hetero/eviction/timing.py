@@ -66,7 +66,7 @@ class _Run:
         self.starts = [fetch.deadline for fetch in fetches]
         self.next, self.deadline = 0, fetches[0].deadline
         self.leaves: list[list[int]] = [[] for _ in range(self.periods)]
-        for j in np.flatnonzero(~keep & (problem.end > problem.begin)).tolist():
+        for j in np.flatnonzero(~keep & problem.occupies).tolist():
             if problem.cyclic or problem.begin[j] < self.periods:
                 self.leaves[int(problem.begin[j]) % self.periods].append(int(problem.tensor[j]))
         self.clock = self.up_free = self.down_free = 0.0

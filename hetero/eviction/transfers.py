@@ -153,7 +153,7 @@ def _schedule(
 ) -> Schedule:
     periods = problem.periods
     # Copies that are invalidated as soon as their use is over, or that the trace's end finds, do not leave.
-    leaves = ~keep & (problem.end > problem.begin)
+    leaves = ~keep & problem.occupies
     if not problem.cyclic:
         leaves &= problem.begin < periods
     evict = _by_moment(problem.tensor[leaves], problem.begin[leaves], periods)
