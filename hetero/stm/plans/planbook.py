@@ -276,7 +276,7 @@ class PlanBook:
         now = None if self.last is None else self.last.keys
         made, waiting = dict[Keys, CyclePlan](), dict(margins)
 
-        def takes_time(keys: Keys) -> bool:
+        def is_thorough(keys: Keys) -> bool:
             return keys == now or (thorough and keys in margins)
 
         while waiting:
@@ -284,7 +284,7 @@ class PlanBook:
             try:
                 places = self.places.get(keys, ())
                 made[keys] = self._make(
-                    keys, waiting[keys], self.device_homes, costs, places, thorough=takes_time(keys)
+                    keys, waiting[keys], self.device_homes, costs, places, thorough=is_thorough(keys)
                 )
                 del waiting[keys]
             except CapacityError:
@@ -296,7 +296,7 @@ class PlanBook:
                 waiting = {**{keys: plan.margin for keys, plan in self._plans.items()}, **margins}
         self._plans.update(made)
         for keys in made:
-            if takes_time(keys):
+            if is_thorough(keys):
                 self._hasty.pop(keys, None)
             else:
                 self._hasty.setdefault(keys, 1)
