@@ -314,13 +314,14 @@ class StatefulTensorMgr:
         finally:
             self.lock.release()
 
-    def make_room(self, nbytes: int) -> None:
+    def make_room(self, nbytes: int) -> bool:
         """`hetero.stm.neighbours`"""
         if not self.lock.acquire(blocking=False):
-            return
+            return False
         try:
-            if not (self._closed or self.is_in_child or (self.settled is not None and self.settled.is_on)):
-                self.relief.make_room(nbytes)
+            if self._closed or self.is_in_child or (self.settled is not None and self.settled.is_on):
+                return True
+            return self.relief.make_room(nbytes)
         finally:
             self.lock.release()
 

@@ -36,9 +36,9 @@ def norms_taken(monkeypatch):
     original = GradientNorms.get
     answers = []
 
-    def get(self, indices, norm_type, at_home):
-        answers.append(not at_home)
-        return original(self, indices, norm_type, at_home)
+    def get(self, indices, norm_type, unknown, gradient):
+        answers.append(not unknown)
+        return original(self, indices, norm_type, unknown, gradient)
 
     monkeypatch.setattr(GradientNorms, "get", get)
     return answers

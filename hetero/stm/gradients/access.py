@@ -61,12 +61,12 @@ class GradientAccess:
             return self._gradients.on_device_nbytes(tensor)
 
     def norms(self, tensors: list[ManagedTensor], norm_type: float) -> torch.Tensor:
-        """Norms of their gradients, on the device, in a vector. Of gradients at home, those that were not taken as
-        they left, or not of this order, are taken there: waiting for them."""
+        """Norms of their gradients, on the device, in a vector. Those that were not taken as gradients left, or not of
+        this order, are taken now: waiting for them."""
         with self._lock, plain():
             norms = self._gradients.norms
             norms.want(norm_type, tensors[0].home.dtype, self._parameters())
-            at_home = {}
+            unknown = {}
             for tensor in tensors:
                 if tensor.pending is not None and not (
                     tensor.is_tried and norms.knows(tensor.index, norm_type)
@@ -80,8 +80,20 @@ class GradientAccess:
                     norms.take(tensor.index, self._gradients.on_device(tensor))
                 else:
                     self._gradients.wait(tensor)
-                    at_home[tensor.index] = cast(torch.Tensor, tensor.parameter.grad)
-            return norms.get([tensor.index for tensor in tensors], norm_type, at_home)
+                    unknown[tensor.index] = tensor
+            return norms.get(
+                [tensor.index for tensor in tensors],
+                norm_type,
+                list(unknown),
+                lambda index: self._lifted(unknown[index]),
+            )
+
+    def _lifted(self, tensor: ManagedTensor) -> torch.Tensor:
+        """Its gradient on the device, whose kernels may round otherwise than the host's: a norm must not depend on
+        where the gradient happens to be. At home, if there is no room."""
+        if self._residency.room.make(self._gradients.on_device_nbytes(tensor)):
+            return self._gradients.on_device(tensor)
+        return cast(torch.Tensor, tensor.parameter.grad)
 
     def scale(self, tensors: list[ManagedTensor], factor: torch.Tensor) -> None:
         """Multiply their gradients: before anybody sees them, or now if somebody may be looking."""
