@@ -22,6 +22,7 @@ from torch.nn import functional
 
 import hetero
 from benchmarks.record import median
+from examples import cnn
 from hetero.cli.placing import choose_device, limit_memory
 from hetero.devices import Accelerator
 from hetero.errors import HeteroError
@@ -29,6 +30,8 @@ from hetero.errors import HeteroError
 __all__ = ["GPT", "WARM_UP", "build", "held_bytes", "shapes"]
 
 WARM_UP = 12  # hetero measures, plans, times what it planned, and chooses who lives on the device
+
+_CLASSES = 10
 
 Row = dict[str, Any]
 Settings = dict[str, Any]
@@ -69,7 +72,7 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
-            # Recomputed in backward: without it activations, which hetero does not move, would fill small budgets.
+            # Recomputed in backward: FSDP2 and DeepSpeed move no activations, which would fill small budgets.
             x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
         scores: Tensor = self.head(self.norm(x))
         return scores
@@ -78,6 +81,9 @@ class GPT(nn.Module):
 def shapes(settings: Settings) -> nn.Module:
     """The model on the meta device."""
     with torch.device("meta"):
+        if settings["model"] == "resnet50":
+            network: nn.Module = cnn.resnet("resnet50", classes=_CLASSES)
+            return network
         return GPT(**{key: settings[key] for key in ("layers", "width", "heads", "length", "vocabulary")})
 
 
@@ -86,13 +92,29 @@ def build(settings: Settings, device: torch.device) -> nn.Module:
     model = shapes(settings).to_empty(device="cpu")
     generator = torch.Generator(device if device.type in ("cuda", "xpu") else "cpu").manual_seed(0)
     with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.reset_running_stats()
         for name, parameter in model.named_parameters():
-            if "norm" in name or name.endswith("bias"):
-                parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+            if parameter.ndim == 1:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
                 continue
             fresh = torch.empty(parameter.shape, device=generator.device)
             parameter.copy_(fresh.normal_(std=0.02, generator=generator))
     return model
+
+
+def batches(settings: Settings) -> Callable[[int], tuple[Tensor, Tensor]]:
+    """The inputs and targets of a step, by its number."""
+    # One iteration more than is timed: host bytes are counted in the last.
+    count = settings["steps"] + WARM_UP + 1
+    torch.manual_seed(0)
+    if settings["model"] == "resnet50":
+        images = torch.randn(settings["batch"], 3, settings["side"], settings["side"])
+        labels = torch.randint(_CLASSES, (count, settings["batch"]))
+        return lambda number: (images.roll(number, dims=0), labels[number])
+    tokens = torch.randint(settings["vocabulary"], (count, settings["batch"], settings["length"] + 1))
+    return lambda number: (tokens[number, :, :-1], tokens[number, :, 1:])
 
 
 # -- counting ----------------------------------------------------------------------------------------------------------
@@ -149,10 +171,7 @@ class Loop:
         self.settings = settings
         self.device = device
         self.accelerator = None if device.type == "cpu" else Accelerator(device)
-        torch.manual_seed(0)
-        # One iteration more than is timed: host bytes are counted in the last.
-        shape = (settings["steps"] + WARM_UP + 1, settings["batch"], settings["length"] + 1)
-        self._batches = torch.randint(settings["vocabulary"], shape)
+        self._batch = batches(settings)
         self._warm_up()
         self._resident_before = _status().get("now", 0)
 
@@ -176,18 +195,20 @@ class Loop:
             self.accelerator.reset_peak()
         seconds, step_seconds, losses, moved = [], [], [], []
         counted: dict[str, int] = {}
-        for number, batch in enumerate(self._batches):
+        steps = self.settings["steps"] + WARM_UP
+        for number in range(steps + 1):
+            host_inputs, host_targets = self._batch(number)
             before, begin = moved_so_far(), time.perf_counter()
-            inputs, targets = batch[:, :-1].to(self.device), batch[:, 1:].to(self.device)
+            inputs, targets = host_inputs.to(self.device), host_targets.to(self.device)
             scores = model(inputs)
-            loss = functional.cross_entropy(scores.flatten(0, 1), targets.flatten())
+            loss = functional.cross_entropy(scores.flatten(0, -2), targets.flatten())
             del scores
             backward(loss)
             losses.append(loss.item())
             self._synchronize()
             stepped = time.perf_counter()
             step()
-            if number + 1 == len(self._batches):
+            if number == steps:
                 counted = self._count(count_host)
                 break
             zero_grad()

@@ -5,6 +5,7 @@ process, which takes two seconds where no bytecode may be written.
 """
 
 import gc
+import os
 from importlib.metadata import entry_points
 
 import hypothesis.strategies  # noqa: F401
@@ -17,8 +18,9 @@ import transformers.models.gpt2.modeling_gpt2  # noqa: F401
 import hetero.cli
 import hetero.trace  # noqa: F401
 
-for _plugin in entry_points(group="pytest11"):
-    _plugin.load()
+if not os.environ.get("PYTEST_DISABLE_PLUGIN_AUTOLOAD"):
+    for _plugin in entry_points(group="pytest11"):
+        _plugin.load()
 
 # No test's garbage. Every look at it would also copy its pages, in each process.
 gc.collect()

@@ -206,7 +206,7 @@ def test_looks_in_inference_mode(monkeypatch):
             backward(model, target)
             backward(model, target)
             with torch.inference_mode():
-                seen += [p.grad.sum().item() for p in model.parameters()]
+                seen += [p.grad.max().item() for p in model.parameters()]
         return [*seen, *gradients(model)]
 
     assert_twins(mlp, loop, device_homes=False, **SLOW)

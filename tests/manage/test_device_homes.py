@@ -25,22 +25,22 @@ def test_a_training_loop(share):
     assert share < 1 or manager._stm.plans.device_homes
 
 
-def look_at_norms(model):
-    return [p.norm().item() for p in model.parameters()]  # with a graph, for a moment
+def look_at_largest(model):
+    return [p.max().item() for p in model.parameters()]  # with a graph, for a moment
 
 
-def test_parameters_whose_norms_were_logged_live_there_all_the_same():
+def test_parameters_that_were_looked_at_live_there_all_the_same():
     target = device()
     gc.collect()
     torch.manual_seed(0)
     model = mlp()
     optimizer = adamw(model)
     with hetero.manage(model, optimizer, device=target, device_budget="1300KiB") as manager:
-        look_at_norms(model)
+        look_at_largest(model)
         losses(model, optimizer, target, 16)
         here = living(manager)
         assert here
-        look_at_norms(model)
+        look_at_largest(model)
         losses(model, optimizer, target, 2)
         assert living(manager) == here
         before = manager.stats
@@ -56,10 +56,10 @@ def test_parameters_of_a_penalty_at_home_live_there():
         for _ in range(12):
             penalty = torch.stack([p.square().sum() for p in model.parameters()]).sum()
             (square_loss(model, target) + penalty.to(target)).backward()
-            seen.append(look_at_norms(model))
+            seen.append(look_at_largest(model))
             optimizer.step()
             optimizer.zero_grad()
-            seen.append(look_at_norms(model))
+            seen.append(look_at_largest(model))
         return seen
 
     manager = assert_twins(mlp, loop, budget=64 << 20)

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from accelerators import ON_CUDA
 from backward_ends import wait_for_backward_ends
 from loops import batch, losses, mlp, square_loss
 from torch.utils.checkpoint import checkpoint
@@ -27,7 +28,9 @@ def _penalised(penalty):
             loss = model(batch(target)).square().mean()
             total = loss + penalty(model, loss, target)
             total.backward()
-            seen.append([loss, total, *[p.grad.clone() for p in model.parameters()]])
+            # A sum of numbers at home is the host's, whose kernels round otherwise.
+            totals = [] if ON_CUDA else [total]
+            seen.append([loss, *totals, *[p.grad.clone() for p in model.parameters()]])
             optimizer.step()
             optimizer.zero_grad()
         return seen
@@ -114,16 +117,16 @@ def test_hooks_on_accumulators_see_gradients_that_have_arrived(budget):
     """The accumulator is had from a view whose graph is gone at once, as DistributedDataParallel does it."""
 
     def loop(model, optimizer, target):
-        norms, seen, held = {}, [], []
+        largest, seen, held = {}, [], []
         for number, p in enumerate(model.parameters()):
 
             def note(gradients, number=number):
-                norms[number] = gradients[0].norm().cpu()
+                largest[number] = gradients[0].max().cpu()
 
             held.append(p.expand_as(p).grad_fn.next_functions[0][0])
             held[-1].register_prehook(note)
         for _ in range(8):
-            seen += [*losses(model, optimizer, target, 1), *(norms[number] for number in sorted(norms))]
+            seen += [*losses(model, optimizer, target, 1), *(largest[number] for number in sorted(largest))]
         return seen
 
     assert_twins(mlp, loop, budget=budget)
@@ -137,8 +140,8 @@ def test_a_penalty_of_what_was_written_into_a_buffer(budget):
             weight = next(model.parameters())
             buffer = torch.zeros(weight.shape, device=weight.device)
             buffer[:] = weight
-            loss = square_loss(model, target) + buffer.square().sum().to(target)
-            loss.backward()
+            loss = square_loss(model, target)
+            (loss + buffer.square().sum().to(target)).backward()
             seen.append(loss.detach())
             optimizer.step()
             optimizer.zero_grad()

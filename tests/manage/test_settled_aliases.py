@@ -125,7 +125,7 @@ def test_what_was_made_from_gradients_at_home_keeps_parameters_there(kept):
                 if average is None:
                     average = [p.grad.clone() for p in model.parameters()]
                 averaged(average, model)
-                seen.append([mean.sum().item() for mean in average])
+                seen.append([mean.max().item() for mean in average])
             else:  # of the last iteration, beside those of this one
                 now = flattened(model) if kept == "in one vector" else gradients(model)
                 seen.append([(a - b).norm() for a, b in zip(now, average or now, strict=True)])
