@@ -3,7 +3,7 @@
 python -m benchmarks sweep                     # billions of parameters on an accelerator, within ten minutes
 python -m benchmarks sweep --toy               # millions, on the virtual accelerator: writes results/sweep_cpu.json
 python -m benchmarks sweep --layers 48 --width 2560 --batch 4
-python -m benchmarks sweep --model resnet50    # on images of 224 x 224, most of whose memory is activations
+python -m benchmarks sweep --model resnet50    # of images, most of whose memory is activations
 python -m benchmarks sweep --toy --deepspeed-python PYTHON    # its environment has deepspeed and hetero's requirements
 
 Smaller devices are emulated with ``device_budget``. Every way trains the same model from the same weights on the
@@ -206,7 +206,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--toy", action="store_true", help="toy size, on the virtual accelerator if need be")
     parser.add_argument("--model", choices=("gpt", "resnet50"), default="gpt")
-    parser.add_argument("--side", type=int, default=224, help="of the ResNet's images")
+    parser.add_argument("--side", type=int, default=64, help="of the ResNet's images")
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--heads", type=int, default=16)
