@@ -190,10 +190,11 @@ def sweep(record: Record) -> str:
         )
         for row in record["results"]
     ]
-    title = (
-        f"## A GPT of {record['parameters']['parameters'] / 1e9:.3g} billion parameters under budgets\n\n"
-        "float32, AdamW; shares of the unmanaged peak.\n\n"
-    )
+    facts = record["parameters"]
+    model = f"A GPT of {facts['parameters'] / 1e9:.3g} billion parameters"
+    if facts.get("model") == "resnet50":
+        model = f"A ResNet50 on images of {facts['side']} x {facts['side']}, {facts['batch']} at a time,"
+    title = f"## {model} under budgets\n\n{facts['dtype']}, AdamW; shares of the unmanaged peak.\n\n"
     heads = ("", "step", "of it the optimizer", "device peak", "budget", "moved a step", "host", "losses")
     return title + markdown(heads, rows)
 
@@ -209,7 +210,7 @@ def _sweep_cells(row: Record) -> tuple[str, ...]:
     return (
         f"{row['seconds']:.2f} s",
         f"{row['optimizer_seconds']:.2f} s",
-        *(size(key) for key in ("peak_device_bytes", "device_budget", "bytes_moved", "host_bytes")),
+        *(size(key) for key in ("peak_device_bytes", "device_budget", "last_bytes_moved", "host_bytes")),
         losses,
     )
 
@@ -380,5 +381,6 @@ TABLES: dict[str, Callable[[Record], str]] = {
     "footprint": footprint,
     "lengths": lengths,
     "cuda/sweep": sweep,
+    "cuda/sweep_resnet50": sweep,
     "sweep_cpu": sweep,
 }

@@ -272,6 +272,8 @@ def managed(settings: Settings) -> Row:
         device=device,
         device_budget=settings["device_budget"],
         host_budget=settings["host_budget"],
+        # Who lives on a real device is stepped by its kernels, which round otherwise.
+        device_homes=device.type == "virtual" or not settings["exact"],
     ) as manager:
         attached = time.perf_counter() - begin
         total = manager._stm.collector.total  # as in manager.stats, which does more than count
@@ -290,7 +292,12 @@ def managed(settings: Settings) -> Row:
             optimizer.step,
             optimizer.zero_grad,
             count,
-            moved_so_far=lambda: total.fetched_bytes + total.written_bytes,
+            moved_so_far=lambda: (
+                total.fetched_bytes
+                + total.written_bytes
+                + total.activation_out_bytes
+                + total.activation_in_bytes
+            ),
         )
         stats = manager.stats
         return {

@@ -12,15 +12,17 @@ from pathlib import Path
 from benchmarks.headlines import HEADLINES
 from benchmarks.measured import TABLES, Record, markdown
 from benchmarks.record import read
+from hetero.units import format_bytes
 
 _ROOT = Path(__file__).resolve().parents[1]
-_BEGIN, _END = "<!-- FIGURES BEGIN: python -m benchmarks.tables -->", "<!-- FIGURES END -->"
+_BEGIN, _END = "<!-- {} BEGIN: python -m benchmarks.tables -->", "<!-- {} END -->"
 _INTRODUCTION = """# Measured
 
 `make bench` runs the benchmarks; each writes one file under [`benchmarks/results`](../benchmarks/results), with the
 machine, the versions and the commit; `python -m benchmarks.tables` makes this page from them. A *bound* is what we ask
-of ourselves; figures that miss it are here as well. The machine has two shared cores and no GPU: operators of the
-virtual accelerator run on the processor, so times compare ways of working with each other, and say nothing about a GPU.
+of ourselves; figures that miss it are here as well. But for what says that it ran on a GPU, the machine has two shared
+cores and none: operators of the virtual accelerator run on the processor, so times compare ways of working with each
+other, and say nothing about a GPU.
 """
 
 _OTHERS = """## Others, without a table here
@@ -31,18 +33,17 @@ _OTHERS = """## Others, without a table here
 * [`reorder.json`](../benchmarks/results/reorder.json): peaks after reordering, beside Inductor's rules.
 * [`simulation.json`](../benchmarks/results/simulation.json): the simulated step against the measured one.
 * [`planning_step.json`](../benchmarks/results/planning_step.json): planning a step of a model of 7 billion parameters.
-* [`demo.json`](../benchmarks/results/demo.json): the demo.
+* [`demo.json`](../benchmarks/results/demo.json), [`cuda/demo.json`](../benchmarks/results/cuda/demo.json): the demo.
 """
 
 
 def main() -> int:
     readme = _ROOT / "README.md"
     text = readme.read_text()
-    begin, end = text.index(_BEGIN), text.index(_END)
-    wanted = {
-        _ROOT / "docs" / "measured.md": page(),
-        readme: f"{text[:begin]}{_BEGIN}\n\n{headlines()}\n{text[end:]}",
-    }
+    for name, block in {"GPU": on_a_gpu, "FIGURES": headlines}.items():
+        first, last = _BEGIN.format(name), _END.format(name)
+        text = f"{text[: text.index(first)]}{first}\n\n{block()}\n{text[text.index(last) :]}"
+    wanted = {_ROOT / "docs" / "measured.md": page(), readme: text}
     stale = [path for path, content in wanted.items() if not path.exists() or path.read_text() != content]
     if "--check" in sys.argv[1:]:
         for path in stale:
@@ -75,6 +76,27 @@ def headlines() -> str:
                 for title, rest, *cells in line(record)
             ]
     return markdown(("", "measured", "bound"), rows)
+
+
+def on_a_gpu() -> str:
+    """A line for each way that the sweep tried."""
+    record = read("cuda/sweep")
+    if record is None:
+        return ""
+    rows = [row for row in record["results"] if "error" not in row]
+    unmanaged = rows[0]["seconds"]
+    cells = [
+        (
+            f"{row['way']}, {row['share']:.0%}" if "share" in row else row["way"],
+            format_bytes(row["peak_device_bytes"]),
+            f"{row['seconds']:.3f} s",
+            f"{row['seconds'] / unmanaged:.2f}",
+            format_bytes(int(row["last_bytes_moved"])) if "last_bytes_moved" in row else "",
+            format_bytes(row["host_bytes"]) if row["host_bytes"] else "",
+        )
+        for row in rows
+    ]
+    return markdown(("", "device peak", "a step", "over unmanaged", "moved in it", "host memory"), cells)
 
 
 def _source(name: str, record: Record) -> str:

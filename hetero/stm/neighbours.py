@@ -10,7 +10,7 @@ import torch
 
 from hetero.stm.living import Living
 
-__all__ = ["Neighbour", "ask", "join", "make_room"]
+__all__ = ["Neighbour", "ask", "devices", "join", "make_room"]
 
 
 class Neighbour(Protocol):
@@ -46,6 +46,11 @@ def ask(asking: Neighbour, nbytes: int, *, urgent: bool) -> int:
             if given < nbytes:
                 given += other.give(nbytes - given, urgent=beyond_idle)
     return given
+
+
+def devices() -> set[torch.device]:
+    """Those that are managed."""
+    return {manager.device for manager in _managers}
 
 
 def make_room(device: torch.device, nbytes: int) -> bool:

@@ -23,6 +23,7 @@ from torch.utils._foreach_utils import (
 
 from hetero.stm.interception.foldable import foldable, foldable_parts
 from hetero.stm.interception.parameter import is_managed, managed_of
+from hetero.stm.neighbours import devices as managed_devices
 from hetero.stm.neighbours import make_room
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.hostcopies import is_at_home
@@ -53,8 +54,9 @@ def gradient_norms(
 
 
 def norms_of(tensors: list[torch.Tensor], norm_type: float, foreach: bool | None) -> torch.Tensor | None:
-    """Of these tensors, which may be gradients that were looked at, likewise. None also if all of them are at home."""
-    devices = {tensor.device for tensor in tensors if not tensor.is_cpu}
+    """Of these tensors, which may be gradients that were looked at, likewise. None also if it is not clear on which
+    device those at home would be."""
+    devices = {tensor.device for tensor in tensors if not tensor.is_cpu} or managed_devices()
     if len(devices) != 1 or not any(map(is_at_home, tensors)):
         return None
     (device,) = devices
