@@ -9,7 +9,10 @@ from torch import nn
 from twins import assert_same, assert_twins, at_home, device, plain
 
 import hetero
+from hetero.stm.copies.room import Room
+from hetero.stm.gradients import norms
 from hetero.stm.gradients.norms import GradientNorms
+from hetero.stm.interception import totals
 
 pytestmark = pytest.mark.usefixtures("late_queue")
 
@@ -64,6 +67,43 @@ def test_clipping_reads_no_gradient_and_has_the_same_bits(norm_type, norms_taken
 
     assert_twins(mlp, loop)
     assert norms_taken == [False, True, True, True, True, True]
+
+
+@pytest.mark.parametrize("foreach", [None, False])
+@pytest.mark.parametrize("has_room", [True, False])
+def test_norms_of_gradients_at_home_are_taken_on_the_device_if_there_is_room(monkeypatch, has_room, foreach):
+    """Its kernels may round otherwise than the host's: clipping must not depend on where a gradient is."""
+    taken = []
+
+    def recorded(function):
+        def take(tensors, *rest):
+            taken.extend(tensor.device.type for tensor in tensors)
+            return function(tensors, *rest)
+
+        return take
+
+    monkeypatch.setattr(norms, "_norms", recorded(norms._norms))
+    monkeypatch.setattr(totals, "_norms_of_group", recorded(totals._norms_of_group))
+    if not has_room:
+        monkeypatch.setattr(Room, "make", lambda self, nbytes, **_: False)
+
+    def loop(model, optimizer, target):
+        seen = []
+        for _ in range(3):
+            backward(model, target)
+            parameters = list(model.parameters())
+            taken.clear()
+            held = [p.grad for p in parameters]  # nobody knows what becomes of them
+            seen.append(torch.nn.utils.clip_grad_norm_(parameters, 1e-3, foreach=foreach))
+            if held[0].is_cpu:
+                assert set(taken) == {target.type if has_room else "cpu"}
+                assert len(taken) == len(parameters)
+            seen.append(torch.nn.utils.get_total_norm(held, foreach=foreach).to(target))
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    assert_twins(mlp, loop)
 
 
 @pytest.mark.parametrize("others", [0, 1], ids=["alone", "with a parameter of the loss"])
