@@ -114,6 +114,7 @@ class StatefulTensorMgr:
         self.grads = GradientAccess(
             self.gradients,
             self.residency,
+            accelerator,
             lock=self.lock,
             parameters=lambda: len(self.tensors),
             roll_back=self.homes.roll_back,
@@ -314,14 +315,13 @@ class StatefulTensorMgr:
         finally:
             self.lock.release()
 
-    def make_room(self, nbytes: int) -> bool:
+    def make_room(self, nbytes: int) -> None:
         """`hetero.stm.neighbours`"""
         if not self.lock.acquire(blocking=False):
-            return False
+            return
         try:
-            if self._closed or self.is_in_child or (self.settled is not None and self.settled.is_on):
-                return True
-            return self.relief.make_room(nbytes)
+            if not (self._closed or self.is_in_child or (self.settled is not None and self.settled.is_on)):
+                self.relief.make_room(nbytes)
         finally:
             self.lock.release()
 

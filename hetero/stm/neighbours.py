@@ -10,7 +10,7 @@ import torch
 
 from hetero.stm.living import Living
 
-__all__ = ["Neighbour", "ask", "devices", "join", "make_room"]
+__all__ = ["Neighbour", "ask", "join", "make_room"]
 
 
 class Neighbour(Protocol):
@@ -22,9 +22,8 @@ class Neighbour(Protocol):
         """Let so many bytes leave, or as many as can; returns how many have. ``urgent``: more than idle copies. None,
         if it is busy on another thread."""
 
-    def make_room(self, nbytes: int) -> bool:
-        """Let as much leave as keeps the budget with so many bytes more; False if they do not fit. Nothing, and False,
-        if it is busy on another thread."""
+    def make_room(self, nbytes: int) -> None:
+        """Let as much leave as keeps the budget with so many bytes more. Nothing, if it is busy on another thread."""
 
 
 _managers = Living[Neighbour]()
@@ -48,12 +47,8 @@ def ask(asking: Neighbour, nbytes: int, *, urgent: bool) -> int:
     return given
 
 
-def devices() -> set[torch.device]:
-    """Those that are managed."""
-    return {manager.device for manager in _managers}
-
-
-def make_room(device: torch.device, nbytes: int) -> bool:
-    """The caller is about to take so many bytes of ``device``. False: that would pass a manager's budget."""
-    there = [m for m in _managers if m.device.type == device.type and device.index in (None, m.device.index)]
-    return all([manager.make_room(nbytes) for manager in there])
+def make_room(device: torch.device, nbytes: int) -> None:
+    """The caller is about to take so many bytes of ``device``."""
+    for manager in _managers:
+        if manager.device.type == device.type and device.index in (None, manager.device.index):
+            manager.make_room(nbytes)

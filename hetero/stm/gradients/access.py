@@ -10,6 +10,7 @@ from typing import cast
 
 import torch
 
+from hetero.devices import Accelerator
 from hetero.stm.copies.residency import Residency
 from hetero.stm.gradients.changes import Clamp, Wish
 from hetero.stm.gradients.offload import Gradients
@@ -27,6 +28,7 @@ class GradientAccess:
         self,
         gradients: Gradients,
         residency: Residency,
+        accelerator: Accelerator,
         *,
         lock: threading.RLock,
         parameters: Callable[[], int],
@@ -34,6 +36,7 @@ class GradientAccess:
     ) -> None:
         self._gradients = gradients
         self._residency = residency
+        self._accelerator = accelerator
         self._lock = lock
         self._parameters = parameters
         self._roll_back = roll_back
@@ -92,7 +95,12 @@ class GradientAccess:
         """Its gradient on the device, whose kernels may round otherwise than the host's: a norm must not depend on
         where the gradient happens to be. At home, if there is no room."""
         if self._residency.room.make(self._gradients.on_device_nbytes(tensor)):
-            return self._gradients.on_device(tensor)
+            try:
+                return self._gradients.on_device(tensor)
+            except (
+                torch.OutOfMemoryError
+            ):  # within the budget, but the device has no gap that is large enough
+                self._accelerator.note_answered()
         return cast(torch.Tensor, tensor.parameter.grad)
 
     def scale(self, tensors: list[ManagedTensor], factor: torch.Tensor) -> None:

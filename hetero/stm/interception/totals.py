@@ -7,8 +7,7 @@ the model), or if those are of several managers, one of which has settled.
 [Note: order of norms]
 The norm of norms depends on their order, in its last bit. torch takes norms by groups, of one device and type each, so
 a list of which a part is at home would be two groups where unmanaged it is one. Groups are therefore made of where each
-gradient would be unmanaged. There each norm is taken, too, of a copy if need be: a device's kernels may round otherwise
-than the host's. Only if there is no room for the copy, it is taken where the gradient is.
+gradient would be unmanaged. Each norm is taken where its gradient is.
 """
 
 from collections.abc import Sequence
@@ -23,8 +22,6 @@ from torch.utils._foreach_utils import (
 
 from hetero.stm.interception.foldable import foldable, foldable_parts
 from hetero.stm.interception.parameter import is_managed, managed_of
-from hetero.stm.neighbours import devices as managed_devices
-from hetero.stm.neighbours import make_room
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.hostcopies import is_at_home
 
@@ -54,9 +51,8 @@ def gradient_norms(
 
 
 def norms_of(tensors: list[torch.Tensor], norm_type: float, foreach: bool | None) -> torch.Tensor | None:
-    """Of these tensors, which may be gradients that were looked at, likewise. None also if it is not clear on which
-    device those at home would be."""
-    devices = {tensor.device for tensor in tensors if not tensor.is_cpu} or managed_devices()
+    """Of these tensors, which may be gradients that were looked at, likewise. None also if all of them are at home."""
+    devices = {tensor.device for tensor in tensors if not tensor.is_cpu}
     if len(devices) != 1 or not any(map(is_at_home, tensors)):
         return None
     (device,) = devices
@@ -83,26 +79,12 @@ def _place(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def _norms(
     tensors: list[torch.Tensor], norm_type: float, foreach: bool | None, places: list[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """[Note: order of norms]; all of them are where torch takes the total of those in ``places``."""
+    """Each taken where its tensor is; then all of them are where torch takes the total of those in ``places``."""
     norms: dict[int, torch.Tensor] = {}
     for indices in _groups(tensors):
-        group = [tensors[index] for index in indices]
-        devices = [places[index].device for index in indices]
-        if any(device != group[0].device for device in devices):  # one copy after the other
-            lifted = map(_lifted, group, devices)
-            taken = [_norms_of_group([tensor], norm_type, foreach)[0] for tensor in lifted]
-        else:
-            taken = _norms_of_group(group, norm_type, foreach)
-        norms.update(zip(indices, (norm.to(places[0].device) for norm in taken), strict=True))
+        taken = torch.stack(_norms_of_group([tensors[index] for index in indices], norm_type, foreach))
+        norms.update(zip(indices, taken.to(places[0].device).unbind(), strict=True))
     return [norms[index] for index in range(len(tensors))]
-
-
-def _lifted(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy on ``device``, or itself."""
-    if tensor.device == device or not make_room(device, tensor.nbytes):
-        return tensor
-    with plain():
-        return tensor.to(device)
 
 
 def _in_order(norms: list[torch.Tensor], places: list[torch.Tensor]) -> torch.Tensor:
