@@ -9,10 +9,7 @@ from torch import nn
 from twins import assert_same, assert_twins, at_home, device, plain
 
 import hetero
-from hetero.stm.copies.room import Room
-from hetero.stm.gradients import norms
 from hetero.stm.gradients.norms import GradientNorms
-from hetero.stm.gradients.offload import Gradients
 
 pytestmark = pytest.mark.usefixtures("late_queue")
 
@@ -39,9 +36,9 @@ def norms_taken(monkeypatch):
     original = GradientNorms.get
     answers = []
 
-    def get(self, indices, norm_type, unknown, gradient):
-        answers.append(not unknown)
-        return original(self, indices, norm_type, unknown, gradient)
+    def get(self, indices, norm_type, at_home):
+        answers.append(not at_home)
+        return original(self, indices, norm_type, at_home)
 
     monkeypatch.setattr(GradientNorms, "get", get)
     return answers
@@ -67,44 +64,6 @@ def test_clipping_reads_no_gradient_and_has_the_same_bits(norm_type, norms_taken
 
     assert_twins(mlp, loop)
     assert norms_taken == [False, True, True, True, True, True]
-
-
-@pytest.mark.parametrize("room", ["enough", "none", "in no gap"])
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_norms_of_gradients_at_home_are_taken_on_the_device_if_there_is_room(
-    monkeypatch, room, micro_batches
-):
-    """Its kernels may round otherwise than the host's: clipping must not depend on where a gradient is."""
-    taken, own = [], norms._norms
-
-    def recorded(gradients, *rest):
-        taken.extend(gradient.device.type for gradient in gradients)
-        return own(gradients, *rest)
-
-    def refused(*_):
-        raise torch.OutOfMemoryError("no gap")
-
-    monkeypatch.setattr(norms, "_norms", recorded)
-    if room == "none":
-        monkeypatch.setattr(Room, "make", lambda self, nbytes, **_: False)
-    elif room == "in no gap":
-        monkeypatch.setattr(Gradients, "on_device", refused)
-
-    def loop(model, optimizer, target):
-        seen = []
-        for _ in range(3):
-            for _ in range(micro_batches):
-                backward(model, target)
-            taken.clear()
-            weight = model[0].weight.grad  # nobody knows what becomes of it
-            seen.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3))
-            if weight.is_cpu:
-                assert set(taken) == {target.type if room == "enough" else "cpu"}
-            optimizer.step()
-            optimizer.zero_grad()
-        return seen
-
-    assert_twins(mlp, loop, device_homes=False)
 
 
 @pytest.mark.parametrize("others", [0, 1], ids=["alone", "with a parameter of the loss"])
@@ -170,9 +129,6 @@ def test_a_gradient_that_was_looked_at_changed_or_added_to_is_read_again(norms_t
     assert not any(norms_taken[1::2])
 
 
-@pytest.mark.skipif(
-    ON_CUDA, reason=ON_HOST + ": the norm of gradients that the loop was given is taken there"
-)
 def test_a_held_gradient_is_scaled_at_once_and_norms_apart_from_scaling(norms_taken):
     def loop(model, optimizer, target):
         seen = []

@@ -10,7 +10,6 @@ from typing import cast
 
 import torch
 
-from hetero.devices import Accelerator
 from hetero.stm.copies.residency import Residency
 from hetero.stm.gradients.changes import Clamp, Wish
 from hetero.stm.gradients.offload import Gradients
@@ -28,7 +27,6 @@ class GradientAccess:
         self,
         gradients: Gradients,
         residency: Residency,
-        accelerator: Accelerator,
         *,
         lock: threading.RLock,
         parameters: Callable[[], int],
@@ -36,7 +34,6 @@ class GradientAccess:
     ) -> None:
         self._gradients = gradients
         self._residency = residency
-        self._accelerator = accelerator
         self._lock = lock
         self._parameters = parameters
         self._roll_back = roll_back
@@ -64,12 +61,12 @@ class GradientAccess:
             return self._gradients.on_device_nbytes(tensor)
 
     def norms(self, tensors: list[ManagedTensor], norm_type: float) -> torch.Tensor:
-        """Norms of their gradients, on the device, in a vector. Those that were not taken as gradients left, or not of
-        this order, are taken now: waiting for them."""
+        """Norms of their gradients, on the device, in a vector. Of gradients at home, those that were not taken as
+        they left, or not of this order, are taken there: waiting for them."""
         with self._lock, plain():
             norms = self._gradients.norms
             norms.want(norm_type, tensors[0].home.dtype, self._parameters())
-            unknown = {}
+            at_home = {}
             for tensor in tensors:
                 if tensor.pending is not None and not (
                     tensor.is_tried and norms.knows(tensor.index, norm_type)
@@ -83,25 +80,8 @@ class GradientAccess:
                     norms.take(tensor.index, self._gradients.on_device(tensor))
                 else:
                     self._gradients.wait(tensor)
-                    unknown[tensor.index] = tensor
-            return norms.get(
-                [tensor.index for tensor in tensors],
-                norm_type,
-                list(unknown),
-                lambda index: self._lifted(unknown[index]),
-            )
-
-    def _lifted(self, tensor: ManagedTensor) -> torch.Tensor:
-        """Its gradient on the device, whose kernels may round otherwise than the host's: a norm must not depend on
-        where the gradient happens to be. At home, if there is no room."""
-        if self._residency.room.make(self._gradients.on_device_nbytes(tensor)):
-            try:
-                return self._gradients.on_device(tensor)
-            except (
-                torch.OutOfMemoryError
-            ):  # within the budget, but the device has no gap that is large enough
-                self._accelerator.note_answered()
-        return cast(torch.Tensor, tensor.parameter.grad)
+                    at_home[tensor.index] = cast(torch.Tensor, tensor.parameter.grad)
+            return norms.get([tensor.index for tensor in tensors], norm_type, at_home)
 
     def scale(self, tensors: list[ManagedTensor], factor: torch.Tensor) -> None:
         """Multiply their gradients: before anybody sees them, or now if somebody may be looking."""

@@ -5,7 +5,7 @@ as it would be read now; whatever may change or replace the gradient forgets it 
 first time on that somebody asked for them: clipping, or `GradScaler`, which looks for what is not finite.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -59,19 +59,15 @@ class GradientNorms:
         return taken is not None and index in taken.known
 
     def get(
-        self,
-        indices: Sequence[int],
-        norm_type: float,
-        unknown: Sequence[int],
-        gradient: Callable[[int], torch.Tensor],
+        self, indices: Sequence[int], norm_type: float, at_home: Mapping[int, torch.Tensor]
     ) -> torch.Tensor:
-        """On the device, in this order, in a vector. Those ``unknown`` are taken now, of ``gradient(index)``, one after
-        the other, and stay unknown; all others must be known."""
+        """On the device, in this order, in a vector. Those of ``at_home``, gradients by index, are taken there; all
+        others must be known."""
         taken = self._taken[norm_type]
-        for index in unknown:
+        if at_home:
             with torch.no_grad():
-                (norm,) = _norms([gradient(index)], norm_type, None)
-                taken.values[index].copy_(norm)
+                norms = torch.stack(_norms(list(at_home.values()), norm_type, None)).to(self._device)
+                taken.values[torch.tensor(list(at_home), device=self._device)] = norms
         return torch.stack([taken.values[index] for index in indices])
 
     def forget(self, index: int) -> None:
