@@ -1,11 +1,10 @@
 """Comparing a managed run with the same run unmanaged, bit for bit; used by the tests of this folder."""
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import accelerators
-import pytest
 import torch
 from backward_ends import wait_for_backward_ends
 from bits import same_bits
@@ -13,7 +12,6 @@ from torch import nn
 
 # A link far faster than the operators keeps the suite short; nothing here depends on its speed.
 DEVICE_BYTES = 256 << 20
-_TRIES = 8
 
 
 def device() -> torch.device:
@@ -80,25 +78,6 @@ def values_of(module: nn.Module) -> dict[str, torch.Tensor]:
     )
     found.update(on_host(dict(module.named_buffers())))
     return found
-
-
-def assert_reproduced(
-    managed: Mapping[str, torch.Tensor],
-    unmanaged: Mapping[str, torch.Tensor],
-    again: Callable[[], Mapping[str, torch.Tensor]],
-) -> None:
-    """As `assert_identical`. Some of CUDA's kernels add in no fixed order: where they differ, and on a CUDA device what
-    is had by ``again``, unmanaged, also differs from ``unmanaged``, the test is skipped."""
-    try:
-        assert_identical(managed, unmanaged)
-    except AssertionError:
-        if accelerators.ON_CUDA and not all(_are_identical(again(), unmanaged) for _ in range(_TRIES)):
-            pytest.skip("unmanaged runs differ from each other, too")
-        raise
-
-
-def _are_identical(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
-    return all(same_bits(value, other[name]) for name, value in one.items())
 
 
 def assert_identical(managed: Mapping[str, torch.Tensor], unmanaged: Mapping[str, torch.Tensor]) -> None:

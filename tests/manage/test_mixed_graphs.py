@@ -9,6 +9,7 @@ import pytest
 import torch
 from accelerators import ON_CUDA
 from backward_ends import wait_for_backward_ends
+from bits import bits_of
 from loops import batch, losses, mlp, square_loss
 from torch.utils.checkpoint import checkpoint
 from twins import assert_twins, device
@@ -117,16 +118,16 @@ def test_hooks_on_accumulators_see_gradients_that_have_arrived(budget):
     """The accumulator is had from a view whose graph is gone at once, as DistributedDataParallel does it."""
 
     def loop(model, optimizer, target):
-        largest, seen, held = {}, [], []
+        arrived, seen, held = {}, [], []
         for number, p in enumerate(model.parameters()):
 
             def note(gradients, number=number):
-                largest[number] = gradients[0].max().cpu()
+                arrived[number] = bits_of(gradients[0])
 
             held.append(p.expand_as(p).grad_fn.next_functions[0][0])
             held[-1].register_prehook(note)
         for _ in range(8):
-            seen += [*losses(model, optimizer, target, 1), *(largest[number] for number in sorted(largest))]
+            seen += [*losses(model, optimizer, target, 1), *(arrived[number] for number in sorted(arrived))]
         return seen
 
     assert_twins(mlp, loop, budget=budget)

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from bits import bits_of
 from loops import batch, losses, mlp, train
 from torch import nn
 from torch.torch_version import TorchVersion
@@ -48,7 +49,7 @@ def test_tensor_hooks_see_and_change_gradients():
         # One list each: hooks of homes run on another thread than the device's backward, and in an order of its own.
         norms = [[] for _ in model.parameters()]
         handles = [
-            p.register_hook(lambda g, mine=mine: (mine.append(g.max().item()), g * 0.5)[1])
+            p.register_hook(lambda g, mine=mine: (mine.append(bits_of(g)), g * 0.5)[1])
             for p, mine in zip(model.parameters(), norms, strict=True)
         ]
         seen = train(model, optimizer, target)
@@ -63,9 +64,7 @@ def test_post_accumulate_hooks_registered_while_managed():
     def loop(model, optimizer, target):
         order = []
         for name, p in model.named_parameters():
-            p.register_post_accumulate_grad_hook(
-                lambda p, name=name: order.append((name, p.grad.max().item()))
-            )
+            p.register_post_accumulate_grad_hook(lambda p, name=name: order.append((name, bits_of(p.grad))))
         return [train(model, optimizer, target), sorted(order)]
 
     assert_twins(mlp, loop)

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from bits import bits_of
 from loops import backward, batch, mlp
 from settling import managed_mlp, settle, step
 from torch import nn
@@ -125,10 +126,10 @@ def test_what_was_made_from_gradients_at_home_keeps_parameters_there(kept):
                 if average is None:
                     average = [p.grad.clone() for p in model.parameters()]
                 averaged(average, model)
-                seen.append([mean.max().item() for mean in average])
+                seen.append([bits_of(mean) for mean in average])
             else:  # of the last iteration, beside those of this one
                 now = flattened(model) if kept == "in one vector" else gradients(model)
-                seen.append([(a - b).abs().max() for a, b in zip(now, average or now, strict=True)])
+                seen.append([bits_of(a - b) for a, b in zip(now, average or now, strict=True)])
                 average = now
             optimizer.step()
             optimizer.zero_grad()
@@ -192,7 +193,7 @@ def test_the_first_gradients_kept_and_compared_with_those_of_every_tenth_step_ke
             if number == 0:
                 first = [p.grad for p in model.parameters()]
             elif number % 10 == 0:
-                seen += [(p.grad - a).abs().max() for p, a in zip(model.parameters(), first, strict=True)]
+                seen += [bits_of(p.grad - a) for p, a in zip(model.parameters(), first, strict=True)]
             optimizer.step()
             optimizer.zero_grad()
         return seen
