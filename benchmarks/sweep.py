@@ -53,7 +53,7 @@ _TOY = {
     "vocabulary": 4096,
     "exact": True,
 }
-_SHARES = (1.0, 0.8, 0.6, 0.4, 0.3, 0.2)
+_SHARES = (0.6, 0.2, 0.4, 0.8, 1.0, 0.3)  # in the order of interest, should time run out
 _GRACE = 90.0  # seconds that a way may take beyond the time in which it may start
 
 Row = dict[str, Any]
@@ -80,7 +80,7 @@ def main() -> int:
         **{key: value for key, value in settings.items() if key != "deepspeed_python"},  # a local path
         "parameters": parameters,
         "dtype": "float32 (TF32 matmul)" if device.type == "cuda" else "float32",
-        "shares": _SHARES,
+        "shares": sorted(_SHARES, reverse=True),
     }
 
     name = "sweep_cpu" if device.type == "virtual" else "sweep_toy" if arguments.toy else "sweep"
@@ -118,20 +118,19 @@ class Sweep:
     def run(self) -> list[Row]:
         first = self._attempt("unmanaged")
         peak = first.get("peak_device_bytes", Accelerator(self._device).total_bytes())
-        others: list[tuple[str, float | None]] = [("hetero", share) for share in _SHARES]
-        order = [2, 5, 3, 1, 0, 4]  # of interest, should time run out
+        ways: list[tuple[str, float | None]] = [("hetero", share) for share in _SHARES]
         if self._settings["model"] == "gpt":
-            others += [("FSDP2 CPUOffloadPolicy", None), ("DeepSpeed ZeRO-3 offload", None)]
-            order = [2, 6, 5, 3, 1, 0, 4, 7]
-        rows = {}
-        for place in order:
-            way, share = others[place]
+            ways.insert(1, ("FSDP2 CPUOffloadPolicy", None))
+            ways.append(("DeepSpeed ZeRO-3 offload", None))
+        rows = [first]
+        for way, share in ways:
             if share is None:
-                rows[place] = self._attempt(way)
+                rows.append(self._attempt(way))
             else:
-                rows[place] = self._attempt(way, share=share, device_budget=int(share * peak))
-            self._keep([first, *(rows[place] for place in sorted(rows))])
-        return [first, *(rows[place] for place in sorted(rows))]
+                rows.append(self._attempt(way, share=share, device_budget=int(share * peak)))
+            rows[1:] = sorted(rows[1:], key=lambda row: -row.get("share", 0.0))
+            self._keep(rows)
+        return rows
 
     def _attempt(self, way: str, **budget: float) -> Row:
         begin = time.perf_counter()

@@ -84,13 +84,13 @@ def on_a_gpu() -> str:
     if record is None:
         return ""
     rows = [row for row in record["results"] if "error" not in row]
-    unmanaged = rows[0]["seconds"]
+    unmanaged = record["results"][0].get("seconds")  # it may not have fitted
     cells = [
         (
             f"{row['way']}, {row['share']:.0%}" if "share" in row else row["way"],
             format_bytes(row["peak_device_bytes"]),
             f"{row['seconds']:.3f} s",
-            f"{row['seconds'] / unmanaged:.2f}",
+            f"{row['seconds'] / unmanaged:.2f}" if unmanaged else "",
             format_bytes(int(row["last_bytes_moved"])) if "last_bytes_moved" in row else "",
             format_bytes(row["host_bytes"]) if row["host_bytes"] else "",
         )
