@@ -94,11 +94,13 @@ class Samples(Mapping[SegmentKey, Sequence[Segment]]):
         if segment.has_gradients:
             self._with_gradients.add(segment.key)
 
-    def note_gradients(self, key: SegmentKey) -> None:
-        """There were some when such a segment began that was not measured."""
-        if key not in self._with_gradients:
+    def note_gradients(self, key: SegmentKey) -> bool:
+        """There were some when such a segment began that was not measured. True if that is news."""
+        is_news = key not in self._with_gradients
+        if is_news:
             self._with_gradients.add(key)
             self._has_news = True
+        return is_news
 
     def take_news(self) -> bool:
         """Something is known that was not when plans were made."""
