@@ -222,6 +222,11 @@ class Accelerator:
 
         return virtual.is_in_segments()
 
+    @property
+    def rounds_as_host(self) -> bool:
+        """Its kernels are the host's: a number has the same bits wherever it is computed."""
+        return self.device.type == "virtual"
+
     def usable_of(self, nbytes: int) -> int:
         """Of so many bytes that are free, those that can be in use at once whatever gaps there are."""
         return int(nbytes / _WITH_GAPS) if self.leaves_gaps else nbytes

@@ -114,6 +114,7 @@ class StatefulTensorMgr:
         self.grads = GradientAccess(
             self.gradients,
             self.residency,
+            accelerator,
             lock=self.lock,
             parameters=lambda: len(self.tensors),
             roll_back=self.homes.roll_back,

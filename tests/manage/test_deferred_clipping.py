@@ -9,7 +9,11 @@ from torch import nn
 from twins import assert_same, assert_twins, at_home, device, plain
 
 import hetero
+from hetero.devices import Accelerator
+from hetero.stm.copies.room import Room
+from hetero.stm.gradients import norms
 from hetero.stm.gradients.norms import GradientNorms
+from hetero.stm.gradients.offload import Gradients
 
 pytestmark = pytest.mark.usefixtures("late_queue")
 
@@ -33,13 +37,19 @@ def test_clipping_accumulation_and_a_scheduler():
 @pytest.fixture
 def norms_taken(monkeypatch):
     """For each clipping, whether it got by without reading gradients."""
-    original = GradientNorms.get
-    answers = []
+    original, original_once = GradientNorms.get, GradientNorms.take_once
+    answers, copied_up = [], []
+
+    def take_once(self, index, *rest):
+        copied_up.append(index)
+        original_once(self, index, *rest)
 
     def get(self, indices, norm_type, at_home):
-        answers.append(not at_home)
+        answers.append(not (at_home or copied_up))
+        copied_up.clear()
         return original(self, indices, norm_type, at_home)
 
+    monkeypatch.setattr(GradientNorms, "take_once", take_once)
     monkeypatch.setattr(GradientNorms, "get", get)
     return answers
 
@@ -64,6 +74,46 @@ def test_clipping_reads_no_gradient_and_has_the_same_bits(norm_type, norms_taken
 
     assert_twins(mlp, loop)
     assert norms_taken == [False, True, True, True, True, True]
+
+
+@pytest.mark.parametrize("room", ["enough", "none", "in no gap"])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_norms_of_gradients_at_home_are_taken_on_a_device_that_rounds_otherwise(
+    monkeypatch, room, micro_batches, norm_type
+):
+    taken, own = [], norms._norms
+
+    def recorded(gradients, *rest):
+        taken.extend(gradient.device.type for gradient in gradients)
+        return own(gradients, *rest)
+
+    def refused(*_):
+        raise torch.OutOfMemoryError("no gap")
+
+    monkeypatch.setattr(Accelerator, "rounds_as_host", False)
+    monkeypatch.setattr(norms, "_norms", recorded)
+    if room == "none":
+        monkeypatch.setattr(Room, "make", lambda self, nbytes, **_: False)
+    elif room == "in no gap":
+        monkeypatch.setattr(Gradients, "on_device", refused)
+    rounds = room == "enough" and norm_type == 2.0  # the largest number is the same wherever it is looked for
+
+    def loop(model, optimizer, target):
+        seen = []
+        for _ in range(3):
+            for _ in range(micro_batches):
+                backward(model, target)
+            taken.clear()
+            weight = model[0].weight.grad  # nobody knows what becomes of it
+            seen.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3, norm_type=norm_type))
+            if weight.is_cpu:
+                assert ("cpu" in taken) is not rounds
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    assert_twins(mlp, loop, device_homes=False)
 
 
 @pytest.mark.parametrize("others", [0, 1], ids=["alone", "with a parameter of the loss"])

@@ -2,14 +2,22 @@
 
 Owns how a look at a gradient, a write and a norm meet what is still being done with it: its way down, changes, an
 update that is queued or being tried. Invariant: nobody can tell that it was under way, except by the clock.
+
+[Note: norms where they round alike]
+A norm must not depend on where a gradient happens to be. Most are taken on the device, as gradients leave; those that
+come to be at home otherwise (that were looked at, added to, or left before anybody wanted norms) are copied up, each for
+the time of its norm, unless that has the same bits at home: on a device whose kernels are the host's, and the largest
+number anywhere. Where no copy finds room, its norm is the host's.
 """
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
 
+from hetero.devices import Accelerator
 from hetero.stm.copies.residency import Residency
 from hetero.stm.gradients.changes import Clamp, Wish
 from hetero.stm.gradients.offload import Gradients
@@ -27,6 +35,7 @@ class GradientAccess:
         self,
         gradients: Gradients,
         residency: Residency,
+        accelerator: Accelerator,
         *,
         lock: threading.RLock,
         parameters: Callable[[], int],
@@ -34,6 +43,7 @@ class GradientAccess:
     ) -> None:
         self._gradients = gradients
         self._residency = residency
+        self._accelerator = accelerator
         self._lock = lock
         self._parameters = parameters
         self._roll_back = roll_back
@@ -62,9 +72,10 @@ class GradientAccess:
 
     def norms(self, tensors: list[ManagedTensor], norm_type: float) -> torch.Tensor:
         """Norms of their gradients, on the device, in a vector. Of gradients at home, those that were not taken as
-        they left, or not of this order, are taken there: waiting for them."""
+        they left, or not of this order, are taken now: waiting for them ([Note: norms where they round alike])."""
         with self._lock, plain():
             norms = self._gradients.norms
+            copies_up = not (self._accelerator.rounds_as_host or math.isinf(norm_type))
             norms.want(norm_type, tensors[0].home.dtype, self._parameters())
             at_home = {}
             for tensor in tensors:
@@ -78,10 +89,23 @@ class GradientAccess:
                 if self._gradients.is_kept(tensor) and tensor.home.numel():
                     self._residency.room.make(self._gradients.on_device_nbytes(tensor))
                     norms.take(tensor.index, self._gradients.on_device(tensor))
+                    continue
+                self._gradients.wait(tensor)
+                copy = self._copied_up(tensor) if copies_up else None
+                if copy is not None:
+                    norms.take_once(tensor.index, norm_type, copy)
                 else:
-                    self._gradients.wait(tensor)
                     at_home[tensor.index] = cast(torch.Tensor, tensor.parameter.grad)
             return norms.get([tensor.index for tensor in tensors], norm_type, at_home)
+
+    def _copied_up(self, tensor: ManagedTensor) -> torch.Tensor | None:
+        """Its gradient, at home, on the device; None if there is no room."""
+        if self._residency.room.make(self._gradients.on_device_nbytes(tensor)):
+            try:
+                return self._gradients.on_device(tensor)
+            except torch.OutOfMemoryError:  # within the budget, but no gap is large enough
+                self._accelerator.note_answered()
+        return None
 
     def scale(self, tensors: list[ManagedTensor], factor: torch.Tensor) -> None:
         """Multiply their gradients: before anybody sees them, or now if somebody may be looking."""

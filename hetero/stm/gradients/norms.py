@@ -47,6 +47,12 @@ class GradientNorms:
                     taken.values[index].copy_(norm)
                 taken.known.add(index)
 
+    def take_once(self, index: int, order: float, gradient: torch.Tensor) -> None:
+        """For the next `get` alone: ``gradient`` is a copy of what somebody may write to."""
+        with torch.no_grad():
+            (norm,) = _norms([gradient], order, None)
+            self._taken[order].values[index].copy_(norm)
+
     def rehearse(self, gradient: torch.Tensor, cast: torch.dtype) -> None:
         """Allocate, for a while, what `take` would: an iteration is measured before anybody has asked for norms."""
         if not self._taken and gradient.numel() and _widens(gradient, cast):
@@ -62,7 +68,7 @@ class GradientNorms:
         self, indices: Sequence[int], norm_type: float, at_home: Mapping[int, torch.Tensor]
     ) -> torch.Tensor:
         """On the device, in this order, in a vector. Those of ``at_home``, gradients by index, are taken there; all
-        others must be known."""
+        others must be known, or have just been taken once."""
         taken = self._taken[norm_type]
         if at_home:
             with torch.no_grad():
