@@ -46,7 +46,7 @@ def averaged(model, optimizer, target):
     seen = []
     for _ in range(STEPS):
         with torch.no_grad():
-            seen.append(model(batch(target)))
+            seen.append(model(batch(target)).cpu())  # kept there, they would outgrow each plan in the end
         for p, other in zip(model.parameters(), student, strict=True):
             p.data.mul_(0.9).add_(other.to(p.device), alpha=0.1)
         note()
