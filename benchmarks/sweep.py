@@ -3,6 +3,7 @@
 python -m benchmarks sweep                     # billions of parameters on an accelerator, within ten minutes
 python -m benchmarks sweep --toy               # millions, on the virtual accelerator: writes results/sweep_cpu.json
 python -m benchmarks sweep --layers 48 --width 2560 --batch 4
+python -m benchmarks sweep --resume            # only what the file with the same settings lacks: it ran out of time
 python -m benchmarks sweep --model resnet50    # of images, most of whose memory is activations
 python -m benchmarks sweep --toy --deepspeed-python PYTHON    # its environment has deepspeed and hetero's requirements
 
@@ -37,9 +38,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.record import write
+from benchmarks.record import read, write
 from benchmarks.sweep_ways import shapes
 from hetero.cli.placing import choose_device
+from hetero.cli.provenance import provenance
 from hetero.devices import Accelerator, host_memory_free
 from hetero.units import format_bytes, parse_bytes
 
@@ -66,7 +68,7 @@ def main() -> int:
         print("skipped: no accelerator on this machine (--toy runs it small on a virtual one)")
         return 0
     device = choose_device(None)
-    settings = {key: value for key, value in vars(arguments).items() if key not in ("toy", "seconds")}
+    settings = {k: v for k, v in vars(arguments).items() if k not in ("toy", "seconds", "resume")}
     if arguments.host_budget is not None:
         settings["host_budget"] = parse_bytes(arguments.host_budget, name="--host-budget")
     parameters = sum(p.numel() for p in shapes(settings).parameters())
@@ -90,7 +92,8 @@ def main() -> int:
     def keep(rows: list[Row]) -> None:
         write(name, facts, rows, device=device)
 
-    rows = Sweep(settings, device, arguments.seconds, keep).run()
+    known = _known(read(name, device=device), facts, device) if arguments.resume else []
+    rows = Sweep(settings, device, arguments.seconds, keep, known).run()
     same = _compare(rows, device)
     keep(rows)
     if arguments.exact and not same:
@@ -101,7 +104,8 @@ def main() -> int:
 
 class Sweep:
     """Everything that starts within ``seconds``; a way that fails is a row that says why. ``keep``: is given the rows
-    there are after each one, because whoever lends the machine may end us."""
+    there are after each one, because whoever lends the machine may end us. ``known``: rows of those that need not run.
+    """
 
     def __init__(
         self,
@@ -109,19 +113,20 @@ class Sweep:
         device: torch.device,
         seconds: float,
         keep: Callable[[list[Row]], None],
+        known: list[Row],
     ) -> None:
         self._settings = settings
         self._device = device
         self._end = time.perf_counter() + seconds
         self._keep = keep
+        self._known = known
 
     def run(self) -> list[Row]:
         first = self._attempt("unmanaged")
         peak = first.get("peak_device_bytes", Accelerator(self._device).total_bytes())
         ways: list[tuple[str, float | None]] = [("hetero", share) for share in _SHARES]
         if self._settings["model"] == "gpt":
-            ways.insert(1, ("FSDP2 CPUOffloadPolicy", None))
-            ways.append(("DeepSpeed ZeRO-3 offload", None))
+            ways[1:1] = [("FSDP2 CPUOffloadPolicy", None), ("DeepSpeed ZeRO-3 offload", None)]
         rows = [first]
         for way, share in ways:
             if share is None:
@@ -134,11 +139,14 @@ class Sweep:
 
     def _attempt(self, way: str, **budget: float) -> Row:
         begin = time.perf_counter()
+        for known in self._known:
+            if (known["way"], known.get("share")) == (way, budget.get("share")):
+                return known
         if begin > self._end:
             outcome: Row = {"error": "not run: out of time"}
         else:
             outcome = self._in_a_process({**self._settings, "way": way, **budget})
-        row = {"way": way, **budget, **outcome}
+        row = {"way": way, **budget, "date": time.strftime("%Y-%m-%dT%H:%M"), **outcome}
         print(f"{_line(row)} [{time.perf_counter() - begin:.0f} s]", flush=True)
         return row
 
@@ -160,6 +168,15 @@ class Sweep:
                 return {"error": f"the process ended with {ended.returncode}: {last}"}
             row: Row = json.loads(answered.read_text())
             return row
+
+
+def _known(record: dict[str, Any] | None, facts: dict[str, Any], device: torch.device) -> list[Row]:
+    """Rows that an earlier run has left, of the same settings and on such a device."""
+    if record is None or record["parameters"] != facts:
+        return []
+    if record["machine"]["accelerator"] != provenance(device)["accelerator"]:
+        return []
+    return [row for row in record["results"] if "error" not in row]
 
 
 def _compare(rows: list[Row], device: torch.device) -> bool:
@@ -218,6 +235,7 @@ def _parse() -> argparse.Namespace:
         "--host-budget",
         help="for hetero, such as 100GiB; default: what is free, which may be less than can be had",
     )
+    parser.add_argument("--resume", action="store_true", help="keep what has run already; see above")
     parser.add_argument("--exact", action="store_true", help="deterministic kernels; see above")
     parser.add_argument("--deepspeed-python", help="an interpreter that has deepspeed; default: this one")
     arguments = parser.parse_args()

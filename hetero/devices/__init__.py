@@ -4,7 +4,13 @@ One code path on the generic ``torch.Stream``/``torch.Event`` interface serves C
 accelerator (`hetero.devices.virtual`). Nothing here knows what a parameter is.
 """
 
-from hetero.devices.accelerator import MOST_EXCESS, Accelerator, default_device, named_device
+from hetero.devices.accelerator import (
+    MOST_EXCESS,
+    Accelerator,
+    default_device,
+    named_device,
+    rounds_as_host,
+)
 from hetero.devices.copies import CopyEngine, Wait
 from hetero.devices.host import device_memory_free, host_memory_free, host_memory_used
 from hetero.devices.pinned import HostArena, PinnedSlab
@@ -28,5 +34,6 @@ __all__ = [
     "host_memory_used",
     "named_device",
     "probe_links",
+    "rounds_as_host",
     "storage_of",
 ]

@@ -17,7 +17,14 @@ from hetero.devices.caps import shared_cap
 from hetero.errors import DeviceError
 from hetero.units import round_up
 
-__all__ = ["ALLOCATION_GRANULARITY", "MOST_EXCESS", "Accelerator", "default_device", "named_device"]
+__all__ = [
+    "ALLOCATION_GRANULARITY",
+    "MOST_EXCESS",
+    "Accelerator",
+    "default_device",
+    "named_device",
+    "rounds_as_host",
+]
 
 # CUDA's caching allocator and the virtual one both hand out multiples of 512 bytes; a ledger that counts
 # less than the allocator does would let the sum of small tensors break the budget.
@@ -66,6 +73,11 @@ _CURE = (
     "pass a CUDA, ROCm or XPU device that torch finds (hetero info lists them), or "
     "hetero.virtual_device(memory='256MiB')"
 )
+
+
+def rounds_as_host(device: torch.device) -> bool:
+    """Its kernels are the host's: what is computed has the same bits on either."""
+    return device.type in ("cpu", "virtual")
 
 
 class Accelerator:
@@ -221,11 +233,6 @@ class Accelerator:
         from hetero.devices import virtual
 
         return virtual.is_in_segments()
-
-    @property
-    def rounds_as_host(self) -> bool:
-        """Its kernels are the host's: a number has the same bits wherever it is computed."""
-        return self.device.type == "virtual"
 
     def usable_of(self, nbytes: int) -> int:
         """Of so many bytes that are free, those that can be in use at once whatever gaps there are."""

@@ -10,7 +10,7 @@ import torch
 
 from hetero.stm.living import Living
 
-__all__ = ["Neighbour", "ask", "join", "make_room"]
+__all__ = ["Neighbour", "ask", "devices", "join", "make_room"]
 
 
 class Neighbour(Protocol):
@@ -45,6 +45,11 @@ def ask(asking: Neighbour, nbytes: int, *, urgent: bool) -> int:
             if given < nbytes:
                 given += other.give(nbytes - given, urgent=beyond_idle)
     return given
+
+
+def devices() -> set[torch.device]:
+    """Where managers are."""
+    return {manager.device for manager in _managers}
 
 
 def make_room(device: torch.device, nbytes: int) -> None:

@@ -9,9 +9,8 @@ from torch import nn
 from twins import assert_same, assert_twins, at_home, device, plain
 
 import hetero
-from hetero.devices import Accelerator
 from hetero.stm.copies.room import Room
-from hetero.stm.gradients import norms
+from hetero.stm.gradients import access, norms
 from hetero.stm.gradients.norms import GradientNorms
 from hetero.stm.gradients.offload import Gradients
 
@@ -91,7 +90,7 @@ def test_norms_of_gradients_at_home_are_taken_on_a_device_that_rounds_otherwise(
     def refused(*_):
         raise torch.OutOfMemoryError("no gap")
 
-    monkeypatch.setattr(Accelerator, "rounds_as_host", False)
+    monkeypatch.setattr(access, "rounds_as_host", lambda device: False)
     monkeypatch.setattr(norms, "_norms", recorded)
     if room == "none":
         monkeypatch.setattr(Room, "make", lambda self, nbytes, **_: False)

@@ -13,7 +13,7 @@ import pytest
 import small_transformers
 import torch
 import transformers
-from accelerators import GAPS, races
+from accelerators import GAPS, ON_CUDA, races
 from equality import assert_identical, device, fresh_memory, on_host, peak_memory, values_of
 from torch import nn
 
@@ -277,6 +277,11 @@ def _precision(loop: Loop) -> AbstractContextManager[Any]:
 @pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS.keys())
 @pytest.mark.parametrize("name", MODELS)
 def test_model_trains_to_the_same_bits_under_a_budget(name: str, loop: Loop) -> None:
+    if ON_CUDA and name == "vit" and len(loop.lengths) > 1:
+        # Positions are interpolated for the other size; torch says itself that this has no deterministic backward.
+        pytest.skip(
+            "upsample_bicubic2d_backward_out_cuda: on an H200, four unmanaged runs differed from each other"
+        )
     target = device()
     unmanaged = _train(name, loop, target, None)
     # Room for what is no parameter and for half of the parameters.

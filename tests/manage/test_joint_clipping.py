@@ -7,7 +7,7 @@ import gc
 
 import pytest
 import torch
-from accelerators import device, races
+from accelerators import ON_CUDA, device, races
 from loops import batch, mlp
 from torch import nn
 from torch.nn import utils
@@ -68,7 +68,9 @@ def by_norm(parameters):
 @pytest.mark.parametrize("share", SHARES)
 def test_with_a_parameter_of_the_loss(share, where):
     manager = assert_twins(mlp, clipped(by_norm, where), share=share, make_optimizer=with_extra())
-    assert (manager.stats.settled_forwards > 0) == (share > 1)
+    # On CUDA, these optimizers keep states at home (`StepsAtHome`), and all the rest may fit.
+    assert manager.stats.settled_forwards > 0 or share < 1
+    assert ON_CUDA or share > 1 or manager.stats.settled_forwards == 0
 
 
 @pytest.mark.parametrize("where", ["first", "middle", "last"])

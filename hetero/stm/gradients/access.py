@@ -4,10 +4,10 @@ Owns how a look at a gradient, a write and a norm meet what is still being done 
 update that is queued or being tried. Invariant: nobody can tell that it was under way, except by the clock.
 
 [Note: norms where they round alike]
-A norm must not depend on where a gradient happens to be. Most are taken on the device, as gradients leave; those that
-come to be at home otherwise (that were looked at, added to, or left before anybody wanted norms) are copied up, each for
-the time of its norm, unless that has the same bits at home: on a device whose kernels are the host's, and the largest
-number anywhere. Where no copy finds room, its norm is the host's.
+A norm must not depend on where a gradient happens to be. Most are taken on the device, as gradients leave. Those that
+were looked at or added to at home, or had left before anybody wanted norms, are copied up, each for the time of its
+norm, unless that has the same bits at home: on a device whose kernels are the host's, and the largest number anywhere.
+Where no copy finds room, the norm is the host's.
 """
 
 import math
@@ -17,7 +17,7 @@ from typing import cast
 
 import torch
 
-from hetero.devices import Accelerator
+from hetero.devices import Accelerator, rounds_as_host
 from hetero.stm.copies.residency import Residency
 from hetero.stm.gradients.changes import Clamp, Wish
 from hetero.stm.gradients.offload import Gradients
@@ -75,7 +75,7 @@ class GradientAccess:
         they left, or not of this order, are taken now: waiting for them ([Note: norms where they round alike])."""
         with self._lock, plain():
             norms = self._gradients.norms
-            copies_up = not (self._accelerator.rounds_as_host or math.isinf(norm_type))
+            copies_up = not (rounds_as_host(self._accelerator.device) or math.isinf(norm_type))
             norms.want(norm_type, tensors[0].home.dtype, self._parameters())
             at_home = {}
             for tensor in tensors:

@@ -7,9 +7,11 @@ the model), or if those are of several managers, one of which has settled.
 [Note: order of norms]
 The norm of norms depends on their order, in its last bit. torch takes norms by groups, of one device and type each, so
 a list of which a part is at home would be two groups where unmanaged it is one. Groups are therefore made of where each
-gradient would be unmanaged. Each norm is taken where its gradient is.
+gradient would be unmanaged. Each norm is taken where its gradient is; of one at home on the device, from a copy, where
+it would have other bits at home (`hetero.stm.gradients.access`, [Note: norms where they round alike]).
 """
 
+import math
 from collections.abc import Sequence
 from typing import cast
 
@@ -20,8 +22,10 @@ from torch.utils._foreach_utils import (
     _has_foreach_support,
 )
 
+from hetero.devices import rounds_as_host
 from hetero.stm.interception.foldable import foldable, foldable_parts
 from hetero.stm.interception.parameter import is_managed, managed_of
+from hetero.stm.neighbours import devices as managed_devices
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.hostcopies import is_at_home
 
@@ -44,20 +48,27 @@ def gradient_norms(
     for tensors in foldable_parts(parameters) if foreach is None else []:
         taken = tensors[0].owner.grads.norms(tensors, norm_type).to(places[0].device)
         norms.update(zip([id(tensor.parameter) for tensor in tensors], taken.unbind(), strict=True))
-    rest = [parameter for parameter in parameters if id(parameter) not in norms]
-    gradients = [cast(torch.Tensor, parameter.grad) for parameter in rest]
-    norms.update(zip(map(id, rest), _norms(gradients, norm_type, foreach, places), strict=True))
+    rest = [(p, place) for p, place in zip(parameters, places, strict=True) if id(p) not in norms]
+    gradients = [(cast(torch.Tensor, parameter.grad), place) for parameter, place in rest]
+    taken = _norms(gradients, norm_type, foreach, places[0].device)
+    norms.update(zip([id(parameter) for parameter, _ in rest], taken, strict=True))
     return _in_order([norms[id(parameter)] for parameter in parameters], places)
 
 
 def norms_of(tensors: list[torch.Tensor], norm_type: float, foreach: bool | None) -> torch.Tensor | None:
-    """Of these tensors, which may be gradients that were looked at, likewise. None also if all of them are at home."""
+    """Of these tensors, which may be gradients that were looked at, likewise. None also if all of them are at home, and
+    have the same norms there."""
+    if not any(map(is_at_home, tensors)):
+        return None
     devices = {tensor.device for tensor in tensors if not tensor.is_cpu}
-    if len(devices) != 1 or not any(map(is_at_home, tensors)):
+    if not devices:
+        devices = {device for device in managed_devices() if _bits_depend_on(device, norm_type)}
+    if len(devices) != 1:
         return None
     (device,) = devices
     places = [_place(tensor, device if is_at_home(tensor) else tensor.device) for tensor in tensors]
-    return _in_order(_norms(tensors, norm_type, foreach, places), places)
+    pairs = list(zip(tensors, places, strict=True))
+    return _in_order(_norms(pairs, norm_type, foreach, places[0].device), places)
 
 
 def _is_flat(parameter: torch.Tensor) -> bool:
@@ -77,14 +88,28 @@ def _place(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _norms(
-    tensors: list[torch.Tensor], norm_type: float, foreach: bool | None, places: list[torch.Tensor]
+    pairs: list[tuple[torch.Tensor, torch.Tensor]],
+    norm_type: float,
+    foreach: bool | None,
+    device: torch.device,
 ) -> list[torch.Tensor]:
-    """Each taken where its tensor is; then all of them are where torch takes the total of those in ``places``."""
+    """Of each tensor, which would be in the place beside it; then all of them are on ``device``, where torch takes the
+    total."""
     norms: dict[int, torch.Tensor] = {}
-    for indices in _groups(tensors):
-        taken = torch.stack(_norms_of_group([tensors[index] for index in indices], norm_type, foreach))
-        norms.update(zip(indices, taken.to(places[0].device).unbind(), strict=True))
-    return [norms[index] for index in range(len(tensors))]
+    for index, (tensor, place) in enumerate(pairs):
+        if tensor.device != place.device and _bits_depend_on(place.device, norm_type):
+            (norm,) = _norms_of_group([tensor.to(place.device)], norm_type, foreach)  # one copy at a time
+            norms[index] = norm.to(device)
+    rest = [index for index in range(len(pairs)) if index not in norms]
+    for group in _groups([pairs[index][0] for index in rest]):
+        taken = torch.stack(_norms_of_group([pairs[rest[index]][0] for index in group], norm_type, foreach))
+        norms.update(zip([rest[index] for index in group], taken.to(device).unbind(), strict=True))
+    return [norms[index] for index in range(len(pairs))]
+
+
+def _bits_depend_on(device: torch.device, norm_type: float) -> bool:
+    """A norm taken there may have others than at home. The largest number is the same everywhere."""
+    return not (rounds_as_host(device) or math.isinf(norm_type))
 
 
 def _in_order(norms: list[torch.Tensor], places: list[torch.Tensor]) -> torch.Tensor:

@@ -122,10 +122,9 @@ class Executor:
         if place.sample:
             self._segment.has_gradients = any(has_gradient(tensor) for tensor in self._tensors)
         there = self._segment.has_gradients or len(self._gradients.kept) > 0
-        if there and self._course.plan is not None and key.phase is not Phase.STEP:
-            # The plan is of iterations that begin without: it has left that memory to others.
-            if self._plans.samples.note_gradients(key):
-                self._guarding.from_here()
+        planned = self._course.plan is not None and key.phase is not Phase.STEP
+        if there and planned and self._plans.samples.note_gradients(key):
+            self._guarding.from_here()  # the plan is of iterations that begin without, and has used their memory
         self._drift = self._measure_drift(self._course.position)
         # As keys and values of a text do, and may within it.
         grows = place.number == 0 and key.phase is Phase.FORWARD and not key.trains
