@@ -35,7 +35,7 @@ PER_MODULE = 4  # of its samples at most, spread over the list: LinearCrossEntro
 
 RECURRENT = {"nn.RNN", "nn.GRU", "nn.LSTM"}
 
-# Their gradients are added by CUDA's kernels in no fixed order; torch says so of all but AdaptiveMaxPool3d when asked to
+# CUDA's kernels add their gradients in no fixed order; torch says so of all but AdaptiveMaxPool3d when asked to
 # be deterministic. On an H200, five unmanaged runs differed from each other.
 IN_NO_ORDER = {"nn.AdaptiveAvgPool3d", "nn.AdaptiveMaxPool3d", "nn.AvgPool3d", "nn.FractionalMaxPool3d"}
 # So did those of a module that has another such kernel as well, which is deterministic.
