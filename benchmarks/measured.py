@@ -381,6 +381,7 @@ TABLES: dict[str, Callable[[Record], str]] = {
     "footprint": footprint,
     "lengths": lengths,
     "cuda/sweep": sweep,
+    "cuda/sweep_h100": sweep,
     "cuda/sweep_resnet50": sweep,
     "sweep_cpu": sweep,
 }

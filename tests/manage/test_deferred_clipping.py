@@ -97,6 +97,8 @@ def test_norms_of_gradients_at_home_are_taken_on_a_device_that_rounds_otherwise(
     elif room == "in no gap":
         monkeypatch.setattr(Gradients, "on_device", refused)
     rounds = room == "enough" and norm_type == 2.0  # the largest number is the same wherever it is looked for
+    if ON_CUDA and room != "enough" and norm_type == 2.0:
+        pytest.skip(ON_HOST)
 
     def loop(model, optimizer, target):
         seen = []
