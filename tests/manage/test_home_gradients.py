@@ -8,6 +8,7 @@ from accelerators import GAPS
 from hypothesis import given
 from hypothesis import strategies as st
 from loops import batch, mlp
+from residents import managed_mlp, step
 from torch import nn
 from twins import adamw, assert_same, device, managed, unmanaged
 
@@ -376,3 +377,21 @@ def test_on_their_way_against_a_naive_count(rows, bandwidth):
 )
 def test_room_for_gradients_of_four_bytes_on_their_way(ways, spare, reserves):
     assert gradient_reserves(4, come=[True, True, False], ways=ways, spare=spare) == reserves
+
+
+def test_a_few_bytes_that_are_wanting_send_few_home():
+    """They are the loop's own, which keeps more with each step until some have left."""
+    model, optimizer, manager, target = managed_mlp(1300 << 10)
+    kept, lived = [], []
+    with manager:
+        for _ in range(100):
+            step(model, optimizer, target)
+            lived.append(sum(tensor.home.nbytes for tensor in manager._stm.tensors if tensor.stays))
+            if lived[-1] < max(lived):
+                break
+            kept.append(torch.empty(512, device=target))
+        assert lived[-1] < max(lived)
+        for _ in range(3):
+            step(model, optimizer, target)
+        now = sum(tensor.home.nbytes for tensor in manager._stm.tensors if tensor.stays)
+    assert 0.7 * max(lived) < now < max(lived)

@@ -9,6 +9,11 @@ A choice plans an iteration a hundred times, while training waits. The first is 
 has changed, as soon as all of them have taken no more than a share of the time so far; those for further kinds of
 iterations (batches of many lengths, evaluations), a much smaller one. Until then, their plans have what lives on the
 device for the others.
+
+[Note: after a loss]
+Often a few bytes were wanting: of losses, say, that the loop keeps. So a 16th of what lived there stays away, and twice
+as much with each further loss, up to half, so that there are few. But no less than twice what had to leave, which may
+grow on, or than that and half of the rest, if this is less.
 """
 
 import time
@@ -33,7 +38,8 @@ class HomeChoice:
         self._tensors = tensors
         self._book = book
         self._most_bytes = book.budget  # that they may take: memory ran short with more
-        self._has_lost = False
+        self._lost_bytes = 0  # that left because memory ran short, in the iteration that runs
+        self._times_lost = 0
         self._has_refused = False
         self._chosen: set[Keys] = set()
         self._began, self._spent = time.monotonic(), 0.0  # seconds
@@ -44,9 +50,10 @@ class HomeChoice:
         # All model data could be on the device at once (`hetero.stm.settled`).
         self.everything_fits: Callable[[], bool] = lambda: False
 
-    def lose(self) -> None:
-        """Memory ran short, and parameters that lived on the device had to leave: fewer from now on."""
-        self._has_lost = True
+    def lose(self, nbytes: int) -> None:
+        """Memory ran short, and of what lived on the device so many bytes had to leave: less from now on
+        ([Note: after a loss])."""
+        self._lost_bytes += nbytes
 
     def refuse(self) -> None:
         """Some of them cannot be stepped there, as it has turned out: their costs are not named any more."""
@@ -63,11 +70,11 @@ class HomeChoice:
     def learn(self, keys: Keys, segments: Sequence[Segment]) -> None:
         """An iteration is over, and the book has learned of it: its times, and what follows from them."""
         book = self._book
-        if self._has_lost or self._has_refused:
-            if self._has_lost:
+        if self._lost_bytes or self._has_refused:
+            if self._lost_bytes:
                 plan = book.get(keys)
-                self._most_bytes = (0 if plan is None else max(plan.home_bytes)) // 2
-            self._has_lost = self._has_refused = False
+                self._most_bytes = self._fewer(0 if plan is None else max(plan.home_bytes))
+            self._lost_bytes, self._has_refused = 0, False
             self._keep()
             return
         if not book.is_verified(keys):
@@ -87,6 +94,12 @@ class HomeChoice:
                 book.remake_all()
         if keys not in self._chosen:
             self._choose(keys)
+
+    def _fewer(self, there: int) -> int:
+        """Of so many bytes that lived on the device, what may from now on ([Note: after a loss])."""
+        self._times_lost += 1
+        rest = max(0, there - self._lost_bytes)
+        return min(there - (there >> max(1, 5 - self._times_lost)), max(rest - self._lost_bytes, rest // 2))
 
     def _choose(self, keys: Keys) -> None:
         book = self._book

@@ -329,17 +329,20 @@ class DeviceHomes:
 
     def send_home(self, nbytes: int) -> int:
         """Memory runs short: free at least ``nbytes``, if there are as many; returns how many."""
-        before = self._accelerator.used_bytes()
+        freed = 0
         with plain():
             groups = self._groups()
             for tensor in list(self._here.values()):
-                if before - self._accelerator.used_bytes() >= nbytes:
+                if freed >= nbytes:
                     break
+                before = self._accelerator.used_bytes()
                 self._send(tensor, groups)
                 self._stm.residency.evict(tensor)
-                self._stm.home_choice.lose()
+                left = before - self._accelerator.used_bytes()
+                self._stm.home_choice.lose(max(1, left))
+                freed += left
             self.note_moves()
-        return before - self._accelerator.used_bytes()
+        return freed
 
     def note_moves(self, *, always: bool = False) -> None:
         """The books follow states that have gone elsewhere, or, ``always``, may have become others."""
