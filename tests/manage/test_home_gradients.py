@@ -8,7 +8,8 @@ from accelerators import GAPS
 from hypothesis import given
 from hypothesis import strategies as st
 from loops import batch, mlp
-from residents import managed_mlp, step
+from residents import managed_mlp
+from residents import step as one_step
 from torch import nn
 from twins import adamw, assert_same, device, managed, unmanaged
 
@@ -385,13 +386,13 @@ def test_a_few_bytes_that_are_wanting_send_few_home():
     kept, lived = [], []
     with manager:
         for _ in range(100):
-            step(model, optimizer, target)
+            one_step(model, optimizer, target)
             lived.append(sum(tensor.home.nbytes for tensor in manager._stm.tensors if tensor.stays))
             if lived[-1] < max(lived):
                 break
             kept.append(torch.empty(512, device=target))
         assert lived[-1] < max(lived)
         for _ in range(3):
-            step(model, optimizer, target)
+            one_step(model, optimizer, target)
         now = sum(tensor.home.nbytes for tensor in manager._stm.tensors if tensor.stays)
     assert 0.7 * max(lived) < now < max(lived)

@@ -50,8 +50,8 @@ def gradient_norms(
         norms.update(zip([id(tensor.parameter) for tensor in tensors], taken.unbind(), strict=True))
     rest = [(p, place) for p, place in zip(parameters, places, strict=True) if id(p) not in norms]
     gradients = [(cast(torch.Tensor, parameter.grad), place) for parameter, place in rest]
-    taken = _norms(gradients, norm_type, foreach, places[0].device)
-    norms.update(zip([id(parameter) for parameter, _ in rest], taken, strict=True))
+    others = _norms(gradients, norm_type, foreach, places[0].device)
+    norms.update(zip([id(parameter) for parameter, _ in rest], others, strict=True))
     return _in_order([norms[id(parameter)] for parameter in parameters], places)
 
 
