@@ -9,7 +9,7 @@ from hetero.devices.accelerator import (
     Accelerator,
     default_device,
     named_device,
-    rounds_as_host,
+    norms_depend_on,
 )
 from hetero.devices.copies import CopyEngine, Wait
 from hetero.devices.host import device_memory_free, host_memory_free, host_memory_used
@@ -33,7 +33,7 @@ __all__ = [
     "host_memory_free",
     "host_memory_used",
     "named_device",
+    "norms_depend_on",
     "probe_links",
-    "rounds_as_host",
     "storage_of",
 ]

@@ -4,6 +4,7 @@ Owns the only calls of a device module's memory functions. Reads counters; never
 """
 
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -23,7 +24,7 @@ __all__ = [
     "Accelerator",
     "default_device",
     "named_device",
-    "rounds_as_host",
+    "norms_depend_on",
 ]
 
 # CUDA's caching allocator and the virtual one both hand out multiples of 512 bytes; a ledger that counts
@@ -75,9 +76,10 @@ _CURE = (
 )
 
 
-def rounds_as_host(device: torch.device) -> bool:
-    """Its kernels are the host's: what is computed has the same bits on either."""
-    return device.type in ("cpu", "virtual")
+def norms_depend_on(device: torch.device, order: float) -> bool:
+    """A norm that is taken there may have other bits than the host's: its kernels are not the host's, and it is not the
+    largest number that is looked for, or the smallest."""
+    return device.type not in ("cpu", "virtual") and not math.isinf(order)
 
 
 class Accelerator:

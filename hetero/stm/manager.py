@@ -315,13 +315,20 @@ class StatefulTensorMgr:
         finally:
             self.lock.release()
 
-    def make_room(self, nbytes: int) -> None:
+    @property
+    def is_closed(self) -> bool:
+        """`hetero.stm.neighbours`"""
+        return self._closed
+
+    def make_room(self, nbytes: int) -> bool:
         """`hetero.stm.neighbours`"""
         if not self.lock.acquire(blocking=False):
-            return
+            return True  # as far as anybody knows
         try:
-            if not (self._closed or self.is_in_child or (self.settled is not None and self.settled.is_on)):
-                self.relief.make_room(nbytes)
+            is_ours = not (
+                self._closed or self.is_in_child or (self.settled is not None and self.settled.is_on)
+            )
+            return not is_ours or self.relief.make_room(nbytes)
         finally:
             self.lock.release()
 

@@ -22,8 +22,13 @@ class Neighbour(Protocol):
         """Let so many bytes leave, or as many as can; returns how many have. ``urgent``: more than idle copies. None,
         if it is busy on another thread."""
 
-    def make_room(self, nbytes: int) -> None:
-        """Let as much leave as keeps the budget with so many bytes more. Nothing, if it is busy on another thread."""
+    @property
+    def is_closed(self) -> bool:
+        """It manages nothing any more."""
+
+    def make_room(self, nbytes: int) -> bool:
+        """Let as much leave as keeps the budget with so many bytes more; False if that is not enough. Nothing, if it is
+        busy on another thread."""
 
 
 _managers = Living[Neighbour]()
@@ -48,12 +53,14 @@ def ask(asking: Neighbour, nbytes: int, *, urgent: bool) -> int:
 
 
 def devices() -> set[torch.device]:
-    """Where managers are."""
-    return {manager.device for manager in _managers}
+    """Where anything is managed."""
+    return {manager.device for manager in _managers if not manager.is_closed}
 
 
-def make_room(device: torch.device, nbytes: int) -> None:
-    """The caller is about to take so many bytes of ``device``."""
+def make_room(device: torch.device, nbytes: int) -> bool:
+    """The caller is about to take so many bytes of ``device``. False if they pass somebody's budget all the same."""
+    has_room = True
     for manager in _managers:
         if manager.device.type == device.type and device.index in (None, manager.device.index):
-            manager.make_room(nbytes)
+            has_room = manager.make_room(nbytes) and has_room
+    return has_room

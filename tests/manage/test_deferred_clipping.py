@@ -6,13 +6,14 @@ from accelerators import ON_CUDA, ON_HOST
 from lateness import managed_mlp, pending, stopped
 from loops import backward, batch, mlp
 from torch import nn
-from twins import assert_same, assert_twins, at_home, device, plain
+from twins import adamw, assert_same, assert_twins, at_home, device, plain
 
 import hetero
 from hetero.stm.copies.room import Room
 from hetero.stm.gradients import access, norms
 from hetero.stm.gradients.norms import GradientNorms
 from hetero.stm.gradients.offload import Gradients
+from hetero.stm.interception import totals
 
 pytestmark = pytest.mark.usefixtures("late_queue")
 
@@ -90,7 +91,7 @@ def test_norms_of_gradients_at_home_are_taken_on_a_device_that_rounds_otherwise(
     def refused(*_):
         raise torch.OutOfMemoryError("no gap")
 
-    monkeypatch.setattr(access, "rounds_as_host", lambda device: False)
+    monkeypatch.setattr(access, "norms_depend_on", lambda device, order: order == 2.0)
     monkeypatch.setattr(norms, "_norms", recorded)
     if room == "none":
         monkeypatch.setattr(Room, "make", lambda self, nbytes, **_: False)
@@ -115,6 +116,61 @@ def test_norms_of_gradients_at_home_are_taken_on_a_device_that_rounds_otherwise(
         return seen
 
     assert_twins(mlp, loop, device_homes=False)
+
+
+def _apart(parameters):
+    total = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+    torch.nn.utils.clip_grads_with_norm_(parameters, 1e-3, total)
+
+
+@pytest.mark.skipif(ON_CUDA, reason="an allocator's cap is not one to the byte there")
+@pytest.mark.parametrize("copies", [0, 1, 2])
+@pytest.mark.parametrize(
+    "clip",
+    [
+        lambda parameters: torch.nn.utils.clip_grad_norm_(parameters, 1e-3),
+        lambda parameters: torch.nn.utils.clip_grad_norm_(parameters, 1e-3, foreach=False),
+        _apart,
+    ],
+    ids=["clipped", "one by one", "apart"],
+)
+def test_copies_for_norms_keep_to_the_budget(monkeypatch, clip, copies):
+    """There is room for so many of them."""
+    for module in (access, totals):
+        monkeypatch.setattr(module, "norms_depend_on", lambda device, order: device.type == "virtual")
+    taken = []
+    for module, name in ((norms, "_norms"), (totals, "_norms_of_group")):
+        own = getattr(module, name)
+
+        def recorded(gradients, *rest, own=own):
+            taken.extend(gradient.device.type for gradient in gradients)
+            return own(gradients, *rest)
+
+        monkeypatch.setattr(module, name, recorded)
+    target = device()
+    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(6)])
+    optimizer = adamw(model)
+    budget = torch.accelerator.memory_allocated() + (400 << 10)
+    with hetero.manage(model, optimizer, device=target, device_budget=budget, device_homes=False) as manager:
+        for _ in range(3):
+            backward(model, target)
+            clip(list(model.parameters()))
+            optimizer.step()
+            optimizer.zero_grad()
+        backward(model, target)
+        parameters = list(model.parameters())
+        looked_at = [parameter.grad for parameter in parameters]
+        manager._stm.residency.evict_idle()
+        room = copies * looked_at[0].nbytes + 5 * 512  # what clipping makes of norms
+        held = torch.empty(
+            budget - torch.accelerator.memory_allocated() - room, dtype=torch.uint8, device=target
+        )
+        torch.accelerator.reset_peak_memory_stats()
+        taken.clear()
+        clip(parameters)
+        assert taken == (["cpu"] if copies == 0 else [target.type]) * len(parameters)
+        assert torch.accelerator.max_memory_allocated() <= budget
+        del held
 
 
 @pytest.mark.parametrize("others", [0, 1], ids=["alone", "with a parameter of the loss"])
@@ -384,3 +440,46 @@ def test_grad_scaler_with_a_fused_optimizer_that_unscales_by_itself():
 
     expected = run(manage=False)
     assert_same(run(manage=True), expected, "seen")
+
+
+@pytest.mark.parametrize("share", [0.6, 1.5])
+@pytest.mark.parametrize(
+    "clips", ["its own", "its own by value", "some after the last", "all after the last"]
+)
+def test_clipping_in_hooks_of_accumulated_gradients(clips, share):
+    """What is read in the hook is clipped."""
+
+    def loop(model, optimizer, target):
+        parameters = list(model.parameters())
+        calls, found = [], {}
+
+        def hook(parameter):
+            calls.append(parameter)
+            (index,) = [index for index, other in enumerate(parameters) if other is parameter]
+            clipped = [parameter]
+            if "last" in clips:
+                if len(calls) % len(parameters):
+                    return
+                index, clipped = 0, parameters[:3] if "some" in clips else parameters
+            if "value" in clips:
+                torch.nn.utils.clip_grad_value_(clipped, 1e-3)
+            else:
+                torch.nn.utils.clip_grad_norm_(clipped, 1e-3)
+            found[index] = [each.grad.clone() for each in clipped]
+
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(hook)
+        seen = []
+        for _ in range(5):
+            for _ in range(2):
+                found.clear()
+                backward(model, target)
+                seen.append(
+                    [found[index] for index in sorted(found)]
+                )  # nobody says in which order they are called
+            seen.append([parameter.grad for parameter in parameters])
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    assert_twins(mlp, loop, share=share)

@@ -6,18 +6,17 @@ update that is queued or being tried. Invariant: nobody can tell that it was und
 [Note: norms where they round alike]
 A norm must not depend on where a gradient happens to be. Most are taken on the device, as gradients leave. Those that
 were looked at or added to at home, or had left before anybody wanted norms, are copied up, each for the time of its
-norm, unless that has the same bits at home: on a device whose kernels are the host's, and the largest number anywhere.
-Where no copy finds room, the norm is the host's.
+norm, unless that has the same bits at home (`hetero.devices.norms_depend_on`). Where no copy finds room, the norm is
+the host's.
 """
 
-import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
 
-from hetero.devices import Accelerator, rounds_as_host
+from hetero.devices import Accelerator, norms_depend_on
 from hetero.stm.copies.residency import Residency
 from hetero.stm.gradients.changes import Clamp, Wish
 from hetero.stm.gradients.offload import Gradients
@@ -75,7 +74,7 @@ class GradientAccess:
         they left, or not of this order, are taken now: waiting for them ([Note: norms where they round alike])."""
         with self._lock, plain():
             norms = self._gradients.norms
-            copies_up = not (rounds_as_host(self._accelerator.device) or math.isinf(norm_type))
+            copies_up = norms_depend_on(self._accelerator.device, norm_type)
             norms.want(norm_type, tensors[0].home.dtype, self._parameters())
             at_home = {}
             for tensor in tensors:
@@ -91,21 +90,21 @@ class GradientAccess:
                     norms.take(tensor.index, self._gradients.on_device(tensor))
                     continue
                 self._gradients.wait(tensor)
-                copy = self._copied_up(tensor) if copies_up else None
-                if copy is not None:
-                    norms.take_once(tensor.index, norm_type, copy)
-                else:
+                if not (copies_up and self._take_from_copy(tensor, norm_type)):
                     at_home[tensor.index] = cast(torch.Tensor, tensor.parameter.grad)
             return norms.get([tensor.index for tensor in tensors], norm_type, at_home)
 
-    def _copied_up(self, tensor: ManagedTensor) -> torch.Tensor | None:
-        """Its gradient, at home, on the device; None if there is no room."""
-        if self._residency.room.make(self._gradients.on_device_nbytes(tensor)):
-            try:
-                return self._gradients.on_device(tensor)
-            except torch.OutOfMemoryError:  # within the budget, but no gap is large enough
-                self._accelerator.note_answered()
-        return None
+    def _take_from_copy(self, tensor: ManagedTensor, norm_type: float) -> bool:
+        """Of its gradient, at home, take the norm on the device; False if there is no room for a copy."""
+        norm_nbytes = self._accelerator.allocated_size(1)
+        if not self._residency.room.make(self._gradients.on_device_nbytes(tensor) + norm_nbytes):
+            return False
+        try:
+            self._gradients.norms.take_once(tensor.index, norm_type, self._gradients.on_device(tensor))
+        except torch.OutOfMemoryError:  # within the budget, but no gap is large enough
+            self._accelerator.note_answered()
+            return False
+        return True
 
     def scale(self, tensors: list[ManagedTensor], factor: torch.Tensor) -> None:
         """Multiply their gradients: before anybody sees them, or now if somebody may be looking."""

@@ -4,7 +4,8 @@ Owns what ``torch.nn.utils.clip_grad_norm_``, ``get_total_norm``, ``clip_grads_w
 while any model is managed. Invariant: the total norm and the clipped gradients have the bits of the unmanaged run: each
 gradient's norm is taken on the device, as it leaves, by the kernel torch would use there; the total is the norm of
 those norms; scaling is one multiplication, done when somebody looks at the gradient or its update is run. Gradients
-that were looked at, accumulated at home or replaced since they left are read there.
+that were looked at, accumulated at home or replaced since they left are read there, or from a copy on the device
+(`hetero.stm.gradients.access`, [Note: norms where they round alike]).
 
 Whatever does not fit (`hetero.stm.interception.foldable`, a ``foreach`` of the caller's) is read at home; its norms are
 put among the others as torch would do it (`hetero.stm.interception.totals`).

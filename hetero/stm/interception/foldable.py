@@ -16,8 +16,11 @@ __all__ = ["foldable", "foldable_parts"]
 
 
 def foldable(parameters: Iterable[torch.Tensor]) -> list[ManagedTensor]:
-    """Those with a gradient, if all of them are managed by one manager and of one type; else none."""
+    """Those with a gradient, if all of them are managed by one manager and of one type; else none. None, too, where
+    interception is off, as in hooks of accumulated gradients: nobody would ask us when they are read next."""
     tensors: list[ManagedTensor] = []
+    if not torch._C._is_torch_function_enabled():
+        return tensors
     with plain():
         for parameter in parameters:
             if parameter.grad is None:

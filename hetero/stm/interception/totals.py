@@ -1,17 +1,17 @@
 """Norms of gradients that lie in several places, in the order in which torch would take them in one.
 
-Owns the order, and where the norm of those norms is taken. Invariant: a total has the bits of the unmanaged run, also
-if only some of its gradients are managed ones (a parameter of the loss or a head that was added later is clipped with
-the model), or if those are of several managers, one of which has settled.
+Owns the order, and where the norm of those norms is taken. Invariant: a total has the bits of the unmanaged run (but
+for norms that `hetero.stm.gradients.access` has to take at home), also if only some of its gradients are managed ones
+(a parameter of the loss or a head that was added later is clipped with the model), or if those are of several managers,
+one of which has settled.
 
 [Note: order of norms]
 The norm of norms depends on their order, in its last bit. torch takes norms by groups, of one device and type each, so
 a list of which a part is at home would be two groups where unmanaged it is one. Groups are therefore made of where each
 gradient would be unmanaged. Each norm is taken where its gradient is; of one at home on the device, from a copy, where
-it would have other bits at home (`hetero.stm.gradients.access`, [Note: norms where they round alike]).
+it might have other bits at home (`hetero.stm.gradients.access`, [Note: norms where they round alike]).
 """
 
-import math
 from collections.abc import Sequence
 from typing import cast
 
@@ -22,10 +22,11 @@ from torch.utils._foreach_utils import (
     _has_foreach_support,
 )
 
-from hetero.devices import rounds_as_host
+from hetero.devices import Accelerator, norms_depend_on
 from hetero.stm.interception.foldable import foldable, foldable_parts
 from hetero.stm.interception.parameter import is_managed, managed_of
 from hetero.stm.neighbours import devices as managed_devices
+from hetero.stm.neighbours import make_room
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.hostcopies import is_at_home
 
@@ -62,7 +63,7 @@ def norms_of(tensors: list[torch.Tensor], norm_type: float, foreach: bool | None
         return None
     devices = {tensor.device for tensor in tensors if not tensor.is_cpu}
     if not devices:
-        devices = {device for device in managed_devices() if _bits_depend_on(device, norm_type)}
+        devices = {device for device in managed_devices() if norms_depend_on(device, norm_type)}
     if len(devices) != 1:
         return None
     (device,) = devices
@@ -93,23 +94,36 @@ def _norms(
     foreach: bool | None,
     device: torch.device,
 ) -> list[torch.Tensor]:
-    """Of each tensor, which would be in the place beside it; then all of them are on ``device``, where torch takes the
+    """Of each tensor, which would be in the place beside it; all of them are on ``device`` then, where torch takes the
     total."""
-    norms: dict[int, torch.Tensor] = {}
-    for index, (tensor, place) in enumerate(pairs):
-        if tensor.device != place.device and _bits_depend_on(place.device, norm_type):
-            (norm,) = _norms_of_group([tensor.to(place.device)], norm_type, foreach)  # one copy at a time
-            norms[index] = norm.to(device)
-    rest = [index for index in range(len(pairs)) if index not in norms]
+    found: list[torch.Tensor | None] = [_norm_of_copy(*pair, norm_type, foreach) for pair in pairs]
+    rest = [index for index, norm in enumerate(found) if norm is None]
     for group in _groups([pairs[index][0] for index in rest]):
-        taken = torch.stack(_norms_of_group([pairs[rest[index]][0] for index in group], norm_type, foreach))
-        norms.update(zip([rest[index] for index in group], taken.to(device).unbind(), strict=True))
-    return [norms[index] for index in range(len(pairs))]
+        taken = _norms_of_group([pairs[rest[index]][0] for index in group], norm_type, foreach)
+        for index, norm in zip(group, taken, strict=True):
+            found[rest[index]] = norm
+    norms = cast(list[torch.Tensor], found)
+    for group in _groups(norms):  # together: each by itself would take a block of the device
+        moved = torch.stack([norms[index] for index in group]).to(device).unbind()
+        for index, norm in zip(group, moved, strict=True):
+            norms[index] = norm
+    return norms
 
 
-def _bits_depend_on(device: torch.device, norm_type: float) -> bool:
-    """A norm taken there may have others than at home. The largest number is the same everywhere."""
-    return not (rounds_as_host(device) or math.isinf(norm_type))
+def _norm_of_copy(
+    tensor: torch.Tensor, place: torch.Tensor, norm_type: float, foreach: bool | None
+) -> torch.Tensor | None:
+    """Of one at home, on the host; None where none is needed, or finds room on the device."""
+    if tensor.device == place.device or not norms_depend_on(place.device, norm_type):
+        return None
+    if not make_room(place.device, tensor.nbytes + place.element_size()):
+        return None
+    try:
+        (norm,) = _norms_of_group([tensor.to(place.device)], norm_type, foreach)
+        return norm.cpu()
+    except torch.OutOfMemoryError:  # within the budget, but no gap is large enough
+        Accelerator(place.device).note_answered()
+        return None
 
 
 def _in_order(norms: list[torch.Tensor], places: list[torch.Tensor]) -> torch.Tensor:

@@ -198,6 +198,10 @@ class PlanBook:
         if (more or has_news or has_larger) and plan is not None:
             # What a larger one has taken more was measured.
             margins[keys] = margins.get(keys, plan.margin) + (0 if has_larger else more)
+        unplanned = self.samples.take_unplanned_gradients()
+        for other, their_plan in self._plans.items():
+            if not unplanned.isdisjoint(other):
+                margins.setdefault(other, their_plan.margin)
         if margins:
             self._make_all(margins)
 

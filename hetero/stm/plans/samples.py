@@ -33,6 +33,7 @@ class Samples(Mapping[SegmentKey, Sequence[Segment]]):
         self._before: dict[SegmentKey, list[Segment]] = {}
         # Segments that gradients are there to see begin: of earlier micro-batches, of a loop that drops them late.
         self._with_gradients: set[SegmentKey] = set()
+        self._unplanned_gradients: set[SegmentKey] = set()  # of these, those that plans do not know of yet
         self._has_news = False
         self._has_larger = False
         self.excess = 0
@@ -95,17 +96,21 @@ class Samples(Mapping[SegmentKey, Sequence[Segment]]):
             self._with_gradients.add(segment.key)
 
     def note_gradients(self, key: SegmentKey) -> bool:
-        """There were some when such a segment began that was not measured. True if that is news."""
-        is_news = key not in self._with_gradients
-        if is_news:
+        """There are some as such a segment begins, which follows a plan. True if that does not know of them."""
+        if key not in self._with_gradients:
             self._with_gradients.add(key)
-            self._has_news = True
-        return is_news
+            self._unplanned_gradients.add(key)
+        return key in self._unplanned_gradients
 
     def take_news(self) -> bool:
         """Something is known that was not when plans were made."""
         news, self._has_news = self._has_news, False
         return news
+
+    def take_unplanned_gradients(self) -> AbstractSet[SegmentKey]:
+        """Plans with any of these are to be made anew."""
+        unplanned, self._unplanned_gradients = self._unplanned_gradients, set()
+        return unplanned
 
     def take_larger(self) -> bool:
         """Of what plans are made of there is a sample that may have taken more than all before."""

@@ -124,7 +124,11 @@ class Executor:
         there = self._segment.has_gradients or len(self._gradients.kept) > 0
         planned = self._course.plan is not None and key.phase is not Phase.STEP
         if there and planned and self._plans.samples.note_gradients(key):
-            self._guarding.from_here()  # the plan is of iterations that begin without, and has used their memory
+            # The plan is of iterations that begin without, and has used their memory.
+            if self._is_backward:
+                self._guarding.from_here()
+            else:  # its guard is still to come
+                self._guarding.set(True)
         self._drift = self._measure_drift(self._course.position)
         # As keys and values of a text do, and may within it.
         grows = place.number == 0 and key.phase is Phase.FORWARD and not key.trains

@@ -114,10 +114,11 @@ class Relief:
         with plain(), self._residency.on_its_stream(), self._collector.evicting(for_operator=False):
             return self._room.give(nbytes, urgent=urgent)
 
-    def make_room(self, nbytes: int) -> None:
-        """The caller is about to take so many bytes of the device; the lock is held."""
+    def make_room(self, nbytes: int) -> bool:
+        """The caller is about to take so many bytes of the device; the lock is held. False if they pass the budget all
+        the same."""
         with plain(), self._residency.on_its_stream(), self._collector.evicting(for_operator=False):
-            self._room.make(self._accelerator.allocated_size(nbytes))
+            return self._room.make(self._accelerator.allocated_size(nbytes))
 
     def await_release(self) -> None:
         """Wait for autograd's thread, which may hold what a backward has used for a moment longer than that runs: such
