@@ -14,6 +14,7 @@ from twins import adamw, assert_same, assert_twins, device
 
 import hetero
 from hetero.stm import Kind, Tier
+from hetero.stm.plans.samples import Samples
 from hetero.stm.plans.timings import Timings
 
 pytestmark = pytest.mark.usefixtures("homes_on_device", "late_queue")
@@ -310,3 +311,39 @@ def test_those_that_were_there_in_vain_leave_before_the_next_plan_is_followed(mo
         assert any(lived)
         assert judged
         assert not living(manager)
+
+
+def test_gradients_that_plans_do_not_know_of_are_guarded_until_they_do(monkeypatch):
+    """Also after a forward that failed, of which nothing is learned."""
+    news = []
+    own = Samples.note_gradients
+
+    def noted(self, key):
+        news.append(own(self, key))
+        return news[-1]
+
+    monkeypatch.setattr(Samples, "note_gradients", noted)
+    model, optimizer, manager, target = managed_mlp("1MiB")
+
+    def fail(*_):
+        raise ValueError("of the user's")
+
+    with manager:
+        for _ in range(6):
+            step(model, optimizer, target)
+        assert living(manager)
+        assert not any(news)
+        backward(model, target)
+        optimizer.step()
+        handle = model[2].register_forward_hook(fail)
+        with pytest.raises(ValueError, match="of the user's"):
+            backward(model, target)
+        handle.remove()
+        assert news == [True]
+        news.clear()
+        backward(model, target)
+        assert news == [True, True]  # forward and backward
+        optimizer.step()
+        news.clear()
+        backward(model, target)
+        assert news == [False, False]
