@@ -63,6 +63,9 @@ class CopyEngine:
         self.accelerator = accelerator
         self._up = torch.Stream(device=accelerator.device)
         self._down = torch.Stream(device=accelerator.device)
+        # On which memory of copies is taken and given back; None: on whatever stream is the caller's. The caller may go
+        # on on another for a while, as for clipping.
+        self.allocates_on: torch.Stream | None = None
         # Who wants to know how long copies take, and how long they are waited for; see `CopyMeter`.
         self.meter: CopyMeter | None = None
         # Test-only: waits left out, to show that the race detector misses none of them.
@@ -129,6 +132,8 @@ class CopyEngine:
         else:
             with meter.waiting():
                 stream.wait_event(event)
+        if self.allocates_on is not None and self.allocates_on != stream:
+            self.allocates_on.wait_event(event)
 
     def _copy(self, stream: torch.Stream, source: torch.Tensor, destination: torch.Tensor) -> torch.Event:
         meter = self.meter

@@ -14,6 +14,7 @@ from hetero.stm.gradients import access, norms
 from hetero.stm.gradients.norms import GradientNorms
 from hetero.stm.gradients.offload import Gradients
 from hetero.stm.interception import totals
+from hetero.units import parse_bytes
 
 pytestmark = pytest.mark.usefixtures("late_queue")
 
@@ -483,3 +484,33 @@ def test_clipping_in_hooks_of_accumulated_gradients(clips, share):
         return seen
 
     assert_twins(mlp, loop, share=share)
+
+
+@pytest.mark.parametrize("bandwidth", ["20MiB/s", "100MiB/s"])
+@pytest.mark.parametrize("budget", ["250KiB", "300KiB"])
+@pytest.mark.parametrize(
+    "clip",
+    [
+        lambda parameters: torch.nn.utils.clip_grad_norm_(parameters, 1e-3),
+        lambda parameters: torch.nn.utils.get_total_norm([p.grad for p in parameters]),
+        lambda parameters: sum(p.grad.abs().max().cpu() for p in parameters),
+    ],
+    ids=["clipped", "a norm", "read"],
+)
+def test_on_another_stream_that_waits_and_is_waited_for(clip, budget, bandwidth):
+    """What leaves meanwhile, because it was tried in vain, is given back in the order of the stream of before."""
+
+    def loop(model, optimizer, target):
+        side, seen = torch.Stream(device=target), []
+        for _ in range(12):
+            backward(model, target)
+            before = torch.accelerator.current_stream()
+            side.wait_stream(before)
+            with side:
+                seen.append(clip(list(model.parameters())))
+            before.wait_stream(side)
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    assert_twins(lambda: mlp(depth=2), loop, budget=parse_bytes(budget), bandwidth=bandwidth)

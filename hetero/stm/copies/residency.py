@@ -187,7 +187,7 @@ class Residency:
                 self.room.send_home(self._budget)
                 self.evict_idle()
             stream.wait_event(before.record_event())
-        self._stream = stream
+        self._stream = self._engine.allocates_on = stream
 
     def follow_stream_with_nodes(self, tensors: Iterable[ManagedTensor]) -> None:
         """Autograd runs a node on the stream on which it was made: on another than what hands it a gradient, that
