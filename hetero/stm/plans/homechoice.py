@@ -12,8 +12,8 @@ device for the others.
 
 [Note: after a loss]
 Often a few bytes were wanting: of losses, say, that the loop keeps. So a 16th of what lived there stays away, and twice
-as much with each further loss, up to half, so that there are few. But no less than twice what had to leave, which may
-grow on, or than that and half of the rest, if this is less.
+as much with each further loss, so that there are few; no less than twice what had to leave, which may grow on; and no
+more than half, because all of it may have left for an operator that wanted a part.
 """
 
 import time
@@ -98,8 +98,8 @@ class HomeChoice:
     def _fewer(self, there: int) -> int:
         """Of so many bytes that lived on the device, what may from now on ([Note: after a loss])."""
         self._times_lost += 1
-        rest = max(0, there - self._lost_bytes)
-        return min(there - (there >> max(1, 5 - self._times_lost)), max(rest - self._lost_bytes, rest // 2))
+        portion = there >> max(1, 5 - self._times_lost)
+        return there - min(max(portion, 2 * self._lost_bytes), there // 2)
 
     def _choose(self, keys: Keys) -> None:
         book = self._book
