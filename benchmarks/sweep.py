@@ -146,7 +146,7 @@ class Sweep:
             outcome: Row = {"error": "not run: out of time"}
         else:
             outcome = self._in_a_process({**self._settings, "way": way, **budget})
-        row = {"way": way, **budget, "date": time.strftime("%Y-%m-%dT%H:%M"), **outcome}
+        row = {"way": way, **budget, "date": time.strftime("%Y-%m-%dT%H:%M+00:00", time.gmtime()), **outcome}
         print(f"{_line(row)} [{time.perf_counter() - begin:.0f} s]", flush=True)
         return row
 

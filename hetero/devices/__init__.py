@@ -10,6 +10,7 @@ from hetero.devices.accelerator import (
     default_device,
     named_device,
     norms_depend_on,
+    rounds_as_host,
 )
 from hetero.devices.copies import CopyEngine, Wait
 from hetero.devices.host import device_memory_free, host_memory_free, host_memory_used
@@ -35,5 +36,6 @@ __all__ = [
     "named_device",
     "norms_depend_on",
     "probe_links",
+    "rounds_as_host",
     "storage_of",
 ]

@@ -25,6 +25,7 @@ __all__ = [
     "default_device",
     "named_device",
     "norms_depend_on",
+    "rounds_as_host",
 ]
 
 # CUDA's caching allocator and the virtual one both hand out multiples of 512 bytes; a ledger that counts
@@ -76,10 +77,14 @@ _CURE = (
 )
 
 
+def rounds_as_host(device: torch.device) -> bool:
+    """Its kernels are the host's: what is computed has the same bits on either."""
+    return device.type in ("cpu", "virtual")
+
+
 def norms_depend_on(device: torch.device, order: float) -> bool:
-    """A norm that is taken there may have other bits than the host's: its kernels are not the host's, and it is not the
-    largest number that is looked for, or the smallest."""
-    return device.type not in ("cpu", "virtual") and not math.isinf(order)
+    """A norm of that order may have other bits there than on the host. The largest number, or the smallest, has not."""
+    return not (rounds_as_host(device) or math.isinf(order))
 
 
 class Accelerator:

@@ -10,7 +10,7 @@ import torch
 
 from hetero.stm.living import Living
 
-__all__ = ["Neighbour", "ask", "devices", "join", "make_room"]
+__all__ = ["Neighbour", "ask", "join", "make_room", "managed_devices"]
 
 
 class Neighbour(Protocol):
@@ -27,8 +27,8 @@ class Neighbour(Protocol):
         """It manages nothing any more."""
 
     def make_room(self, nbytes: int) -> bool:
-        """Let as much leave as keeps the budget with so many bytes more; False if that is not enough. Nothing, if it is
-        busy on another thread."""
+        """Let as much leave as keeps the budget with so many bytes more; False if that is not enough. Nothing, and
+        True, if it is busy on another thread, or has no copies."""
 
 
 _managers = Living[Neighbour]()
@@ -52,7 +52,7 @@ def ask(asking: Neighbour, nbytes: int, *, urgent: bool) -> int:
     return given
 
 
-def devices() -> set[torch.device]:
+def managed_devices() -> set[torch.device]:
     """Where anything is managed."""
     return {manager.device for manager in _managers if not manager.is_closed}
 

@@ -6,7 +6,7 @@ from accelerators import ON_CUDA, ON_HOST
 from lateness import managed_mlp, pending, stopped
 from loops import backward, batch, mlp
 from torch import nn
-from twins import adamw, assert_same, assert_twins, at_home, device, plain
+from twins import adamw, assert_same, assert_twins, at_home, device, managed, plain, unmanaged
 
 import hetero
 from hetero.stm.copies.room import Room
@@ -99,8 +99,6 @@ def test_norms_of_gradients_at_home_are_taken_on_a_device_that_rounds_otherwise(
     elif room == "in no gap":
         monkeypatch.setattr(Gradients, "on_device", refused)
     rounds = room == "enough" and norm_type == 2.0  # the largest number is the same wherever it is looked for
-    if ON_CUDA and room != "enough" and norm_type == 2.0:
-        pytest.skip(ON_HOST)
 
     def loop(model, optimizer, target):
         seen = []
@@ -116,7 +114,10 @@ def test_norms_of_gradients_at_home_are_taken_on_a_device_that_rounds_otherwise(
             optimizer.zero_grad()
         return seen
 
-    assert_twins(mlp, loop, device_homes=False)
+    if ON_CUDA and room != "enough" and norm_type == 2.0:  # taken at home, with the host's bits
+        managed(mlp, loop, int(0.6 * unmanaged(mlp, loop)[2]), device_homes=False)
+    else:
+        assert_twins(mlp, loop, device_homes=False)
 
 
 def _apart(parameters):

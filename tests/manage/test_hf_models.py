@@ -274,20 +274,25 @@ def _precision(loop: Loop) -> AbstractContextManager[Any]:
     return torch.autocast(device().type, dtype=torch.bfloat16) if loop.autocast else nullcontext()
 
 
+def _before_positions_step(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Positions are interpolated for images of another size, and CUDA has no deterministic backward of that (torch says
+    so of upsample_bicubic2d_backward_out_cuda; on an H200, four unmanaged runs differed from each other): all but their
+    gradient, until that is used."""
+    first = {key: value for key, value in values.items() if key.startswith("step 0 ") and "eval" not in key}
+    return {key: value for key, value in first.items() if not key.endswith("position_embeddings.grad")}
+
+
 @pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS.keys())
 @pytest.mark.parametrize("name", MODELS)
 def test_model_trains_to_the_same_bits_under_a_budget(name: str, loop: Loop) -> None:
-    if ON_CUDA and name == "vit" and len(loop.lengths) > 1:
-        # Positions are interpolated for the other size; torch says itself that this has no deterministic backward.
-        pytest.skip(
-            "upsample_bicubic2d_backward_out_cuda: on an H200, four unmanaged runs differed from each other"
-        )
     target = device()
     unmanaged = _train(name, loop, target, None)
     # Room for what is no parameter and for half of the parameters.
     budget = unmanaged.other_bytes + unmanaged.parameter_bytes // 2
     managed = _train(name, loop, target, budget)
-    assert_identical(managed.values, unmanaged.values)
+    interpolates = ON_CUDA and name == "vit" and len(loop.lengths) > 1
+    reproducible = _before_positions_step if interpolates else dict
+    assert_identical(reproducible(managed.values), reproducible(unmanaged.values))
     assert managed.stats is not None
     assert managed.stats.model_data_bytes + unmanaged.parameter_bytes > budget  # zero_grad took the gradients
     assert managed.peak <= budget + GAPS

@@ -1,6 +1,7 @@
 """The gradients of parameters that live on the device take its memory while they are there, and no longer."""
 
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from hetero.msc.periods import HandedOver
 from hetero.stm import Kind, Tier
 from hetero.stm.gradients import kept
 from hetero.stm.interception.parameter import is_managed, managed_of
+from hetero.stm.plans.homechoice import HomeChoice
 from hetero.stm.plans.rows import home_gradients, sends_to_come
 
 pytestmark = pytest.mark.usefixtures("homes_on_device")
@@ -396,3 +398,18 @@ def test_a_few_bytes_that_are_wanting_send_few_home():
             one_step(model, optimizer, target)
         now = sum(tensor.home.nbytes for tensor in manager._stm.tensors if tensor.stays)
     assert 0.7 * max(lived) < now < max(lived)
+
+
+@given(
+    there=st.integers(0, 1 << 40),
+    left=st.lists(st.floats(0.0, 1.0), min_size=1, max_size=8),
+)
+def test_after_a_loss_between_half_and_nearly_all_stays_and_soon_no_more_than_half(there, left):
+    choice = HomeChoice([], SimpleNamespace(budget=1 << 40))
+    for times, share in enumerate(left, 1):
+        choice.lose(max(1, int(share * there)))
+        fewer = choice._fewer(there)
+        assert there // 2 <= fewer <= there - there // 16
+        assert fewer <= max(there - 2 * choice._lost_bytes, there - there // 2)
+        assert times < 4 or fewer <= there - there // 2
+        choice._lost_bytes, there = 0, fewer

@@ -25,8 +25,7 @@ from torch.utils._foreach_utils import (
 from hetero.devices import Accelerator, norms_depend_on
 from hetero.stm.interception.foldable import foldable, foldable_parts
 from hetero.stm.interception.parameter import is_managed, managed_of
-from hetero.stm.neighbours import devices as managed_devices
-from hetero.stm.neighbours import make_room
+from hetero.stm.neighbours import make_room, managed_devices
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.hostcopies import is_at_home
 

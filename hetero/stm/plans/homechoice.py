@@ -98,7 +98,7 @@ class HomeChoice:
     def _fewer(self, there: int) -> int:
         """Of so many bytes that lived on the device, what may from now on ([Note: after a loss])."""
         self._times_lost += 1
-        portion = there >> max(1, 5 - self._times_lost)
+        portion = (there << self._times_lost) // 32
         return there - min(max(portion, 2 * self._lost_bytes), there // 2)
 
     def _choose(self, keys: Keys) -> None:

@@ -14,7 +14,7 @@ from typing import cast
 
 import torch
 
-from hetero.devices import Accelerator
+from hetero.devices import Accelerator, rounds_as_host
 from hetero.errors import BudgetError, ManageError
 from hetero.eviction import HomeCost
 from hetero.stm.manager import StatefulTensorMgr
@@ -356,7 +356,7 @@ class DeviceHomes:
         if getattr(self._optimizer, "grad_scale", None) is not None:
             return False  # a fused kernel will unscale ``p.grad`` in place
         # Which parameters are stepped there depends on measured speeds, and a real device rounds in its own way.
-        reproducible = torch.are_deterministic_algorithms_enabled() and self._stm.device.type != "virtual"
+        reproducible = torch.are_deterministic_algorithms_enabled() and not rounds_as_host(self._stm.device)
         return self._allowed and not reproducible and (self._is_measured() or may_be_tried(self._optimizer))
 
     def _is_measured(self) -> bool:
