@@ -550,9 +550,9 @@ def test_what_is_gone_is_not_taken_for_room():
         kept = torch.empty(64 << 20, dtype=torch.uint8, device=target)
         assert executor._course.plan is not None
         del loss
-        drift = executor._measure_drift(0)
+        drift = executor._growth.measured(0)
         manager._stm.activations.close_gone()
-        assert drift == executor._measure_drift(0) > 0
+        assert drift == executor._growth.measured(0) > 0
         del kept
 
 

@@ -3,8 +3,8 @@
 Owns what is done at each sampling moment. Invariant: the schedule is a hint for speed, never a condition: operands are
 made resident at every sampling moment whatever the schedule said, and an access that it did not foresee is a
 fetch of its own, counted. What is planned is decided in `hetero.stm.plans.planbook`, where in it the iteration is, in
-`hetero.stm.running.course`; bytes are moved by `Residency`; what is tried again, and under which cap, is
-`hetero.stm.running.guarding`'s.
+`hetero.stm.running.course`, how much more there is than was measured, in `hetero.stm.running.growth`; bytes are moved
+by `Residency`; what is tried again, and under which cap, is `hetero.stm.running.guarding`'s.
 """
 
 import contextlib
@@ -23,6 +23,7 @@ from hetero.stm.plans.planbook import PlanBook
 from hetero.stm.running.backlog import Backlog
 from hetero.stm.running.callers import MOST_OF_ITS_OWN, CallersPart
 from hetero.stm.running.course import Course
+from hetero.stm.running.growth import Growth
 from hetero.stm.running.guarding import Guarding
 from hetero.stm.running.relief import Relief
 from hetero.stm.tensors.managed import ManagedTensor
@@ -53,20 +54,28 @@ class Executor:
         self._cycles = cycles
         self._plans = plans
         self._relief = relief
-        self._accelerator = accelerator
-        self._drift = 0
-        self._excess = 0
         # Some of what runs can never be tried again: regions that are compiled.
         self.runs_unguarded = False
         self._segment: Segment | None = None
         self._is_backward = False
         self._course = Course(cycles, activations)
         self._backlog = Backlog(tensors, residency, activations)
+        self._growth = Growth(
+            tensors,
+            residency,
+            gradients.kept,
+            activations,
+            collector,
+            plans,
+            accelerator,
+            self._course,
+            self._backlog,
+        )
         self._holders = Holders(residency.resident)
         self._room = residency.room
         self._room.is_planned = lambda: self._course.plan is not None
         self._room.next_use = self._course.next_use
-        self._room.enough = self._enough
+        self._room.enough = self._growth.enough
         self._guarding = Guarding(
             accelerator, relief, self._room, plans.budget, note_values=self._note_values
         )
@@ -129,10 +138,10 @@ class Executor:
                 self._guarding.from_here()
             else:  # its guard is still to come
                 self._guarding.set(True)
-        self._drift = self._measure_drift(self._course.position)
+        self._growth.begin()
         # As keys and values of a text do, and may within it.
         grows = place.number == 0 and key.phase is Phase.FORWARD and not key.trains
-        if self._drift and (grows or is_within_guard):
+        if self._growth.drift and (grows or is_within_guard):
             self._guarding.set(True)
         # What runs before the segment's first managed operator has a period too.
         self.before_operator([], key.phase.value)
@@ -150,7 +159,7 @@ class Executor:
             self._segment = None
             self._is_backward = False
             self._course.end()
-            self._drift = self._excess = 0  # they are the plan's; and another thread's operators may go on
+            self._growth.end()  # another thread's operators may go on
 
     def before_operator(self, operands: list[ManagedTensor], name: object) -> None:
         """The pre-op sampling moment: measure, then change the layout as planned, then make operands resident."""
@@ -226,15 +235,14 @@ class Executor:
     def leave_room(self) -> None:
         """Before what the caller does between forward and backward, unguarded: what was measured of it fits, with more
         beside where forward kept more, and where nothing was measured, all that can leave does."""
-        plan = self._plan_of_caller
+        plan, drift = self._plan_of_caller, self._growth.drift
         if plan is not None:
-            if self._drift and not self._collector.is_sampling and not plan.guarded[self._course.number]:
+            if drift and not self._collector.is_sampling and not plan.guarded[self._course.number]:
                 self._caller.begin_after_drift(plan, position=self._course.callers)
-            if self._drift:
+            if drift:
                 # What leaves for it has to come back: if that costs fetches, it is planned for.
-                self._plans.outgrown.note(self._drift)
-            limit = plan.limits[self._course.callers] - self._drift
-            self._keep_to(limit - MOST_OF_ITS_OWN * self._drift)
+                self._plans.outgrown.note(drift)
+            self._keep_to(plan.limits[self._course.callers] - drift - MOST_OF_ITS_OWN * drift)
         else:
             self.leave_unplanned_room()
 
@@ -261,12 +269,12 @@ class Executor:
         if plan is None or segment.sampled:
             return
         more = self._caller.begin_backward(
-            segment, plan, number=self._course.number, position=self._course.callers, drift=self._drift
+            segment, plan, number=self._course.number, position=self._course.callers, drift=self._growth.drift
         )
         if more > 0:
-            self._drift += more
+            self._growth.drift += more
             self._guarding.set(True)
-            self._keep_to(plan.limits[self._course.callers] - self._drift)
+            self._keep_to(plan.limits[self._course.callers] - self._growth.drift)
 
     def release_cap(self) -> None:
         """Nothing runs until the next segment: others may have the memory. A model may also be dropped here."""
@@ -291,24 +299,17 @@ class Executor:
             self._segment.by_values = True
 
     def _change_layout(self, operands: list[ManagedTensor], indices: tuple[int, ...], name: object) -> None:
+        growth = self._growth
         actions = self._course.advance(indices)
         if (self._course.has_strayed or self._course.saves_otherwise) and not self._guarding.is_on:
             self._guarding.from_here()  # it may take more than was measured, in operators that nobody sees as well
         self._backlog.forget_overtaken(actions)
-        if actions.evict or actions.fetch or self._collector.is_sampling:
-            drift = self._measure_drift(self._course.current)
-            if drift > self._drift:
-                # The model keeps more than it did, and may do so again within any period.
-                self._drift = drift
-                if (
-                    not self._guarding.is_on
-                    and self._segment is not None
-                    and self._segment.key.phase is not Phase.STEP
-                ):
-                    self._guarding.from_here()
+        looks = bool(actions.evict or actions.fetch or self._collector.is_sampling)
+        if looks and growth.has_grown() and not self._guarding.is_on and not self._is_step:
+            self._guarding.from_here()
         self._backlog.evict(actions.evict)
-        if self._drift or self._excess:
-            self._answer_drift(actions.fetch)
+        if growth.drift or growth.excess:
+            growth.answer(actions.fetch, self._limit() - self._gradient_room())
         limit = self._limit()
         room = limit - self._gradient_room()
         self._room.trim(room, keep=indices)
@@ -317,13 +318,15 @@ class Executor:
         self._residency.wanted = frozenset(indices)
         try:
             fetched = self._residency.require(operands, limit=limit, operator=lambda: _label(name, operands))
-            if not self._guarding.is_on and self._room.exceeds(limit + self._excess - self._still_to_come()):
+            if not self._guarding.is_on and self._room.exceeds(
+                limit + growth.excess - growth.still_to_come()
+            ):
                 self._guarding.from_here()  # the operands alone pass it: what the operator itself needs may not fit
             if fetched and self._course.plan is not None:
                 self._collector.count_unplanned(
                     max(0, fetched - sum(index in indices for index in actions.fetch))
                 )
-            self._backlog.prefetch(actions.fetch, room + self._excess, self._measure_excess)
+            self._backlog.prefetch(actions.fetch, room + growth.excess, growth.measured_excess)
             self._renew(room)
         finally:
             self._residency.wanted = frozenset()
@@ -336,14 +339,19 @@ class Executor:
             return False
         plan = course.plan
         assert plan is not None
-        limit = plan.limits[course.position] - self._excess
-        if self._drift:
+        growth = self._growth
+        limit = plan.limits[course.position] - growth.excess
+        if growth.drift:
             if plan.device_homes:
                 return False
-            limit -= self._drift
+            limit -= growth.drift
         if self._is_backward:
             limit -= self._gradient_room()
         return self._residency.holds(operands, limit=limit)
+
+    @property
+    def _is_step(self) -> bool:
+        return self._segment is None or self._segment.key.phase is Phase.STEP
 
     @property
     def _plan_of_caller(self) -> CyclePlan | None:
@@ -367,20 +375,8 @@ class Executor:
     def _limit(self) -> int:
         if self._course.plan is None:
             return self._cycles.unplanned_limit(self._segment)
-        limit = self._course.plan.limits[self._course.current] - self._drift - self._excess
+        limit = self._course.plan.limits[self._course.current] - self._growth.drift - self._growth.excess
         return min(limit, self._cycles.unplanned_limit(None)) if self._has_left_plan else limit
-
-    def _still_to_come(self) -> int:
-        """Where more is there than was measured: what gradients that stay on the device will take in this period. Else
-        the schedule leaves room for these."""
-        plan = self._course.plan
-        if plan is None or not (self._drift and plan.device_homes):
-            return 0
-        if not all(self._tensors[index].stays for index in plan.device_homes):  # they come at the next step
-            return 0
-        gradients = sum(self._tensors[index].full_nbytes for index in self._gradients.kept.indices())
-        homes = plan.home_bytes[self._course.current] - self._residency.home_bytes() - gradients
-        return max(0, homes)
 
     def _limit_gradients(self) -> None:
         """Before anything is known, a gradient is handed over at once: what is measured is then the operator's own
@@ -399,55 +395,11 @@ class Executor:
             return 0
         return self._gradients.room_left
 
-    def _measure_drift(self, position: int) -> int:
-        """How much more non-model data there is than when this moment was measured: tensors the caller keeps, a
-        larger batch on the device. Not at every moment, because reading the counter is slow on some devices. What the
-        allocator has added by itself, because of where blocks lie now, is no growth: it only takes room."""
-        plan = self._course.plan
-        if plan is None:
-            return 0
-        self._activations.close_gone()  # else what is gone would count as model data that is there
-        non_model, excess = self._collector.asked_non_model_bytes()
-        self._excess = max(0, excess - plan.excess)
-        return max(0, non_model - plan.non_model[position] - plan.margin)
-
-    def _measure_excess(self) -> int:
-        """How much more than the plan keeps for it is in use now and was not asked for."""
-        plan = self._course.plan
-        self._excess = 0 if plan is None else max(0, self._accelerator.asked_bytes()[1] - plan.excess)
-        return self._excess
-
-    def _answer_drift(self, planned: tuple[int, ...]) -> None:
-        """If what is planned does not fit beside it: what other managers have fetched since it was measured may leave,
-        at no more cost than ours; only if that is not enough, it is growth."""
-        plan = self._course.plan
-        assert plan is not None
-        sizes = plan.trace.sizes
-        coming = sum(sizes[index] for index in self._backlog.missing(planned))
-        short = self._room.excess(self._limit() - self._gradient_room() - coming)
-        if short > 0:
-            given = self._room.ask(short, False)
-            if given:
-                self._drift = self._measure_drift(self._course.current)
-            if given < short:
-                self._plans.outgrown.note(self._drift)
-                if self._excess:
-                    self._plans.samples.note_excess(plan.excess + self._excess)
-
     def _renew(self, limit: int) -> None:
         if self._backlog.may_renew:
             assert self._course.plan is not None
             self._gradients.reclaim(0)
             self._backlog.renew(limit, self._course.plan.spare[self._course.current])
-
-    def _enough(self) -> int | None:
-        """A budget for all that was measured, beside what there is now and was not then; None without a plan."""
-        plan, needs = self._course.plan, self._plans.needs()
-        if plan is None or needs is None:
-            return None
-        more = self._collector.asked_non_model_bytes()[0] - plan.non_model[self._course.current]
-        seen = self._drift + plan.margin if self._drift else 0
-        return needs[0] + max(0, more, seen)
 
 
 def _label(name: object, operands: list[ManagedTensor]) -> str:

@@ -1,0 +1,120 @@
+"""How much more there is on the device than when the plan was measured.
+
+Owns two numbers of the segment that runs: what was asked for and is no model data (tensors that the caller keeps, a
+larger batch), and what the allocator has added by itself. Both take room from copies; only the first is growth, which
+plans are told of (`hetero.stm.plans.outgrown`) where what was planned does not fit beside it. Who leaves for it is
+`hetero.stm.running.executor`'s; what the caller adds between forward and backward, `hetero.stm.running.callers`'.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from hetero.devices import Accelerator
+from hetero.msc import MemStatsCollector
+from hetero.stm.activations.offload import Activations
+from hetero.stm.copies.residency import Residency
+from hetero.stm.gradients.kept import KeptGradients
+from hetero.stm.plans.planbook import PlanBook
+from hetero.stm.running.backlog import Backlog
+from hetero.stm.running.course import Course
+from hetero.stm.tensors.managed import ManagedTensor
+
+__all__ = ["Growth"]
+
+
+class Growth:
+    """Of one manager. ``drift``, ``excess``: bytes, as last measured; 0 where nothing is planned. Plain attributes,
+    because every operator looks at them."""
+
+    def __init__(
+        self,
+        tensors: Sequence[ManagedTensor],
+        residency: Residency,
+        kept: KeptGradients,
+        activations: Activations,
+        collector: MemStatsCollector,
+        plans: PlanBook,
+        accelerator: Accelerator,
+        course: Course,
+        backlog: Backlog,
+    ) -> None:
+        self._tensors = tensors
+        self._residency = residency
+        self._kept = kept
+        self._activations = activations
+        self._collector = collector
+        self._plans = plans
+        self._accelerator = accelerator
+        self._course = course
+        self._backlog = backlog
+        self.drift = self.excess = 0
+
+    def begin(self) -> None:
+        """A segment begins."""
+        self.drift = self.measured(self._course.position)
+
+    def end(self) -> None:
+        """It is over: both are its plan's."""
+        self.drift = self.excess = 0
+
+    def has_grown(self) -> bool:
+        """There is more than there was before in this segment: it may be so again, within any period."""
+        drift = self.measured(self._course.current)
+        if drift <= self.drift:
+            return False
+        self.drift = drift
+        return True
+
+    def measured(self, position: int) -> int:
+        """The drift at this moment, and the excess with it. Not looked at at every moment, because reading the counter
+        is slow on some devices."""
+        plan = self._course.plan
+        if plan is None:
+            return 0
+        self._activations.close_gone()  # else what is gone would count as model data that is there
+        non_model, excess = self._collector.asked_non_model_bytes()
+        self.excess = max(0, excess - plan.excess)
+        return max(0, non_model - plan.non_model[position] - plan.margin)
+
+    def measured_excess(self) -> int:
+        """How much more than the plan keeps for it is in use now and was not asked for."""
+        plan = self._course.plan
+        self.excess = 0 if plan is None else max(0, self._accelerator.asked_bytes()[1] - plan.excess)
+        return self.excess
+
+    def answer(self, planned: Iterable[int], limit: int) -> None:
+        """If what is ``planned`` does not fit into ``limit``: what other managers have fetched since it was measured
+        may leave, at no more cost than ours; only if that is not enough, it is growth."""
+        plan = self._course.plan
+        assert plan is not None
+        room = self._residency.room
+        sizes = plan.trace.sizes
+        short = room.excess(limit - sum(sizes[index] for index in self._backlog.missing(planned)))
+        if short > 0:
+            given = room.ask(short, False)
+            if given:
+                self.drift = self.measured(self._course.current)
+            if given < short:
+                self._plans.outgrown.note(self.drift)
+                if self.excess:
+                    self._plans.samples.note_excess(plan.excess + self.excess)
+
+    def still_to_come(self) -> int:
+        """Where more is there than was measured: what gradients that stay on the device will take in this period. Else
+        the schedule leaves room for these."""
+        plan = self._course.plan
+        if plan is None or not (self.drift and plan.device_homes):
+            return 0
+        if not all(self._tensors[index].stays for index in plan.device_homes):  # they come at the next step
+            return 0
+        gradients = sum(self._tensors[index].full_nbytes for index in self._kept.indices())
+        homes = plan.home_bytes[self._course.current] - self._residency.home_bytes() - gradients
+        return max(0, homes)
+
+    def enough(self) -> int | None:
+        """A budget for all that was measured, beside what there is now and was not then; None without a plan."""
+        plan, needs = self._course.plan, self._plans.needs()
+        if plan is None or needs is None:
+            return None
+        more = self._collector.asked_non_model_bytes()[0] - plan.non_model[self._course.current]
+        seen = self.drift + plan.margin if self.drift else 0
+        return needs[0] + max(0, more, seen)
