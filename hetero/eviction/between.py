@@ -33,7 +33,8 @@ def leave_link_free(trace: Trace, schedule: Schedule, links: Links, *, seconds: 
         replace(last, fetch=tuple(x for x in last.fetch if x not in later)),
     )
     moved = replace(schedule, actions=actions, start=tuple(x for x in schedule.start if x not in later))
-    return replace(moved, predicted_seconds=simulate(trace, moved, links).step_seconds)
+    result = simulate(trace, moved, links)
+    return replace(moved, predicted_seconds=result.step_seconds, issue_seconds=result.issue_seconds)
 
 
 def _later(

@@ -51,7 +51,7 @@ def plan_iteration(
 
     def thoroughly(some: Trace) -> Schedule:
         first = quickly(some)
-        if first.predicted_seconds > goal * (1.0 + WORTH):
+        if first.carried_seconds > goal * (1.0 + WORTH):
             return compete(some, links=links, goal=goal, worth=WORTH)
         return frugally(some, first)
 
@@ -68,13 +68,13 @@ def plan_iteration(
         return quickly(trace)
     competes = thorough and prefetch and isinstance(chosen, FarthestNextUse | CostAware)
     planner = thoroughly if competes else quickly
-    goal = unhindered_seconds(trace, links) if competes else 0.0
+    goal = _unhindered(trace, links).carried_seconds if competes else 0.0
     least = functools.cache(lower_bound)
     try:
         without = quickly(with_alive(trace))
     except CapacityError:
         return _within(trace, planner, host_room)
-    if competes and without.predicted_seconds <= goal * (1.0 + WORTH):
+    if competes and without.carried_seconds <= goal * (1.0 + WORTH):
         if without.moved_bytes <= least(trace) * (1.0 + _FEW):
             return without
         planner = frugally
@@ -88,9 +88,13 @@ def plan_iteration(
 def unhindered_seconds(trace: Trace, links: Links) -> float:
     """The step with room for everything: operators, and what they wait for whatever the plan, such as the host's
     updates and the copies that these make worthless."""
+    return _unhindered(trace, links).predicted_seconds
+
+
+def _unhindered(trace: Trace, links: Links) -> Schedule:
     room = 2 * sum(trace.sizes)
     moments = tuple(replace(moment, capacity=max(moment.capacity, room)) for moment in trace.moments)
-    return plan(replace(trace, moments=moments), links=links).predicted_seconds
+    return plan(replace(trace, moments=moments), links=links)
 
 
 def host_bytes(trace: Trace, schedule: Schedule) -> int:

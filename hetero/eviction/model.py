@@ -226,19 +226,23 @@ class Trace:
 class Links:
     """The two directions between home and device: bytes per second each, and seconds per transfer.
 
-    ``d2h_latency``: of transfers to home where it is another one; None: ``latency``.
+    ``d2h_latency``: of transfers to home where it is another one; None: ``latency``. ``issue``: seconds for which
+    operators wait while the host issues one transfer; 0 where it is ahead of the device.
     """
 
     h2d_bandwidth: float
     d2h_bandwidth: float
     latency: float = 0.0
     d2h_latency: float | None = None
+    issue: float = 0.0
 
     def __post_init__(self) -> None:
         if not (self.h2d_bandwidth > 0.0 and self.d2h_bandwidth > 0.0):
             raise PlanError(f"{self}: bandwidths must be positive")
         if not (0.0 <= self.latency < math.inf and 0.0 <= (self.d2h_latency or 0.0) < math.inf):
             raise PlanError(f"{self}: latency must be finite and not negative")
+        if not 0.0 <= self.issue < math.inf:
+            raise PlanError(f"{self}: the time to issue a transfer must be finite and not negative")
 
     def h2d_seconds(self, nbytes: int) -> float:
         """What a fetch of ``nbytes`` takes when nothing is in its way."""
@@ -268,7 +272,8 @@ class Schedule:
     """One `Actions` per moment, repeated every iteration.
 
     ``start``: ids that are resident, or on their way, when a steady-state iteration begins (none if not
-    cyclic). Byte totals are per iteration. ``predicted_seconds``: the simulated steady-state step.
+    cyclic). Byte totals are per iteration. ``predicted_seconds``: the simulated steady-state step, in which
+    operators waited ``issue_seconds`` for the host to issue transfers (`Links.issue`).
     ``headroom``: bytes that the planner kept free of reused copies so that transfers may start early.
     """
 
@@ -279,11 +284,18 @@ class Schedule:
     predicted_seconds: float
     policy: str
     headroom: int = 0
+    issue_seconds: float = 0.0
 
     @property
     def moved_bytes(self) -> int:
         """Bytes over both directions per iteration: what `lower_bound` bounds."""
         return self.fetched_bytes + self.written_back_bytes
+
+    @property
+    def carried_seconds(self) -> float:
+        """The predicted step without what issuing transfers takes: no more than that of the operators where the links
+        hold nobody up."""
+        return self.predicted_seconds - self.issue_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

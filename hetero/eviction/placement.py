@@ -68,7 +68,10 @@ _Numbers = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Outcome:
+    """``carried_seconds``: as in `Schedule`."""
+
     seconds: float
+    carried_seconds: float
     moved_bytes: int
 
 
@@ -117,8 +120,10 @@ class _Pairs:
         self.moments += self.each
         self.least = sum(moment.seconds for moment in trace.moments)
         stay = frozenset(homes)
+        seconds = step_seconds(trace, schedule, self.links, self.order, stay, self.costs, self.sizes)
         self.outcomes[numbers] = _Outcome(
-            seconds=step_seconds(trace, schedule, self.links, self.order, stay, self.costs, self.sizes),
+            seconds=seconds,
+            carried_seconds=seconds - schedule.issue_seconds,
             moved_bytes=schedule.moved_bytes + sum(self.sizes[x] for x in self.movable if x not in stay),
         )
         if any(count != numbers[0] for count, _ in self._row):
@@ -183,20 +188,20 @@ def _refined(pairs: _Pairs, coarse: Placement, most_bytes: int, most_pairs: int)
 
 def _try_neighbours(pairs: _Pairs, most_homes: int, most_pairs: int) -> None:
     """Of the best that has been tried, then of the best then, and so on, [Note: what it may cost]."""
-    heap = [(outcome.seconds, numbers) for numbers, outcome in pairs.outcomes.items() if outcome is not None]
+    heap = [(o.seconds, numbers, o) for numbers, o in pairs.outcomes.items() if o is not None]
     heapq.heapify(heap)
     while heap:
-        seconds, (homes, places) = heapq.heappop(heap)
+        _, (homes, places), best = heapq.heappop(heap)
         for numbers in product(range(homes - 1, homes + 2), range(places - 1, places + 2)):
-            if seconds <= pairs.least * (1.0 + WORTH):
-                return  # nothing is left to win
+            if best.carried_seconds <= pairs.least * (1.0 + WORTH):
+                return  # nothing is left to win by it
             if numbers in pairs.outcomes or not _exists(pairs, numbers, most_homes):
                 continue
             if len(pairs.outcomes) >= most_pairs or pairs.moments + pairs.each > _MOST_MOMENTS:
                 return
             outcome = pairs.outcome(numbers)
             if outcome is not None:
-                heapq.heappush(heap, (outcome.seconds, numbers))
+                heapq.heappush(heap, (outcome.seconds, numbers, outcome))
 
 
 def _exists(pairs: _Pairs, numbers: _Numbers, most_homes: int) -> bool:

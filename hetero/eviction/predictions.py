@@ -24,17 +24,18 @@ class Predictions:
 
     def __init__(self, trace: Trace, links: Links) -> None:
         self._simulator = Simulator(trace, links)
-        self._results: dict[object, tuple[float, Ints]] = {}
+        self._results: dict[object, tuple[float, float, Ints]] = {}
 
     def __call__(self, schedule: Schedule) -> tuple[Schedule, Ints]:
         transfers = (schedule.start, schedule.actions)  # hashing which takes time: all of an iteration
         known = self._results.get(transfers)
         if known is None:
             result = self._simulator.run(schedule)
-            known = result.step_seconds, np.asarray(result.leaving_bytes, dtype=np.int64)
+            leaving = np.asarray(result.leaving_bytes, dtype=np.int64)
+            known = result.step_seconds, result.issue_seconds, leaving
             self._results[transfers] = known
-        seconds, behind = known
-        return replace(schedule, predicted_seconds=seconds), behind
+        seconds, issue, behind = known
+        return replace(schedule, predicted_seconds=seconds, issue_seconds=issue), behind
 
     def rounds(self, layout: Callable[..., Schedule], *, most: int = ROUNDS) -> list[Schedule]:
         """Timed schedules of one choice, which ``layout(leaving=...)`` lays out: each leaves room for the write backs

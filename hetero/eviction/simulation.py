@@ -1,14 +1,14 @@
 """How long a step takes under a schedule, and what it holds in memory: a small event simulation.
 
-Owns the timing model. Operators run one after another. Each direction of the link serves one transfer at a
-time, first come first served. A fetch may start once its moment is reached and, if the same tensor is being
-written back, once that has ended. An operator waits for its operands. A written-back copy occupies memory
-until the transfer has ended; a moment waits for the oldest write backs only as long as its capacity demands
-it. Gradients go home by the same link, in the middle of a period, and are waited for when too many are on their way.
-The host updates one tensor after another, each when its gradient is there; a tensor that waits for its update is
-fetched when that is done, and fetches that could start meanwhile go first. Copies that are renewed before the step
-(`hetero.eviction.places`) displace no planned ones, so that no moment holds more than its capacity. It assumes a valid
-schedule.
+Owns the timing model. Operators run one after another, and wait while the host issues transfers, as long as each of
+these takes (`Links.issue`). Each direction of the link serves one transfer at a time, first come first served. A
+fetch may start once its moment is reached and, if the same tensor is being written back, once that has ended. An
+operator waits for its operands. A written-back copy occupies memory until the transfer has ended; a moment waits for
+the oldest write backs only as long as its capacity demands it. Gradients go home by the same link, in the middle of a
+period, and are waited for when too many are on their way. The host updates one tensor after another, each when its
+gradient is there; a tensor that waits for its update is fetched when that is done, and fetches that could start
+meanwhile go first. Copies that are renewed before the step (`hetero.eviction.places`) displace no planned ones, so
+that no moment holds more than its capacity. It assumes a valid schedule.
 """
 
 import heapq
@@ -29,8 +29,9 @@ _MOST_ITERATIONS = 8  # a cyclic schedule settles in two or three; a link that l
 class Simulation:
     """One steady-state iteration (the first, if the trace is not cyclic).
 
-    ``host_seconds``: of the host's updates. ``stall_seconds[t]``: time that the operator of moment ``t`` waited, or
-    the host for its sake. ``model_bytes[t]``: copies resident, on their way, or not yet written back when it ran.
+    ``host_seconds``: of the host's updates; ``issue_seconds``: of the host, to issue transfers, while operators
+    waited. ``stall_seconds[t]``: time that the operator of moment ``t`` waited, or the host for its sake.
+    ``model_bytes[t]``: copies resident, on their way, or not yet written back when it ran.
     """
 
     step_seconds: float
@@ -38,6 +39,7 @@ class Simulation:
     h2d_seconds: float
     d2h_seconds: float
     host_seconds: float
+    issue_seconds: float
     stall_seconds: tuple[float, ...]
     model_bytes: tuple[int, ...]
     leaving_bytes: tuple[int, ...]
@@ -100,6 +102,7 @@ class _Run:
         self.of, self.trace, self.links, self.schedule = simulator, trace, simulator.links, schedule
         self.sizes = trace.sizes
         self.clock = self.up_free = self.down_free = 0.0
+        self.issued = 0  # transfers, in this iteration
         self.resident = sum(trace.sizes[x] for x in schedule.start)
         self.present = set(schedule.start)
         self.arrival: dict[int, float] = {}
@@ -124,7 +127,7 @@ class _Run:
         self.fresh_bytes = 0
 
     def iteration(self) -> Simulation:
-        began = self.clock
+        began, self.issued = self.clock, 0
         up = sum(map(self.of.up_seconds.__getitem__, self.places))
         down = compute = 0.0
         updates, queue = self.trace.updates, self.host
@@ -206,6 +209,7 @@ class _Run:
             h2d_seconds=up,
             d2h_seconds=down,
             host_seconds=host,
+            issue_seconds=self.issued * self.links.issue,
             stall_seconds=tuple(stalls),
             model_bytes=tuple(held),
             leaving_bytes=tuple(leaving),
@@ -260,6 +264,7 @@ class _Run:
             self.present.add(x)
             self.resident += nbytes
             self._expect(x)
+            self._issue(1)
             busy += self.of.up_seconds[x]
         return busy
 
@@ -301,6 +306,10 @@ class _Run:
             wanted.discard(x)
             self.up_free = self.arrival[x] = max(self.up_free, ready) + self.of.up_seconds[x]
 
+    def _issue(self, transfers: int) -> None:
+        self.issued += transfers
+        self.clock += transfers * self.links.issue
+
     def _invalidate(self, tensors: tuple[int, ...]) -> None:
         for x in tensors:
             self.dirty.discard(x)
@@ -323,6 +332,7 @@ class _Run:
             if x not in self.dirty:
                 continue
             self.dirty.discard(x)
+            self._issue(1)
             seconds = self.links.d2h_seconds(nbytes)
             self.down_free = max(self.down_free, self.clock) + seconds
             self.saved[x] = self.down_free
@@ -344,6 +354,7 @@ class _Run:
 
     def _fetch(self, tensors: tuple[int, ...]) -> float:
         busy = 0.0
+        self._issue(len(tensors))
         seconds_of, saved, arrival, host, clock = (
             self.of.up_seconds,
             self.saved,

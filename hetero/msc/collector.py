@@ -148,6 +148,8 @@ class MemStatsCollector:
             self.peaks.take_turn()
         self._period = Period(operands=operands, held=held, name=name, held_saved=held_saved)
         segment.periods.append(self._period)
+        if segment.timed:
+            self._period.reached = self._event()
 
     def operands_ready(self) -> None:
         """Layout changes for the current operator are done; it runs next."""
@@ -220,6 +222,7 @@ class MemStatsCollector:
 
     def count_fetch(self, nbytes: int) -> None:
         """A copy to the device was started."""
+        self._note_issued()
         self._period.fetched_bytes += nbytes
         self.total.fetched_bytes += nbytes
 
@@ -232,11 +235,13 @@ class MemStatsCollector:
 
     def count_activation_out(self, nbytes: int) -> None:
         """A saved tensor left the device."""
+        self._note_issued()
         self._period.activation_out_bytes += nbytes
         self.total.activation_out_bytes += nbytes
 
     def count_activation_in(self, nbytes: int) -> None:
         """It comes back."""
+        self._note_issued()
         self._period.activation_in_bytes += nbytes
         self.total.activation_in_bytes += nbytes
 
@@ -315,6 +320,11 @@ class MemStatsCollector:
         # Not known where nobody counts; `Period.non_model_with` takes the period's peak then.
         beside = sys.maxsize if made is None or made < 0 else beside + made
         self._period.handed_over.append(HandedOver(index, nbytes, beside))
+
+    def _note_issued(self) -> None:
+        """A transfer, at the moment that has been reached: not one within the operator, whose time it is."""
+        if self._period.begin is None:
+            self._period.issued += 1
 
     def _own_bytes(self) -> int:
         """Of the records that the period has saved so far. One that was shed counts as well: then it is guarded."""

@@ -4,7 +4,9 @@ Owns the two records of it: `Period`, filled while it runs, and `PeriodStats`, t
 
 [Note: own time]
 A period's own time is what it would take if nothing had to be waited for: the time between two events on the compute
-stream, without that between the events around each wait in between. The plan's simulation adds waits of its own.
+stream, without that between the events around each wait in between, and without that in which the next operator waits
+while the host issues transfers: nothing where the device is behind, and what this takes where it has caught up. The
+plan's simulation adds waits of its own.
 """
 
 import dataclasses
@@ -100,6 +102,7 @@ class Period:
     data and was asked for. ``relieved``: it ran out of memory until copies were evicted in its middle; ``lost_own``:
     among them what will be there again, which it had saved itself or others have.
 
+    ``reached``: the sampling moment, where times are measured; until ``begin`` the host issued ``issued`` transfers.
     ``seconds``: its own time ([Note: own time]). ``waits`` and ``gradients``: in the order in which they came;
     ``sends``: of each gradient parameter, bytes and seconds of own time until then, ascending, after `read_events`;
     ``handed_over``: the same gradients, and what there was beside them.
@@ -128,6 +131,8 @@ class Period:
     host_model_bytes: int = -1
     host_bytes: int = -1
     seconds: float = 0.0
+    reached: torch.Event | None = None
+    issued: int = 0
     begin: torch.Event | None = None
     end: torch.Event | None = None
     activation_bytes: int = -1
@@ -173,7 +178,7 @@ class Period:
         assert self.begin is not None
         waits = [wait for wait in self.waits if wait.within]
         within = [wait.seconds for wait in waits]
-        before = 0.0 if after is None else sum(wait.seconds for wait in after.waits if not wait.within)
+        before = 0.0 if after is None else after.waited_seconds + after.issue_seconds
         self.seconds = max(0.0, seconds_between(self.begin, end) - sum(within) - before)
         skipped = len(self.waits) - len(waits)
         latest, sends = 0.0, []
@@ -182,6 +187,18 @@ class Period:
             latest = max(latest, self._own(gradient.event, sum(within[: gradient.waits - skipped])))
             sends.append((gradient.index, gradient.nbytes, latest))
         self.sends = tuple(sends)
+
+    @property
+    def waited_seconds(self) -> float:
+        """Of the operator's own operands, before it began. Waits for the device."""
+        return sum(wait.seconds for wait in self.waits if not wait.within)
+
+    @property
+    def issue_seconds(self) -> float:
+        """For which the operator waited, beside that, because the host issued transfers. Waits for the device."""
+        if not self.issued or self.reached is None or self.begin is None:
+            return 0.0
+        return max(0.0, seconds_between(self.reached, self.begin) - self.waited_seconds)
 
     def _own(self, event: torch.Event, waited: float) -> float:
         assert self.begin is not None

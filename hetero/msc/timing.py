@@ -1,7 +1,7 @@
 """What an iteration's times say: each period's own time, gradients' ways home, how fast copies really were.
 
-Owns the reading of timed segments (`hetero.msc.collector`). Invariant: own times and what compute waited for add up to
-the time from the iteration's first event to its last.
+Owns the reading of timed segments (`hetero.msc.collector`). Invariant: own times, what compute waited for and what it
+waited while transfers were issued add up to the time from the iteration's first event to its last.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,8 @@ __all__ = ["CopyTime", "IterationTimes", "PeriodTimes", "read_times"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeriodTimes:
-    """``seconds``: own time, until the next operator begins: the library's work at sampling moments included.
+    """``seconds``: own time, until the next operator begins: the library's work at sampling moments included, but for
+    issuing transfers.
     ``sends``: parameters whose gradients go home, their bytes, and own time until then."""
 
     seconds: float
@@ -36,12 +37,15 @@ class CopyTime:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationTimes:
     """``segments``: the periods of each. ``seconds``: from the first event to the last. ``queued``: parameters whose
-    updates were left to be done later, in order."""
+    updates were left to be done later, in order. ``issued``: transfers; operators waited ``issue_seconds`` while the
+    host issued them."""
 
     segments: tuple[tuple[PeriodTimes, ...], ...]
     seconds: float
     copies: tuple[CopyTime, ...]
     queued: tuple[int, ...]
+    issued: int
+    issue_seconds: float
 
 
 def read_times(segments: Sequence[Segment]) -> IterationTimes | None:
@@ -67,20 +71,21 @@ def read_times(segments: Sequence[Segment]) -> IterationTimes | None:
         seconds=seconds_between(opened, closed),
         copies=tuple(_copy_time(copy) for segment in segments for copy in segment.copies if copy.end.query()),
         queued=next((segment.queued for segment in reversed(segments) if segment.queued), ()),
+        issued=sum(period.issued for period in periods),
+        issue_seconds=sum(period.issue_seconds for period in periods),
     )
     for segment in segments:
         segment.opened = segment.closed = None
         segment.copies = []
         for period in segment.periods:
-            period.begin = period.end = None
+            period.reached = period.begin = period.end = None
             period.waits, period.gradients = [], []
     return times
 
 
 def _lead(first: Period, opened: torch.Event) -> float:
-    waited = sum(wait.seconds for wait in first.waits if not wait.within)
     assert first.begin is not None
-    return max(0.0, seconds_between(opened, first.begin) - waited)
+    return max(0.0, seconds_between(opened, first.begin) - first.waited_seconds - first.issue_seconds)
 
 
 def _by_segment(

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +19,7 @@ from hetero.eviction import (
     choose_places,
     placement,
     plan,
+    plan_iteration,
 )
 from hetero.eviction.places import spread
 
@@ -185,6 +187,45 @@ def test_a_pair_between_those_tried_first_is_found():
     assert best.home.seconds == min(model.grid().values())
     assert best.home.seconds < 0.95 * model.coarse()
     assert best.places
+
+
+@pytest.mark.parametrize(("issue", "count"), [(0.0, 0), (0.1, 8)])
+def test_where_issuing_transfers_takes_time_many_small_ones_live_on_the_device(issue, count):
+    """One of the large activations leaves for it: more bytes, and fewer transfers."""
+    links = Links(h2d_bandwidth=1e3, d2h_bandwidth=1e3, issue=issue)
+    layers, saved, home = 8, 30, 4  # a parameter has one byte
+    sizes = (1,) * layers + (saved,) * layers
+
+    def planned(homes, places):
+        room = layers * saved + layers + 1 - home * len(homes)
+
+        def moment(x, **others):
+            return Moment(operands=(layers + x, *(() if x in homes else (x,))), capacity=room, **others)
+
+        moments = (
+            *(moment(x, seconds=1.0, produces=(layers + x,), dirties=(layers + x,)) for x in range(layers)),
+            *(moment(x, seconds=2.0) for x in reversed(range(layers))),
+            Moment(operands=(), capacity=room, invalidates=tuple(range(2 * layers))),
+        )
+        trace = Trace(sizes=sizes, moments=moments)
+        return trace, plan_iteration(trace, links=links)
+
+    best = choose_placement(
+        range(layers),
+        dict.fromkeys(range(layers), HomeCost(nbytes=home, step_nbytes=0, step_seconds=0.0)),
+        sizes,
+        may_stay=(),
+        most_bytes=home * layers,
+        links=links,
+        plan=planned,
+    )
+    assert len(best.home.homes) == count
+    _, without = planned((), ())
+    _, chosen = planned(best.home.homes, best.places)
+    assert chosen.predicted_seconds <= without.predicted_seconds
+    if count:
+        assert chosen.moved_bytes > without.moved_bytes + layers  # and as many gradients' bytes
+        assert chosen.issue_seconds < without.issue_seconds
 
 
 def test_no_more_pairs_are_planned_than_may_be(monkeypatch):

@@ -1,6 +1,11 @@
 """The timing model, on cases small enough to work out by hand. Links: 10 bytes/s each way."""
 
-from random_traces import schedule_of
+import math
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_traces import POLICIES, schedule_of, traces
 
 from hetero.eviction import Links, Moment, Send, Trace, check, lower_bound_seconds, plan, simulate
 
@@ -36,6 +41,35 @@ def test_fetches_are_served_in_order_and_each_pays_the_latency():
     links = Links(h2d_bandwidth=10.0, d2h_bandwidth=10.0, latency=0.25)
     result = run(trace, ((), (0, 1)), fetched=20, links=links)
     assert result.step_seconds == result.h2d_seconds == 2.5
+
+
+def test_operators_wait_while_the_host_issues_transfers():
+    moments = (
+        Moment(operands=(0,), seconds=1.0, capacity=30, dirties=(0,)),
+        Moment(operands=(1,), seconds=1.0, capacity=30),
+        Moment(operands=(1,), seconds=1.0, capacity=30),
+    )
+    trace = Trace(sizes=(20, 10), moments=moments, cyclic=False)
+    links = replace(LINKS, issue=0.25)
+    # Fetch one and wait for it; drop it, which is written back, and fetch the other; drop that, which is not.
+    actions = (((), (0,)), ((0,), (1,)), ((), ()))
+    result = run(trace, *actions, fetched=30, written_back=20, links=links)
+    assert result.stall_seconds == (0.25 + 2.0, 0.5 + 1.0, 0.0)
+    assert result.issue_seconds == 0.75
+    assert result.compute_seconds == 3.0
+
+
+@settings(max_examples=80, deadline=None)
+@given(trace=traces(sizes=st.just(1)), policy=st.sampled_from(POLICIES))
+def test_a_transfer_that_takes_no_time_takes_that_of_its_issue(trace, policy):
+    links = Links(h2d_bandwidth=1e30, d2h_bandwidth=1e30, issue=0.25)
+    schedule = plan(trace, links=links, policy=policy)
+    check(trace, schedule)  # its bytes are as many as it moves, and each tensor has one
+    operators = sum(moment.seconds for moment in trace.moments)
+    assert schedule.issue_seconds == 0.25 * schedule.moved_bytes
+    # The copies' 1e-30 s, and sums in another order.
+    assert math.isclose(schedule.predicted_seconds, operators + schedule.issue_seconds, abs_tol=1e-9)
+    assert math.isclose(schedule.carried_seconds, operators, abs_tol=1e-9)
 
 
 def test_gradients_pay_the_latency_of_their_own_direction():

@@ -45,12 +45,14 @@ class At:
         return True
 
 
-def period(begin, *, before=(), within=(), gradients=()):
-    """``before``, ``within``: waits (from, to), before the operator and after its begin."""
+def period(begin, *, before=(), within=(), gradients=(), reached=None, issued=0):
+    """``before``, ``within``: waits (from, to), before the operator and after its begin. Its moment was ``reached``
+    earlier, and ``issued`` transfers."""
     waits = [Wait(At(a), At(b), False) for a, b in before]
     waits += [Wait(At(a), At(b), True) for a, b in within]
     made = Period(operands=(), waits=waits, gradients=list(gradients))
     made.begin = At(begin)
+    made.reached, made.issued = At(begin if reached is None else reached), issued
     return made
 
 
@@ -83,6 +85,26 @@ def test_own_times_and_waits_add_up_to_the_iteration():
     own = sum(row.seconds for rows in times.segments for row in rows)
     waits = 0.25 + 1.5 + 0.5 + 0.25
     assert own + waits == times.seconds
+
+
+def test_what_the_host_takes_to_issue_transfers_is_nobodys_own_time():
+    times = read_times(
+        [
+            segment(
+                period(1.0, reached=0.25, before=[(0.25, 0.5)], issued=1),
+                period(4.0, reached=2.0, before=[(2.5, 3.5)], issued=3),
+                period(6.0, reached=5.0),  # it issued none: what was done is the library's work
+                opened=0.0,
+                closed=7.0,
+            )
+        ]
+    )
+    assert times is not None
+    # 1 to 2; 4 to 6; 6 to 7, and 0 to 0.25.
+    assert [row.seconds for rows in times.segments for row in rows] == [1.0, 2.0, 1.0 + 0.25]
+    assert (times.issued, times.issue_seconds) == (4, 0.5 + 1.0)
+    own, waits = 1.0 + 2.0 + 1.25, 0.25 + 1.0
+    assert own + waits + times.issue_seconds == times.seconds
 
 
 def test_a_gradient_goes_home_after_so_much_own_time():
@@ -137,13 +159,23 @@ def test_without_copies_links_are_as_probed():
     assert fit_links([], PROBED) == PROBED
 
 
-def times_of(seconds, *, queued=()):
+def times_of(seconds, *, queued=(), issued=0, issue_seconds=0.0):
     return IterationTimes(
         segments=((PeriodTimes(seconds=seconds, sends=()),),),
         seconds=seconds,
         copies=(),
         queued=queued,
+        issued=issued,
+        issue_seconds=issue_seconds,
     )
+
+
+def test_a_transfer_takes_as_long_to_issue_as_one_did_in_the_round_that_counts_or_as_before():
+    rounds = [times_of(1.0, issued=8, issue_seconds=2.0), times_of(3.0, issued=1, issue_seconds=3.0)]
+    before = timings._middle(rounds, PROBED, None, 0.0, 0.0)
+    assert before.links.issue == 0.25
+    # Of what lives on the device nothing is fetched any more; at home it would be again.
+    assert timings._middle([times_of(1.0)], PROBED, before, 0.0, 0.0).links.issue == 0.25
 
 
 def test_plans_are_made_anew_after_the_first_timed_iteration_and_after_three_more(monkeypatch):
@@ -247,7 +279,7 @@ def test_an_iteration_that_is_not_timed_records_nothing(planned):
 
 def test_what_lived_on_the_device_counts_as_queued_once_it_is_home():
     def times(queued):
-        return IterationTimes(segments=(), seconds=1.0, copies=(), queued=queued)
+        return IterationTimes(segments=(), seconds=1.0, copies=(), queued=queued, issued=0, issue_seconds=0.0)
 
     probed = Links(h2d_bandwidth=1e9, d2h_bandwidth=1e9)
     before = timings._middle([times((0, 1, 2))], probed, None, 0.0, 0.0)
