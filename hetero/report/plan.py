@@ -65,6 +65,7 @@ class Plan:
             torch's and does not say ``steps_parameters_independently``; else None.
         predicted_seconds: simulated time of the iteration, updates on the host included, by times measured where such
             a plan was followed (before that, by those of the first iterations).
+        issue_seconds: of these, operators wait while the host issues transfers; 0 where it is ahead of the device.
         lower_bounds: what no schedule is faster than, by what would hold it up; ``seconds`` is the slowest of them.
         everything_fits: all parameters are ordinary ones on the device, with gradients and states, and nothing is
             intercepted; each forward of the model begins with one check of its inputs and of the memory in use.
@@ -81,6 +82,7 @@ class Plan:
     kept_step: bool
     undeclared_optimizer: str | None
     predicted_seconds: float
+    issue_seconds: float
     lower_bounds: TimeBounds
     everything_fits: bool
     moments: tuple[PlannedMoment, ...]
@@ -127,7 +129,10 @@ class Plan:
         table.add_row("fetched per iteration", format_bytes(self.fetched_bytes))
         table.add_row("activations that leave", format_bytes(self.activation_bytes))
         table.add_row("no schedule moves less", format_bytes(self.lower_bound_bytes))
-        table.add_row("predicted time", format_seconds(self.predicted_seconds))
+        issue = (
+            f", {format_seconds(self.issue_seconds)} of it to issue transfers" if self.issue_seconds else ""
+        )
+        table.add_row("predicted time", format_seconds(self.predicted_seconds) + issue)
         bounds = self.lower_bounds
         table.add_row(
             "no faster than",
@@ -186,6 +191,7 @@ def describe_plan(
         if optimizer is not None and is_undeclared(optimizer)
         else None,
         predicted_seconds=plan.schedule.predicted_seconds,
+        issue_seconds=plan.schedule.issue_seconds,
         lower_bounds=bound_times(stm, plan),
         everything_fits=everything_fits,
         moments=tuple(_moment(plan, position, names, there) for position in range(len(plan.operands))),
