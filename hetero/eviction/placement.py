@@ -6,7 +6,9 @@ numbers of homes are tried first, each with a few numbers of places; then the ne
 first. The result is never slower than what the first of these alone finds. A pure function.
 
 [Note: what it may cost] Planning a pair takes time by its moments. Neighbours are tried as long as all that was planned
-has no more than so many moments, so that where the first part alone has as many it is all that is done.
+has no more than so many moments, so that where the first part alone has as many it is all that is done; and as long as
+one of the last so many pairs was better than all before. Where more homes are always better, say, and no more fit, all
+smaller numbers would be tried, one after another.
 """
 
 import contextlib
@@ -28,7 +30,7 @@ from hetero.eviction.places import choose_places, spread
 
 __all__ = ["Placement", "choose_placement"]
 
-_MOST_MOMENTS, _MOST_PAIRS = 40_000, 160  # [Note: what it may cost]
+_MOST_MOMENTS, _MOST_PAIRS, _PATIENCE = 40_000, 160, 32  # [Note: what it may cost]
 
 Planner = Callable[[tuple[int, ...], tuple[int, ...]], tuple[Trace, Schedule]]
 
@@ -190,6 +192,7 @@ def _try_neighbours(pairs: _Pairs, most_homes: int, most_pairs: int) -> None:
     """Of the best that has been tried, then of the best then, and so on, [Note: what it may cost]."""
     heap = [(o.seconds, numbers, o) for numbers, o in pairs.outcomes.items() if o is not None]
     heapq.heapify(heap)
+    soonest, in_vain = heap[0][0], 0
     while heap:
         _, (homes, places), best = heapq.heappop(heap)
         for numbers in product(range(homes - 1, homes + 2), range(places - 1, places + 2)):
@@ -199,9 +202,14 @@ def _try_neighbours(pairs: _Pairs, most_homes: int, most_pairs: int) -> None:
                 continue
             if len(pairs.outcomes) >= most_pairs or pairs.moments + pairs.each > _MOST_MOMENTS:
                 return
+            if in_vain >= _PATIENCE:
+                return
             outcome = pairs.outcome(numbers)
+            in_vain += 1
             if outcome is not None:
                 heapq.heappush(heap, (outcome.seconds, numbers, outcome))
+                if outcome.seconds < soonest:
+                    soonest, in_vain = outcome.seconds, 0
 
 
 def _exists(pairs: _Pairs, numbers: _Numbers, most_homes: int) -> bool:

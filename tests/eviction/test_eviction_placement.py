@@ -228,6 +228,25 @@ def test_where_issuing_transfers_takes_time_many_small_ones_live_on_the_device(i
         assert chosen.issue_seconds < without.issue_seconds
 
 
+def test_neighbours_that_are_no_better_are_not_tried_to_the_end(monkeypatch):
+    """The more homes the better: without patience's end, all numbers below the one that fits are tried in turn."""
+    model = uniform(80, saved=0, home=3, room=2000, link=3.0, host=100.0, early=False)
+    found = {}
+    for patience in (10**9, 32):
+        monkeypatch.setattr(placement, "_PATIENCE", patience)
+        pairs = []
+
+        def planned(homes, places, pairs=pairs):
+            pairs.append((homes, places))
+            return model.planned(homes, places)
+
+        found[patience] = model.chosen(planned), pairs
+    (slow, every), (quick, some) = found.values()
+    assert quick == slow
+    assert quick.home.seconds > 80 * 3.0 * 1.005  # there would be time to win
+    assert len(some) < 50 < len(every)
+
+
 def test_no_more_pairs_are_planned_than_may_be(monkeypatch):
     model = uniform(16, saved=1, home=3, room=315, link=4.0, host=2.0)
     counts = {}

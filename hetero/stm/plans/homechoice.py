@@ -81,7 +81,7 @@ class HomeChoice:
             return
         if book.timings.learn(keys, segments):
             if book.timings.was_in_vain(keys):
-                book.places[keys] = self._choose_places(keys, ())
+                book.places[keys] = self._choose_places(keys)
                 book.set_homes(())
             else:
                 book.remake(keys)
@@ -133,7 +133,7 @@ class HomeChoice:
             may_stay=self._may_stay(plan),
             most_bytes=min(self._most_bytes, book.budget - plan.margin),
             links=book.timings.links(keys),
-            plan=lambda homes, places: book.tried(keys, homes, places),
+            plan=lambda homes, places: book.tried(keys, homes, costs, places),
         )
         chosen = best.home.homes
         book.places[keys] = best.places
@@ -143,11 +143,12 @@ class HomeChoice:
         book.set_homes(chosen, on_trial=keys if best.home.moves_more and not book.device_homes else None)
         self._spent += time.monotonic() - begin
 
-    def _choose_places(self, keys: Keys, homes: tuple[int, ...]) -> tuple[int, ...]:
-        """Which parameters keep a place on the device beside ``homes``."""
+    def _choose_places(self, keys: Keys) -> tuple[int, ...]:
+        """Which parameters keep a place on the device where none lives there."""
         plan = self._book.get(keys)
-        others = [] if plan is None else [index for index in self._may_stay(plan) if index not in homes]
-        return choose_places(others, lambda places: self._book.tried(keys, homes, places)) if others else ()
+        if plan is None or not (order := self._may_stay(plan)):
+            return ()
+        return choose_places(order, lambda places: self._book.tried(keys, (), {}, places))
 
     def _may_stay(self, plan: CyclePlan) -> tuple[int, ...]:
         """Those that may keep a place, by first use."""

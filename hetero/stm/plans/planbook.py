@@ -268,9 +268,12 @@ class PlanBook:
                 self.timings.note_moved(keys, on_trial=keys == on_trial)
             self.remake_all()
 
-    def tried(self, keys: Keys, homes: tuple[int, ...], places: tuple[int, ...]) -> tuple[Trace, Schedule]:
-        """What a plan with these would be. Raises `CapacityError`."""
-        made = self._make(keys, self._plans[keys].margin, homes, self.home_costs(), places, thorough=False)
+    def tried(
+        self, keys: Keys, homes: tuple[int, ...], costs: dict[int, HomeCost], places: tuple[int, ...]
+    ) -> tuple[Trace, Schedule]:
+        """What a plan with these would be, where ``homes`` are among those that have ``costs``. Raises
+        `CapacityError`."""
+        made = self._make(keys, self._plans[keys].margin, homes, costs, places, thorough=False)
         return made.trace, replace(made.schedule, fetched_bytes=made.fetched_bytes)
 
     def _make_all(self, margins: dict[Keys, int], *, thorough: bool = True) -> None:
