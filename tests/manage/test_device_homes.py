@@ -16,6 +16,7 @@ import hetero
 from hetero.stm import Kind, Tier
 from hetero.stm.plans.samples import Samples
 from hetero.stm.plans.timings import Timings
+from hetero.stm.running.executor import Executor
 
 pytestmark = pytest.mark.usefixtures("homes_on_device", "late_queue")
 
@@ -129,6 +130,31 @@ def test_values_states_and_gradients_are_seen_as_they_are():
         return seen
 
     assert_twins(mlp, loop, share=1.2)
+
+
+def test_operators_whose_copies_are_there_pay_no_more_where_the_caller_keeps_something(monkeypatch):
+    """A list of losses, say: by the plan there is more on the device in each moment than was measured."""
+    model, optimizer, manager, target = managed_mlp("64MiB")
+    calls = []
+    change = Executor._change_layout
+    monkeypatch.setattr(
+        Executor, "_change_layout", lambda self, *given: calls.append(given[1]) or change(self, *given)
+    )
+
+    def operators_that_pay():
+        calls.clear()
+        step(model, optimizer, target)
+        return [indices for indices in calls if indices]
+
+    with manager:
+        manager._settled.forbid()
+        for _ in range(12):
+            step(model, optimizer, target)
+        assert living(manager) == {name for name, _ in model.named_parameters()}
+        assert operators_that_pay() == []
+        kept = torch.empty(1 << 20, dtype=torch.uint8, device=target)
+        assert operators_that_pay() == []
+        assert manager._stm.executor._growth.drift >= kept.nbytes
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -78,6 +78,7 @@ def managed(
         seen = plain(loop(model, optimizer, target))
         assert torch.accelerator.max_memory_allocated() <= before + budget + GAPS
         assert manager.stats.peak_device_bytes <= before + budget + GAPS
+        assert_counted(manager)
     finally:
         manager.close()
     state = [t.detach().cpu() for t in (*model.parameters(), *model.buffers())]
@@ -108,6 +109,15 @@ def assert_twins(
     assert_same(got, seen, "observed")
     assert_same(got_state, state, "state")
     return manager
+
+
+def assert_counted(manager: hetero.Manager) -> None:
+    """What is counted as it comes and goes is what counting all of it gives."""
+    residency, kept = manager._stm.residency, manager._stm.gradients.kept
+    living = [tensor for tensor in residency.resident.values() if tensor.stays]
+    assert residency._living == {tensor.index: tensor.living_nbytes for tensor in living}
+    assert residency._living_bytes == sum(residency._living.values())
+    assert kept.nbytes == sum(manager._stm.tensors[index].full_nbytes for index in kept.indices())
 
 
 def plain(value: Any) -> Any:

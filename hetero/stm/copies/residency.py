@@ -61,6 +61,9 @@ class Residency:
         self.uploads = Uploads(engine)
         self.orders = Orders(engine, self.uploads, updates, discard=self.discard)
         self.resident: dict[int, ManagedTensor] = {}
+        # Of those of them that live on the device, how many bytes each takes; and how often one has moved.
+        self._living: dict[int, int] = {}
+        self._living_bytes = self.moves = 0
         self.room = Room(accelerator, ledger, policy, device_budget, resident=self.resident, evict=self.evict)
         self._starting: torch.Tensor | None = None  # the destination of a copy that is being started
 
@@ -262,25 +265,34 @@ class Residency:
 
     def home_bytes(self) -> int:
         """Of what lives on the device: parameters and optimizer states, without gradients."""
-        values = sum(tensor.living_nbytes for tensor in self.resident.values() if tensor.stays)
-        return values + self._ledger.nbytes(Tier.DEVICE, Kind.OPTIMIZER_STATE)
+        # Not a sum over all of them: where there is more than was measured, every operator asks.
+        return self._living_bytes + self._ledger.nbytes(Tier.DEVICE, Kind.OPTIMIZER_STATE)
 
     def stay(self, tensor: ManagedTensor) -> None:
         """From now on it lives on the device. Raises `BudgetError` if it cannot be fetched."""
         self.require([tensor], limit=self._budget, operator=lambda: f"fetching {tensor.name} for good")
         if tensor.living is None:
             self._fetch_master(tensor)
+        self.note_staying(tensor)
+
+    def note_staying(self, tensor: ManagedTensor) -> None:
+        """It lives on the device from now on, where it is already."""
         tensor.stays = True
+        self.moves += 1
+        self._count_living(tensor)
 
     def move_home(self, tensor: ManagedTensor) -> None:
         """It lives at home again; its copy is like any other."""
         self.settle(tensor)
         self._drop_master(tensor)
         tensor.stays = False
+        self.moves += 1
+        self._count_living(tensor)
 
     def lend(self, tensor: ManagedTensor) -> None:
         """Its copy has become the parameter itself (`hetero.stm.settled`). The bytes still count."""
         del RESIDENT[tensor.storage_key], self.resident[tensor.index]
+        self._count_living(tensor)
         tensor.identity = None
         tensor.detach(self._placeholder(tensor.origin.dtype))
 
@@ -288,6 +300,7 @@ class Residency:
         """``copy`` is its copy again."""
         tensor.attach(copy)
         RESIDENT[tensor.storage_key] = self.resident[tensor.index] = tensor
+        self._count_living(tensor)
 
     def drop_stale(self, tensors: Iterable[ManagedTensor]) -> None:
         """Forget the copies of ``tensors`` that home has overtaken, and their place in old graphs."""
@@ -316,9 +329,18 @@ class Residency:
         self._starting = None
         RESIDENT[tensor.storage_key] = tensor
         self.resident[tensor.index] = tensor
+        if tensor.stays:
+            self._count_living(tensor)
         tensor.fetched_at = self._clock
         tensor.place(Tier.DEVICE, tensor.device_nbytes)
         self._meter.count_fetch(tensor.device_nbytes)
+
+    def _count_living(self, tensor: ManagedTensor) -> None:
+        """It has come to the device or left it, or its home has moved."""
+        nbytes = tensor.living_nbytes if tensor.stays and tensor.index in self.resident else 0
+        self._living_bytes += nbytes - self._living.pop(tensor.index, 0)
+        if nbytes:
+            self._living[tensor.index] = nbytes
 
     def _fetch_master(self, tensor: ManagedTensor) -> None:
         """Home's values beside the copy that was made of them. Raises `BudgetError` if there is no room."""
@@ -374,6 +396,8 @@ class Residency:
             self._engine.compute_after_upload(tensor.ready)
         RESIDENT.pop(tensor.storage_key, None)
         self.resident.pop(tensor.index, None)
+        if tensor.stays:
+            self._count_living(tensor)
         tensor.detach(self._placeholder(tensor.origin.dtype))
         tensor.place(Tier.DEVICE, 0)
 

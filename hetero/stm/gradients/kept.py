@@ -59,6 +59,7 @@ class KeptGradients:
         self._norms = norms
         self._meter = meter
         self._kept: dict[int, _Kept] = {}
+        self.nbytes = 0  # of all of them
         # False where nothing else tells apart what autograd returns from ``p.grad``.
         self.keeps = False
 
@@ -126,8 +127,7 @@ class KeptGradients:
         self._meter.count_eviction(0, kept.gradient.nbytes)
         self._engine.host_after_download(event, host)
         self._engine.free_after_download(event)
-        del self._kept[tensor.index]
-        self._memory.entry(tensor).place(Tier.DEVICE, 0)
+        self._take_out(tensor)
 
     def adopt(self, tensor: ManagedTensor, gradient: torch.Tensor) -> None:
         """``gradient``, on the device and held by nobody else, is to be ``p.grad``."""
@@ -141,9 +141,9 @@ class KeptGradients:
 
     def forget(self, tensor: ManagedTensor) -> None:
         """Nobody will look at it."""
-        if self._kept.pop(tensor.index, None) is not None:
+        if tensor.index in self._kept:
+            self._take_out(tensor)
             self._changes.drop(tensor.index)
-            self._memory.entry(tensor).place(Tier.DEVICE, 0)
 
     def forget_lost(self, tensors: Sequence[ManagedTensor]) -> None:
         """No backward runs: those that autograd has not taken over by now it never will."""
@@ -152,8 +152,15 @@ class KeptGradients:
                 self.forget(tensors[index])
 
     def _put(self, tensor: ManagedTensor, kept: _Kept) -> None:
+        if tensor.index not in self._kept:
+            self.nbytes += tensor.full_nbytes
         self._kept[tensor.index] = kept
         self._memory.entry(tensor).place(Tier.DEVICE, tensor.full_nbytes)
+
+    def _take_out(self, tensor: ManagedTensor) -> None:
+        del self._kept[tensor.index]
+        self.nbytes -= tensor.full_nbytes
+        self._memory.entry(tensor).place(Tier.DEVICE, 0)
 
     def _change(self, tensor: ManagedTensor, kept: _Kept) -> bool:
         """Do what is left to be done to it; False if it is gone."""

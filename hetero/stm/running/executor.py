@@ -318,9 +318,8 @@ class Executor:
         self._residency.wanted = frozenset(indices)
         try:
             fetched = self._residency.require(operands, limit=limit, operator=lambda: _label(name, operands))
-            if not self._guarding.is_on and self._room.exceeds(
-                limit + growth.excess - growth.still_to_come()
-            ):
+            coming = growth.still_to_come(self._course.current)
+            if not self._guarding.is_on and self._room.exceeds(limit + growth.excess - coming):
                 self._guarding.from_here()  # the operands alone pass it: what the operator itself needs may not fit
             if fetched and self._course.plan is not None:
                 self._collector.count_unplanned(
@@ -341,13 +340,12 @@ class Executor:
         assert plan is not None
         growth = self._growth
         limit = plan.limits[course.position] - growth.excess
+        room = self._gradient_room() if self._is_backward else 0
         if growth.drift:
-            if plan.device_homes:
-                return False
             limit -= growth.drift
-        if self._is_backward:
-            limit -= self._gradient_room()
-        return self._residency.holds(operands, limit=limit)
+            # With less than that, what comes may not fit, and `_change_layout` has to see to it.
+            room = max(room, growth.still_to_come(course.position) - growth.excess)
+        return self._residency.holds(operands, limit=limit - room)
 
     @property
     def _is_step(self) -> bool:

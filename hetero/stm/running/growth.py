@@ -13,6 +13,7 @@ from hetero.msc import MemStatsCollector
 from hetero.stm.activations.offload import Activations
 from hetero.stm.copies.residency import Residency
 from hetero.stm.gradients.kept import KeptGradients
+from hetero.stm.plans.plan import CyclePlan
 from hetero.stm.plans.planbook import PlanBook
 from hetero.stm.running.backlog import Backlog
 from hetero.stm.running.course import Course
@@ -47,6 +48,7 @@ class Growth:
         self._course = course
         self._backlog = backlog
         self.drift = self.excess = 0
+        self._looked: tuple[CyclePlan | None, int, bool] = (None, 0, False)
 
     def begin(self) -> None:
         """A segment begins."""
@@ -98,17 +100,22 @@ class Growth:
                 if self.excess:
                     self._plans.samples.note_excess(plan.excess + self.excess)
 
-    def still_to_come(self) -> int:
-        """Where more is there than was measured: what gradients that stay on the device will take in this period. Else
-        the schedule leaves room for these."""
+    def still_to_come(self, position: int) -> int:
+        """Where more is there than was measured: what gradients that stay on the device will take in the period of this
+        moment. Else the schedule leaves room for these."""
         plan = self._course.plan
         if plan is None or not (self.drift and plan.device_homes):
             return 0
-        if not all(self._tensors[index].stays for index in plan.device_homes):  # they come at the next step
+        if not self._all_stay(plan):  # they come at the next step
             return 0
-        gradients = sum(self._tensors[index].full_nbytes for index in self._kept.indices())
-        homes = plan.home_bytes[self._course.current] - self._residency.home_bytes() - gradients
-        return max(0, homes)
+        return max(0, plan.home_bytes[position] - self._residency.home_bytes() - self._kept.nbytes)
+
+    def _all_stay(self, plan: CyclePlan) -> bool:
+        """What should live on the device, by the plan, does. Looked at again only after something has moved."""
+        moves = self._residency.moves
+        if self._looked[0] is not plan or self._looked[1] != moves:
+            self._looked = plan, moves, all(self._tensors[index].stays for index in plan.device_homes)
+        return self._looked[2]
 
     def enough(self) -> int | None:
         """A budget for all that was measured, beside what there is now and was not then; None without a plan."""

@@ -290,7 +290,7 @@ class DeviceHomes:
         """They are on the device, with their states (`hetero.stm.settled`)."""
         for index in indices:
             tensor = self._stm.tensors[index]
-            tensor.stays = True
+            self._stm.residency.note_staying(tensor)
             self._here[index] = tensor
 
     def bring_states_home(self, kept: frozenset[int] | None) -> None:
