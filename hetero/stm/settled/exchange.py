@@ -8,7 +8,6 @@ at home is kept for the way back, and is behind until then. No byte moves. A gra
 still alive, what it accumulates into the shadow is handed on to ``p`` (`redirect`).
 """
 
-import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from hetero.devices import storage_of
 from hetero.stm.interception.parameter import is_managed
 from hetero.stm.tensors.exposure import gradient_is_private, memory_is_private
 from hetero.stm.tensors.fetch import plain
+from hetero.stm.tensors.instances import instances_of
 from hetero.stm.tensors.managed import ManagedTensor
 
 __all__ = ["exchange", "is_like", "let_go", "may_go_back", "redirect"]
@@ -115,8 +115,8 @@ def is_like(parameter: torch.Tensor, home: torch.Tensor, device: torch.device) -
 
 def _has_alias(storages: set[int], parameters: set[int]) -> bool:
     """A tensor that Python knows shares one of these storages."""
-    for found in gc.get_objects():
-        if issubclass(type(found), torch.Tensor) and id(found) not in parameters:
+    for found in instances_of(torch.Tensor):
+        if id(found) not in parameters:
             storage = storage_of(found)
             if storage is not None and storage._cdata in storages:
                 return True

@@ -13,7 +13,6 @@ of theirs that is made at home, and an update, not by an optimizer, from such te
 average of a model whose parameters are at home.
 """
 
-import gc
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -22,6 +21,7 @@ import torch
 
 from hetero.devices import storage_of
 from hetero.stm.tensors.fetch import plain
+from hetero.stm.tensors.instances import instances_of
 from hetero.stm.tensors.managed import ManagedTensor
 
 __all__ = ["Onlookers", "has_other_optimizer", "note_operator", "note_update"]
@@ -99,8 +99,8 @@ def note_update(operands: Sequence[ManagedTensor], others: Sequence[torch.Tensor
 
 def has_other_optimizer(ours: torch.optim.Optimizer | None, parameters: set[int]) -> bool:
     """Somebody may step these parameters, with states of which we would not know. Wrappers of ours are ours."""
-    for found in gc.get_objects():
-        if not issubclass(type(found), torch.optim.Optimizer) or found is ours:
+    for found in instances_of(torch.optim.Optimizer):
+        if found is ours:
             continue
         groups: Iterable[dict[str, Any]] = vars(found).get("param_groups") or ()
         wraps = vars(found).get("optimizer") is ours or (ours and vars(ours).get("optimizer") is found)
@@ -110,6 +110,6 @@ def has_other_optimizer(ours: torch.optim.Optimizer | None, parameters: set[int]
 
 
 def _host_tensors() -> Iterator[torch.Tensor]:
-    for found in gc.get_objects():
-        if issubclass(type(found), torch.Tensor) and found.is_cpu and not found.is_nested:
+    for found in instances_of(torch.Tensor):
+        if found.is_cpu and not found.is_nested:
             yield found
