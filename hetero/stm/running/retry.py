@@ -42,13 +42,10 @@ _THEIR_OWN = 4  # bytes for each byte of their operands: a count of float64, or 
 
 
 @functools.cache
-def _writes_early(func: Any) -> bool:
-    return _WRITE_EARLY.fullmatch(str(func)) is not None
-
-
-@functools.cache
-def _draws(func: Any) -> bool:
-    return _DRAWS in func.tags
+def _traits(func: Any) -> tuple[bool, bool, bool]:
+    """Whether it writes before all is allocated, whether it writes to what it is given, and whether it draws. In one
+    look: an operator's hash is computed in Python, and every operator comes here."""
+    return _WRITE_EARLY.fullmatch(str(func)) is not None, func._schema.is_mutable, _DRAWS in func.tags
 
 
 @functools.cache
@@ -118,47 +115,58 @@ class Retry(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if self.is_over:
-            return _call(func, args, kwargs or {})
+            return _call(func, args, kwargs)
         # Below autograd a managed parameter is only memory at home: it must not be intercepted again.
-        with plain(), contextlib.ExitStack() as stack:
+        with plain():
             if depends_on_values(func, args):
                 self.note_values()
-            is_uncapped = is_sure = False
+            is_sure = False
+            uncapped: contextlib.ExitStack | None = (
+                None  # of the few that need one: every operator comes here
+            )
             copies: list[torch.Tensor] = []
-            runs_once = _writes_early(func)
-            listed = versions_of_list(args) if func._schema.is_mutable else []
-            draw_again = self._numbers((kwargs or {}).get("generator")) if _draws(func) else None
+            runs_once, is_mutable, draws = _traits(func)
+            listed = versions_of_list(args) if is_mutable else []
+            draw_again = self._numbers(kwargs.get("generator")) if draws else None
             if runs_once:
                 ordinary = _ordinary_parameters((args, kwargs))
                 given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
                 own = sum(tensor.nbytes for tensor in given)
                 self.make_room(_THEIR_OWN * own)
                 args, kwargs = _on_device_still(ordinary, (args, kwargs), copies)
-            while True:
-                try:
-                    result = _call(func, args, kwargs or {})
-                    if copies and func._schema.is_mutable:  # autograd counts a write to what it was given
-                        torch.autograd.graph.increment_version(copies)
-                    count_writes(listed)
-                    return result
-                except RuntimeError as error:
-                    if not self._is_shortage(error):
-                        raise
-                    # What was counted may be an earlier operator's, which did without: the second time it is not.
-                    is_sure = is_sure or isinstance(error, torch.OutOfMemoryError)
-                    if runs_once:
-                        raise self.explain(str(func), error) from error
-                    ordinary = _ordinary_parameters((args, kwargs))
-                    if self.relieve() == 0 and is_sure:
-                        if is_uncapped or not stack.enter_context(self._uncapped(error)):
+            try:
+                while True:
+                    try:
+                        result = _call(func, args, kwargs)
+                        if copies and is_mutable:  # autograd counts a write to what it was given
+                            torch.autograd.graph.increment_version(copies)
+                        if listed:
+                            count_writes(listed)
+                        return result
+                    except RuntimeError as error:
+                        if not self._is_shortage(error):
+                            raise
+                        # What was counted may be an earlier operator's, which did without: the second time it is not.
+                        is_sure = is_sure or isinstance(error, torch.OutOfMemoryError)
+                        if runs_once:
                             raise self.explain(str(func), error) from error
-                        is_uncapped = True
-                    is_sure = True
-                    self._note_answered()
-                    if draw_again is not None:
-                        draw_again()
-                    args, kwargs = _on_device_still(ordinary, (args, kwargs), copies)
+                        ordinary = _ordinary_parameters((args, kwargs))
+                        if self.relieve() == 0 and is_sure:
+                            if uncapped is not None:
+                                raise self.explain(str(func), error) from error
+                            uncapped = contextlib.ExitStack()
+                            if not uncapped.enter_context(self._uncapped(error)):
+                                raise self.explain(str(func), error) from error
+                        is_sure = True
+                        self._note_answered()
+                        if draw_again is not None:
+                            draw_again()
+                        args, kwargs = _on_device_still(ordinary, (args, kwargs), copies)
+            finally:
+                if uncapped is not None:
+                    uncapped.close()
 
     def make_room(self, nbytes: int) -> None:
         """So many bytes, or all there is, for what cannot be tried again."""
