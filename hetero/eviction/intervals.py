@@ -112,7 +112,7 @@ def read_intervals(trace: Trace) -> Intervals:
     intact = first_lost < 0
     reused = (next_use >= 0) & intact  # what is produced again was invalidated before
     end = np.where(intact, horizon, first_lost)
-    written = np.isin(used, _keys([moment.dirties for moment in trace.moments], periods))
+    written = _among(used, _keys([moment.dirties for moment in trace.moments], periods))
     group, groups = _write_groups(tensor, written, intact, cyclic=trace.cyclic)
     produced = _keys([moment.produces for moment in trace.moments], periods)
     next_use = _without_production(next_use, tensor, periods, produced)
@@ -143,9 +143,22 @@ def read_intervals(trace: Trace) -> Intervals:
 def _keys(per_moment: list[tuple[int, ...]], periods: int) -> Ints:
     """Sorted, distinct ``tensor * periods + moment``."""
     counts = np.fromiter(map(len, per_moment), dtype=np.int64, count=periods)
-    ids = np.fromiter(chain.from_iterable(per_moment), dtype=np.int64, count=int(counts.sum()))
-    keys: Ints = np.unique(ids * periods + np.repeat(np.arange(periods, dtype=np.int64), counts))
-    return keys
+    total = int(counts.sum())
+    ids = np.fromiter(chain.from_iterable(per_moment), dtype=np.int64, count=total)
+    if not total:
+        return ids
+    # As np.unique and np.isin do it, which spend more than this on finding out how: traces are short, and many.
+    keys: Ints = ids * periods + np.repeat(np.arange(periods, dtype=np.int64), counts)
+    keys.sort()
+    return keys[_changes(keys)]
+
+
+def _among(values: Ints, keys: Ints) -> Bools:
+    """Which of ``values`` are among ``keys``, sorted."""
+    if not len(keys):
+        return np.zeros(len(values), dtype=bool)
+    found: Bools = keys[np.minimum(np.searchsorted(keys, values), len(keys) - 1)] == values
+    return found
 
 
 def _refuse_overfull(capacity: Ints, needed: Ints) -> None:
@@ -167,10 +180,10 @@ def _next_uses(tensor: Ints, use: Ints, periods: int, *, cyclic: bool) -> Ints:
     return following
 
 
-def _changes(tensor: Ints) -> Bools:
-    """True at the first entry of each tensor."""
-    changes = np.ones(len(tensor), dtype=bool)
-    changes[1:] = tensor[1:] != tensor[:-1]
+def _changes(ordered: Ints) -> Bools:
+    """True at the first of equal entries: of each tensor."""
+    changes = np.ones(len(ordered), dtype=bool)
+    changes[1:] = ordered[1:] != ordered[:-1]
     return changes
 
 
@@ -195,32 +208,32 @@ def _invalidations(
 
 def _write_groups(tensor: Ints, written: Bools, intact: Bools, *, cyclic: bool) -> tuple[Ints, int]:
     """The write that each interval's copy still carries, as a dense group number; -1 for a clean copy."""
-    group = np.full(len(tensor), -1, dtype=np.int64)
+    group = [-1] * len(tensor)
     groups = 0
     bounds = [*np.flatnonzero(_changes(tensor)).tolist(), len(tensor)]
+    is_written, is_intact = written.tolist(), intact.tolist()  # looked at one by one
     for begin, end in pairwise(bounds):
-        writes = np.flatnonzero(written[begin:end])
-        if not len(writes):
+        if True not in is_written[begin:end]:
             continue
         current = -1
         # A cyclic tensor enters its first use with the last write of the iteration before: go round twice.
         for turn in range(2 if cyclic else 1):
             for j in range(begin, end):
-                if written[j]:
+                if is_written[j]:
                     if turn == 0:
                         group[j], groups = groups, groups + 1
-                    current = int(group[j])
+                    current = group[j]
                 group[j] = current
-                if not intact[j]:
+                if not is_intact[j]:
                     current = -1
-    return group, groups
+    return np.array(group, dtype=np.int64), groups
 
 
 def _without_production(next_use: Ints, tensor: Ints, periods: int, produced: Ints) -> Ints:
     """A tensor that comes into being at its next use is fetched by nobody: there is no such use."""
     if not len(produced):
         return next_use
-    fresh = np.isin(tensor * periods + next_use % periods, produced) & (next_use >= 0)
+    fresh = _among(tensor * periods + next_use % periods, produced) & (next_use >= 0)
     return np.where(fresh, -1, next_use)
 
 
