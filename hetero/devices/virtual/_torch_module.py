@@ -207,6 +207,10 @@ def _memory_functions(extension: ModuleType) -> dict[str, Any]:
     def memory_stats_as_nested_dict(device: _Device = None) -> dict[str, Any]:
         return torch._C._accelerator_getDeviceStats(0)
 
+    def _memory_counters(device: _Device = None) -> dict[str, Any]:
+        """Of these, what `hetero.devices.accelerator.Accelerator` reads."""
+        return dict(extension.memory_counters())
+
     def reset_peak_memory_stats(device: _Device = None) -> None:
         torch._C._accelerator_resetPeakStats(_index(device).index)
 
