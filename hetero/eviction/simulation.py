@@ -218,6 +218,7 @@ class _Run:
     def _update(self, queue: HostUpdates) -> None:
         """The optimizer has stepped."""
         queue.queue(self.clock)
+        self._issue(len(self.places))  # all of which are filled anew
         for x in self.places:
             if x not in self.on_order and (x not in queue.done or queue.done[x] > self.clock):
                 self._expect(x)

@@ -125,6 +125,9 @@ def test_any_places_give_valid_schedules_and_times_no_shorter_than_any_server_ne
         3.0 * count, count * update, count * copy
     )  # each tensor comes up once at least, and goes down once
     assert result.step_seconds >= busy - 1e-6
+    issued = simulate(trace, schedule, replace(links(copy), issue=0.25))
+    assert issued.issue_seconds >= 0.25 * count  # those with places too
+    assert issued.step_seconds >= 3.0 * count + issued.issue_seconds - 1e-6
     for moment, nbytes in zip(trace.moments, result.model_bytes, strict=True):
         assert nbytes <= moment.capacity
     whole = without_places(trace)
