@@ -40,8 +40,7 @@ def compete(
 ) -> Schedule:
     """The fastest schedule found for one iteration of ``trace``; of equally fast ones, that with the fewest bytes.
 
-    ``trials``: of the local search, fewer if the trace is long. ``goal``: seconds, beside what issuing transfers takes,
-    with which it is content.
+    ``trials``: of the local search, fewer if the trace is long. ``goal``: seconds with which it is content.
     ``worth``: share of the step that more bytes, or more time spent here, must save. Raises `CapacityError` as `plan`.
     """
     problem = read_intervals(trace)
@@ -52,8 +51,7 @@ def compete(
         relaxed = [fluid(trace, links, checkpoints=count) for count in _CHECKPOINTS]
         judge.goal = max(least, _NOTHING_LOST * max(some.step_seconds for some in relaxed))
         _explore(trace, problem, links, judge, trials, worth, relaxed)
-    shortest = min(schedule.predicted_seconds for schedule in judge.found)
-    soon = max(least, shortest * _NOTHING_LOST) * (1.0 + worth)
+    soon = max(least, judge.fastest * _NOTHING_LOST) * (1.0 + worth)
     near = [schedule for schedule in judge.found if schedule.predicted_seconds <= soon]
     return min(near, key=lambda schedule: (schedule.moved_bytes, schedule.predicted_seconds))
 
@@ -128,13 +126,13 @@ class _Judge:
         self.found: list[Schedule] = []
         self.left = _AFFORDABLE_MOMENTS
         self.goal = 0.0
-        self.fastest = math.inf  # of those found, beside what issuing transfers takes
+        self.fastest = math.inf  # of those found
         self._judged: dict[tuple[bytes, int], tuple[Schedule, int]] = {}  # with the number of its layouts
 
     def find(self, schedule: Schedule) -> None:
         """It competes with the others."""
         self.found.append(schedule)
-        self.fastest = min(self.fastest, schedule.carried_seconds)
+        self.fastest = min(self.fastest, schedule.predicted_seconds)
 
     @property
     def done(self) -> bool:

@@ -19,6 +19,7 @@ from hetero.eviction.competition import compete
 from hetero.eviction.model import WORTH, CapacityError, Links, Policy, Schedule, Trace
 from hetero.eviction.planner import plan
 from hetero.eviction.policies import CostAware, FarthestNextUse, resolve_policy
+from hetero.eviction.simulation import simulate
 
 __all__ = ["host_bytes", "plan_iteration", "unhindered_seconds", "with_alive"]
 
@@ -49,10 +50,16 @@ def plan_iteration(
     def quickly(some: Trace) -> Schedule:
         return plan(some, links=links, policy=chosen, prefetch=prefetch)
 
+    def at_once(some: Trace, schedule: Schedule) -> float:
+        """Seconds of the step if it took no time to issue transfers: what links and the host's updates make it."""
+        if not links.issue:
+            return schedule.predicted_seconds
+        return simulate(some, schedule, replace(links, issue=0.0)).step_seconds
+
     def thoroughly(some: Trace) -> Schedule:
         first = quickly(some)
-        if first.carried_seconds > goal * (1.0 + WORTH):
-            return compete(some, links=links, goal=goal, worth=WORTH)
+        if at_once(some, first) > goal * (1.0 + WORTH):
+            return compete(some, links=links, goal=content, worth=WORTH)
         return frugally(some, first)
 
     def frugally(some: Trace, first: Schedule | None = None) -> Schedule:
@@ -68,21 +75,26 @@ def plan_iteration(
         return quickly(trace)
     competes = thorough and prefetch and isinstance(chosen, FarthestNextUse | CostAware)
     planner = thoroughly if competes else quickly
-    goal = _unhindered(trace, links).carried_seconds if competes else 0.0
+    unhindered = _unhindered(trace, links) if competes else None
+    goal = at_once(trace, unhindered) if unhindered else 0.0
+    content = unhindered.predicted_seconds if unhindered else 0.0
     least = functools.cache(lower_bound)
     try:
         without = quickly(with_alive(trace))
     except CapacityError:
         return _within(trace, planner, host_room)
-    if competes and without.carried_seconds <= goal * (1.0 + WORTH):
-        if without.moved_bytes <= least(trace) * (1.0 + _FEW):
+    if unhindered and at_once(with_alive(trace), without) <= goal * (1.0 + WORTH):
+        is_quick = without.predicted_seconds <= content * (1.0 + WORTH)
+        if is_quick and without.moved_bytes <= least(trace) * (1.0 + _FEW):
             return without
         planner = frugally
     schedule = _within(trace, planner, host_room)
     if host_room is not None and host_bytes(trace, schedule) > host_room:
         return without
-    slower = without.predicted_seconds > schedule.predicted_seconds * (1.0 + WORTH)
-    return schedule if slower or schedule.moved_bytes < without.moved_bytes else without
+    if without.predicted_seconds > schedule.predicted_seconds * (1.0 + WORTH):
+        return schedule
+    is_as_quick = schedule.predicted_seconds <= without.predicted_seconds * (1.0 + WORTH)
+    return schedule if is_as_quick and schedule.moved_bytes < without.moved_bytes else without
 
 
 def unhindered_seconds(trace: Trace, links: Links) -> float:

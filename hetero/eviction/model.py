@@ -293,8 +293,8 @@ class Schedule:
 
     @property
     def carried_seconds(self) -> float:
-        """The predicted step without what issuing transfers takes: no more than that of the operators where the links
-        hold nobody up."""
+        """The predicted step less what issuing transfers takes: that of the operators alone where the links hold nobody
+        up. Says whether they do, not which of two schedules is quicker: while a transfer is issued, others go on."""
         return self.predicted_seconds - self.issue_seconds
 
 

@@ -7,8 +7,9 @@ first. The result is never slower than what the first of these alone finds. A pu
 
 [Note: what it may cost] Planning a pair takes time by its moments. Neighbours are tried as long as all that was planned
 has no more than so many moments, so that where the first part alone has as many it is all that is done; and as long as
-one of the last so many pairs was better than all before. Where more homes are always better, say, and no more fit, all
-smaller numbers would be tried, one after another.
+one of the last so many pairs, those that do not fit among them, was better than all before. Where more homes are always
+better, say, and no more fit, all smaller numbers would be tried, one after another. And as long as the links hold the
+best one up: for what is left to win by fewer transfers alone, the first part's numbers are near enough.
 """
 
 import contextlib
@@ -197,7 +198,7 @@ def _try_neighbours(pairs: _Pairs, most_homes: int, most_pairs: int) -> None:
         _, (homes, places), best = heapq.heappop(heap)
         for numbers in product(range(homes - 1, homes + 2), range(places - 1, places + 2)):
             if best.carried_seconds <= pairs.least * (1.0 + WORTH):
-                return  # nothing is left to win by it
+                return
             if numbers in pairs.outcomes or not _exists(pairs, numbers, most_homes):
                 continue
             if len(pairs.outcomes) >= most_pairs or pairs.moments + pairs.each > _MOST_MOMENTS:

@@ -44,7 +44,7 @@ def _found(
     trace: Trace, problem: Intervals, links: Links, policy: Policy, *, prefetch: bool
 ) -> Iterator[Schedule]:
     """Timed schedules for each headroom, lent to copies that fit after all, or spared for transfers; none after one
-    that is fast enough: with more headroom there is more to move."""
+    in which the links hold nobody up: with more headroom there is more to move."""
     enough = sum(moment.seconds for moment in trace.moments) * (1.0 + WORTH)
     small = len(problem.use) * ROUNDS * len(_HEADROOMS) <= _AFFORDABLE_ACCESSES
     predictions = Predictions(trace, links)

@@ -355,7 +355,6 @@ class _Run:
 
     def _fetch(self, tensors: tuple[int, ...]) -> float:
         busy = 0.0
-        self._issue(len(tensors))
         seconds_of, saved, arrival, host, clock = (
             self.of.up_seconds,
             self.saved,
@@ -365,10 +364,13 @@ class _Run:
         )
         if self.on_order:
             self._release_for(())
-        free = max(self.up_free, clock)
+        free, issued, issue = self.up_free, clock, self.links.issue
         for x in tensors:
             seconds = seconds_of[x]
             busy += seconds
+            issued += issue
+            if issued > free:
+                free = issued
             if host is not None and host.is_late(x, clock):
                 self._expect(x)
                 continue
@@ -378,4 +380,5 @@ class _Run:
             arrival[x] = free
         self.present.update(tensors)
         self.up_free = free
+        self._issue(len(tensors))
         return busy

@@ -18,7 +18,7 @@ __all__ = ["CopyTime", "IterationTimes", "PeriodTimes", "read_times"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeriodTimes:
     """``seconds``: own time, until the next operator begins: the library's work at sampling moments included, but for
-    issuing transfers.
+    those at which transfers are issued.
     ``sends``: parameters whose gradients go home, their bytes, and own time until then."""
 
     seconds: float

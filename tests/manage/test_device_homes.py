@@ -154,7 +154,13 @@ def test_operators_whose_copies_are_there_pay_no_more_where_the_caller_keeps_som
         assert operators_that_pay() == []
         kept = torch.empty(1 << 20, dtype=torch.uint8, device=target)
         assert operators_that_pay() == []
-        assert manager._stm.executor._growth.drift >= kept.nbytes
+        growth, plan = manager._stm.executor._growth, manager._stm.plans.last
+        assert growth.drift >= kept.nbytes
+        assert growth._all_stay(plan)
+        manager._stm.residency.move_home(manager._stm.tensors[0])
+        assert not growth._all_stay(plan)
+        step(model, optimizer, target)  # at which it comes back
+        assert growth._all_stay(plan)
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -1,5 +1,6 @@
 """What plans are made of: own times without waits, copies as fast as they were, updates on the host. Clocks are set."""
 
+import contextlib
 import math
 
 import pytest
@@ -170,8 +171,13 @@ def times_of(seconds, *, queued=(), issued=0, issue_seconds=0.0):
     )
 
 
-def test_a_transfer_takes_as_long_to_issue_as_one_did_in_the_round_that_counts_or_as_before():
-    rounds = [times_of(1.0, issued=8, issue_seconds=2.0), times_of(3.0, issued=1, issue_seconds=3.0)]
+def test_a_transfer_takes_as_long_to_issue_as_in_the_middle_round_or_as_before():
+    rounds = [
+        times_of(1.0, issued=8, issue_seconds=2.0),
+        times_of(1.01, issued=2, issue_seconds=3.0),  # something else came in between
+        times_of(1.02, issued=2, issue_seconds=0.25),
+        times_of(1.03),
+    ]
     before = timings._middle(rounds, PROBED, None, 0.0, 0.0)
     assert before.links.issue == 0.25
     # Of what lives on the device nothing is fetched any more; at home it would be again.
@@ -228,6 +234,13 @@ def test_what_moves_on_trial_has_to_make_iterations_shorter(monkeypatch, with_it
 @pytest.fixture
 def planned():
     """A manager whose plan is final, with a schedule that moves copies, gradients and saved tensors."""
+    with trained() as manager:
+        yield manager
+
+
+@contextlib.contextmanager
+def trained(note=lambda manager: None):
+    """As `planned`; ``note`` is told of it before the first iteration."""
     target = device(bandwidth="1GiB/s", latency="20us")
     torch.manual_seed(0)
     model = mlp(depth=6)
@@ -235,6 +248,7 @@ def planned():
     with hetero.manage(
         model, optimizer, device=target, device_budget="512KiB", device_homes=False
     ) as manager:
+        note(manager)
         for _ in range(9):
             model(torch.randn(64, 64).to(target)).square().mean().backward()
             optimizer.step()
@@ -254,6 +268,27 @@ def test_the_prediction_is_the_simulation_of_what_was_timed(planned):
     result = simulate(plan.trace, plan.schedule, timing.links)
     assert planned.plan.predicted_seconds == result.step_seconds
     assert result.compute_seconds == pytest.approx(sum(row.seconds for row in rows))
+
+
+def test_as_many_transfers_are_issued_as_the_simulation_issues(monkeypatch):
+    rounds = []
+
+    def and_note(segments):
+        times = read_times(segments)
+        if times is not None:
+            rounds.append((times.issued, managers[0]._stm.plans.last))
+        return times
+
+    monkeypatch.setattr("hetero.stm.plans.timings.read_times", and_note)
+    managers = []
+    with trained(managers.append) as manager:
+        issued, plan = rounds[-1]
+        moved = [x for actions in plan.schedule.actions for x in actions.fetch]
+        assert any(x >= len(manager._stm.tensors) for x in moved)  # saved tensors, which have left before
+        result = simulate(plan.trace, plan.schedule, Links(h2d_bandwidth=1e9, d2h_bandwidth=1e9, issue=1.0))
+        assert issued == result.issue_seconds > len(moved)
+        assert "to issue transfers" in str(manager.plan)
+        assert manager.plan.issue_seconds == manager._stm.plans.last.schedule.issue_seconds > 0.0
 
 
 def test_every_gradient_and_every_update_is_in_the_trace(planned):

@@ -61,9 +61,11 @@ class Residency:
         self.uploads = Uploads(engine)
         self.orders = Orders(engine, self.uploads, updates, discard=self.discard)
         self.resident: dict[int, ManagedTensor] = {}
-        # Of those of them that live on the device, how many bytes each takes; and how often one has moved.
-        self._living: dict[int, int] = {}
-        self._living_bytes = self.moves = 0
+        self._living: dict[
+            int, int
+        ] = {}  # of those of them that live on the device, how many bytes each takes
+        self._living_bytes = 0
+        self.home_changes = 0  # how often a parameter has come to live on the device, or at home
         self.room = Room(accelerator, ledger, policy, device_budget, resident=self.resident, evict=self.evict)
         self._starting: torch.Tensor | None = None  # the destination of a copy that is being started
 
@@ -278,7 +280,7 @@ class Residency:
     def note_staying(self, tensor: ManagedTensor) -> None:
         """It lives on the device from now on, where it is already."""
         tensor.stays = True
-        self.moves += 1
+        self.home_changes += 1
         self._count_living(tensor)
 
     def move_home(self, tensor: ManagedTensor) -> None:
@@ -286,7 +288,7 @@ class Residency:
         self.settle(tensor)
         self._drop_master(tensor)
         tensor.stays = False
-        self.moves += 1
+        self.home_changes += 1
         self._count_living(tensor)
 
     def lend(self, tensor: ManagedTensor) -> None:

@@ -5,10 +5,10 @@ and has saved no time, what memory ran short with. How a choice is made is `hete
 `hetero.stm.step.devicehomes`. All plans have the same parameters on the device; places are one plan's own.
 
 [Note: what choosing may take]
-A choice plans an iteration some dozens of times, while training waits. The first is made at once; one more, after something
-has changed, as soon as all of them have taken no more than a share of the time so far; those for further kinds of
-iterations (batches of many lengths, evaluations), a much smaller one. Until then, their plans have what lives on the
-device for the others.
+A choice plans an iteration some dozens of times, while training waits. The first is made at once; one more, after
+something has changed, as soon as all of them have taken no more than a share of the time so far; those for further
+kinds of iterations (batches of many lengths, evaluations), a much smaller one. Until then, their plans have what lives
+on the device for the others.
 
 [Note: after a loss]
 Often a few bytes were wanting: of losses, say, that the loop keeps. So a 16th of what lived there stays away, and twice

@@ -148,14 +148,17 @@ def _middle(
 ) -> Timing:
     """That of several rounds which took the median of own time, as a whole: medians of single periods would add up to
     less than any round took, because something is late in each. Copies are those of all rounds."""
-    earlier = 0.0 if before is None else before.links.issue
+    # A pause in one of them, for a collection of garbage, say, would count for each of a few transfers.
+    issue = [each.issue_seconds / each.issued for each in rounds if each.issued]
+    if not issue and before is not None:
+        issue = [before.links.issue]
     own = [sum(row.seconds for rows in one.segments for row in rows) for one in rounds]
     one = rounds[own.index(statistics.median_low(own))]
     return Timing(
         periods=one.segments,
         links=replace(
             fit_links([copy for each in rounds for copy in each.copies], probed),
-            issue=one.issue_seconds / one.issued if one.issued else earlier,
+            issue=statistics.median_low(issue) if issue else 0.0,
         ),
         # What lives on the device was not queued, and would be at home.
         queued=tuple(dict.fromkeys((*one.queued, *(() if before is None else before.queued)))),

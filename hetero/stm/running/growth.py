@@ -2,8 +2,9 @@
 
 Owns two numbers of the segment that runs: what was asked for and is no model data (tensors that the caller keeps, a
 larger batch), and what the allocator has added by itself. Both take room from copies; only the first is growth, which
-plans are told of (`hetero.stm.plans.outgrown`) where what was planned does not fit beside it. Who leaves for it is
-`hetero.stm.running.executor`'s; what the caller adds between forward and backward, `hetero.stm.running.callers`'.
+plans are told of (`hetero.stm.plans.outgrown`) where what was planned does not fit beside it, and other managers cannot
+make room. Which of our copies leave for it is `hetero.stm.running.executor`'s; what the caller adds between forward and
+backward, `hetero.stm.running.callers`'.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,8 +24,8 @@ __all__ = ["Growth"]
 
 
 class Growth:
-    """Of one manager. ``drift``, ``excess``: bytes, as last measured; 0 where nothing is planned. Plain attributes,
-    because every operator looks at them."""
+    """Of one manager. ``drift``, ``excess``: bytes, as last measured or, of the first, as the executor expects them; 0
+    where nothing is planned. Plain attributes, because every operator looks at them."""
 
     def __init__(
         self,
@@ -57,9 +58,10 @@ class Growth:
     def end(self) -> None:
         """It is over: both are its plan's."""
         self.drift = self.excess = 0
+        self._looked = (None, 0, False)
 
     def has_grown(self) -> bool:
-        """There is more than there was before in this segment: it may be so again, within any period."""
+        """Measure. There is more than there was before in this segment: it may be so again, within any period."""
         drift = self.measured(self._course.current)
         if drift <= self.drift:
             return False
@@ -67,7 +69,7 @@ class Growth:
         return True
 
     def measured(self, position: int) -> int:
-        """The drift at this moment, and the excess with it. Not looked at at every moment, because reading the counter
+        """The drift at this moment; notes the excess. Not looked at at every moment, because reading the counter
         is slow on some devices."""
         plan = self._course.plan
         if plan is None:
@@ -78,7 +80,7 @@ class Growth:
         return max(0, non_model - plan.non_model[position] - plan.margin)
 
     def measured_excess(self) -> int:
-        """How much more than the plan keeps for it is in use now and was not asked for."""
+        """How much more than the plan keeps for it is in use now and was not asked for; notes it."""
         plan = self._course.plan
         self.excess = 0 if plan is None else max(0, self._accelerator.asked_bytes()[1] - plan.excess)
         return self.excess
@@ -112,9 +114,9 @@ class Growth:
 
     def _all_stay(self, plan: CyclePlan) -> bool:
         """What should live on the device, by the plan, does. Looked at again only after something has moved."""
-        moves = self._residency.moves
-        if self._looked[0] is not plan or self._looked[1] != moves:
-            self._looked = plan, moves, all(self._tensors[index].stays for index in plan.device_homes)
+        changes = self._residency.home_changes
+        if self._looked[0] is not plan or self._looked[1] != changes:
+            self._looked = plan, changes, all(self._tensors[index].stays for index in plan.device_homes)
         return self._looked[2]
 
     def enough(self) -> int | None:

@@ -123,9 +123,8 @@ class Retry(TorchDispatchMode):
             if depends_on_values(func, args):
                 self.note_values()
             is_sure = False
-            uncapped: contextlib.ExitStack | None = (
-                None  # of the few that need one: every operator comes here
-            )
+            # Of the few that need one: every operator comes here.
+            uncapped: contextlib.ExitStack | None = None
             copies: list[torch.Tensor] = []
             runs_once, is_mutable, draws = _traits(func)
             listed = versions_of_list(args) if is_mutable else []
