@@ -61,9 +61,8 @@ class Residency:
         self.uploads = Uploads(engine)
         self.orders = Orders(engine, self.uploads, updates, discard=self.discard)
         self.resident: dict[int, ManagedTensor] = {}
-        self._living: dict[
-            int, int
-        ] = {}  # of those of them that live on the device, how many bytes each takes
+        # Of those of them that live on the device, how many bytes each takes.
+        self._living: dict[int, int] = {}
         self._living_bytes = 0
         self.home_changes = 0  # how often a parameter has come to live on the device, or at home
         self.room = Room(accelerator, ledger, policy, device_budget, resident=self.resident, evict=self.evict)
