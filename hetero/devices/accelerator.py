@@ -106,10 +106,7 @@ class Accelerator:
         self.device = device
         # torch.cuda's counters are an empty dictionary until then.
         getattr(self._module, "init", lambda: None)()
-        # The virtual device has what is read here apart: to make all counters takes longer than most operators.
-        self._stats: Callable[..., Any] | None = getattr(self._module, "_memory_counters", None) or looks.own(
-            self._module, "memory_stats_as_nested_dict"
-        )
+        self._stats: Callable[..., Any] | None = looks.own(self._module, "memory_stats_as_nested_dict")
         self._cap = shared_cap(self.device, self._call, in_use=self.used_bytes, reserved=self.reserved_bytes)
 
     def _call(self, name: str, *args: object) -> Any:
@@ -278,11 +275,7 @@ class Accelerator:
 
     def compute_stream(self) -> torch.Stream:
         """The stream on which the calling thread's operators run."""
-        # Mostly past `_call`: asked several times for each operator, and nothing is put around this function.
-        found = getattr(self._module, "current_stream", None)
-        return cast(
-            torch.Stream, self._call("current_stream", self.device) if found is None else found(self.device)
-        )
+        return cast(torch.Stream, self._call("current_stream", self.device))
 
     def allocated_size(self, nbytes: int) -> int:
         """What the allocator counts for a request of ``nbytes``."""

@@ -21,7 +21,7 @@ from hetero.eviction.planner import plan
 from hetero.eviction.policies import CostAware, FarthestNextUse, resolve_policy
 from hetero.eviction.simulation import simulate
 
-__all__ = ["host_bytes", "plan_iteration", "unhindered_seconds", "with_alive"]
+__all__ = ["host_bytes", "plan_iteration", "with_alive"]
 
 _FEW = 0.01  # share of the bytes that have to move in any case: as many more are not worth looking for others
 _ROUNDS = 6  # of letting more of them stay
@@ -59,7 +59,7 @@ def plan_iteration(
     def thoroughly(some: Trace) -> Schedule:
         first = quickly(some)
         if at_once(some, first) > goal * (1.0 + WORTH):
-            return compete(some, links=links, goal=content, worth=WORTH)
+            return compete(some, links=links, goal=soonest, worth=WORTH)
         return frugally(some, first)
 
     def frugally(some: Trace, first: Schedule | None = None) -> Schedule:
@@ -76,15 +76,16 @@ def plan_iteration(
     competes = thorough and prefetch and isinstance(chosen, FarthestNextUse | CostAware)
     planner = thoroughly if competes else quickly
     unhindered = _unhindered(trace, links) if competes else None
+    # Without what it takes to issue transfers, and with it.
     goal = at_once(trace, unhindered) if unhindered else 0.0
-    content = unhindered.predicted_seconds if unhindered else 0.0
+    soonest = unhindered.predicted_seconds if unhindered else 0.0
     least = functools.cache(lower_bound)
     try:
         without = quickly(with_alive(trace))
     except CapacityError:
         return _within(trace, planner, host_room)
-    if unhindered and at_once(with_alive(trace), without) <= goal * (1.0 + WORTH):
-        is_quick = without.predicted_seconds <= content * (1.0 + WORTH)
+    if competes and at_once(with_alive(trace), without) <= goal * (1.0 + WORTH):
+        is_quick = without.predicted_seconds <= soonest * (1.0 + WORTH)
         if is_quick and without.moved_bytes <= least(trace) * (1.0 + _FEW):
             return without
         planner = frugally
@@ -97,13 +98,9 @@ def plan_iteration(
     return schedule if is_as_quick and schedule.moved_bytes < without.moved_bytes else without
 
 
-def unhindered_seconds(trace: Trace, links: Links) -> float:
-    """The step with room for everything: operators, and what they wait for whatever the plan, such as the host's
-    updates and the copies that these make worthless."""
-    return _unhindered(trace, links).predicted_seconds
-
-
 def _unhindered(trace: Trace, links: Links) -> Schedule:
+    """With room for everything: operators, and what they wait for whatever the plan, such as the host's updates and the
+    copies that these make worthless."""
     room = 2 * sum(trace.sizes)
     moments = tuple(replace(moment, capacity=max(moment.capacity, room)) for moment in trace.moments)
     return plan(replace(trace, moments=moments), links=links)

@@ -291,12 +291,6 @@ class Schedule:
         """Bytes over both directions per iteration: what `lower_bound` bounds."""
         return self.fetched_bytes + self.written_back_bytes
 
-    @property
-    def carried_seconds(self) -> float:
-        """The predicted step less what issuing transfers takes: that of the operators alone where the links hold nobody
-        up. Says whether they do, not which of two schedules is quicker: while a transfer is issued, others go on."""
-        return self.predicted_seconds - self.issue_seconds
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:

@@ -71,10 +71,8 @@ _Numbers = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Outcome:
-    """``carried_seconds``: as in `Schedule`."""
-
     seconds: float
-    carried_seconds: float
+    issue_seconds: float
     moved_bytes: int
 
 
@@ -123,10 +121,9 @@ class _Pairs:
         self.moments += self.each
         self.least = sum(moment.seconds for moment in trace.moments)
         stay = frozenset(homes)
-        seconds = step_seconds(trace, schedule, self.links, self.order, stay, self.costs, self.sizes)
         self.outcomes[numbers] = _Outcome(
-            seconds=seconds,
-            carried_seconds=seconds - schedule.issue_seconds,
+            seconds=step_seconds(trace, schedule, self.links, self.order, stay, self.costs, self.sizes),
+            issue_seconds=schedule.issue_seconds,
             moved_bytes=schedule.moved_bytes + sum(self.sizes[x] for x in self.movable if x not in stay),
         )
         if any(count != numbers[0] for count, _ in self._row):
@@ -197,7 +194,7 @@ def _try_neighbours(pairs: _Pairs, most_homes: int, most_pairs: int) -> None:
     while heap:
         _, (homes, places), best = heapq.heappop(heap)
         for numbers in product(range(homes - 1, homes + 2), range(places - 1, places + 2)):
-            if best.carried_seconds <= pairs.least * (1.0 + WORTH):
+            if best.seconds - best.issue_seconds <= pairs.least * (1.0 + WORTH):
                 return
             if numbers in pairs.outcomes or not _exists(pairs, numbers, most_homes):
                 continue

@@ -58,7 +58,7 @@ def _found(
                 timed[choice] = predictions.rounds(layout, most=ROUNDS if prefetch and small else 1)
             for schedule in timed[choice]:
                 yield replace(schedule, headroom=headroom)
-            if any(schedule.carried_seconds <= enough for schedule in timed[choice]):
+            if any(found.predicted_seconds - found.issue_seconds <= enough for found in timed[choice]):
                 return
 
 

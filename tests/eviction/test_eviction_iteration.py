@@ -121,7 +121,8 @@ def test_where_issuing_takes_time_a_plan_is_about_as_quick_as_the_quicker_of_bot
         simple.append(plan(with_alive(trace), links=links).predicted_seconds)
     schedule = plan_iteration(trace, links=links, thorough=thorough)
     check(trace, schedule)
-    # Two times in a row what differs by less than that counts as equally quick, and has fewer bytes.
+    # Two times in a row what differs by less than that counts as equally quick, and has fewer bytes; and sums of the
+    # same times in another order.
     assert schedule.predicted_seconds <= min(simple) * (1.0 + WORTH) ** 2 + 1e-9
 
 

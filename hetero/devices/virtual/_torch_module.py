@@ -205,10 +205,7 @@ def _memory_functions(extension: ModuleType) -> dict[str, Any]:
         return torch.accelerator.memory_stats(_index(device))
 
     def memory_stats_as_nested_dict(device: _Device = None) -> dict[str, Any]:
-        return torch._C._accelerator_getDeviceStats(0)
-
-    def _memory_counters(device: _Device = None) -> dict[str, Any]:
-        """Of these, what `hetero.devices.accelerator.Accelerator` reads."""
+        # Those that are read several times for each operator; to make all of `memory_stats` takes longer than one.
         return dict(extension.memory_counters())
 
     def reset_peak_memory_stats(device: _Device = None) -> None:

@@ -67,7 +67,6 @@ class Executor:
             activations,
             collector,
             plans,
-            accelerator,
             self._course,
             self._backlog,
         )

@@ -9,7 +9,6 @@ backward, `hetero.stm.running.callers`'.
 
 from collections.abc import Iterable, Sequence
 
-from hetero.devices import Accelerator
 from hetero.msc import MemStatsCollector
 from hetero.stm.activations.offload import Activations
 from hetero.stm.copies.residency import Residency
@@ -35,7 +34,6 @@ class Growth:
         activations: Activations,
         collector: MemStatsCollector,
         plans: PlanBook,
-        accelerator: Accelerator,
         course: Course,
         backlog: Backlog,
     ) -> None:
@@ -45,7 +43,6 @@ class Growth:
         self._activations = activations
         self._collector = collector
         self._plans = plans
-        self._accelerator = accelerator
         self._course = course
         self._backlog = backlog
         self.drift = self.excess = 0
@@ -82,7 +79,7 @@ class Growth:
     def measured_excess(self) -> int:
         """How much more than the plan keeps for it is in use now and was not asked for; notes it."""
         plan = self._course.plan
-        self.excess = 0 if plan is None else max(0, self._accelerator.asked_bytes()[1] - plan.excess)
+        self.excess = 0 if plan is None else max(0, self._collector.asked_non_model_bytes()[1] - plan.excess)
         return self.excess
 
     def answer(self, planned: Iterable[int], limit: int) -> None:
