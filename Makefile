@@ -7,11 +7,12 @@ BIN := $(VENV)/bin
 
 .PHONY: demo test test-cuda check bench clean
 
-# torch goes first and alone: any package that depends on it would otherwise pull in the CUDA build.
+# torch goes first and alone: any package that depends on it would otherwise pull in the CUDA build. Bytecode is left to
+# the first import: most of these modules are never imported, and to compile them all takes a minute.
 $(VENV)/.ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q torch==2.13.0
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install -q --no-compile torch==2.13.0
+	$(BIN)/python -m pip install -q --no-compile -c constraints.txt -e '.[dev]'
 	touch $@
 
 demo: $(VENV)/.ready

@@ -134,7 +134,7 @@ std::shared_ptr<Ticket> ticket_for_streams(uint64_t streams) {
   return all;
 }
 
-std::string describe(const Block& b) {
+std::string describe_block(const Block& b) {
   char text[96];
   snprintf(text, sizeof text, "the block at %p (%s)", static_cast<void*>(b.data), human(b.requested).c_str());
   return text;
@@ -153,8 +153,8 @@ void free_device(void* data) {
     for (int id = 1; id < kMaxStreams; ++id)  // these have to pass as well before it is used again
       if (b->recorded_streams >> id & 1) clock.merge(clock_now(stream(id)));
     if (auto e = b->history.unordered(clock, true, 0, b->nbytes)) {
-      report_race(describe(*b) + ", allocated on stream " + std::to_string(b->stream) + ", was freed while " +
-                      hetero::describe(*e) + " it, and no wait orders the free after that: make stream " +
+      report_race(describe_block(*b) + ", allocated on stream " + std::to_string(b->stream) + ", was freed while " +
+                      describe(*e) + " it, and no wait orders the free after that: make stream " +
                       std::to_string(b->stream) + " wait for an event recorded after the copy before dropping the "
                       "last reference",
                   true);
@@ -496,7 +496,7 @@ void host_unregister(void* address) {
                       " was never registered");
     b = it->second;
     if (auto e = b->history.unordered(host_clock(), true, 0, b->nbytes)) {
-      race = describe(*b) + " was unregistered while " + hetero::describe(*e) +
+      race = describe_block(*b) + " was unregistered while " + describe(*e) +
              " it, and the host has not waited for that: synchronize an event recorded after the copy first";
       report_race(race, false);
     } else {
