@@ -9,16 +9,28 @@ BIN := $(VENV)/bin
 
 # torch goes first and alone: any package that depends on it would otherwise pull in the CUDA build. Bytecode is left to
 # the first import: most of these modules are never imported, and to compile them all takes a minute.
-$(VENV)/.ready: pyproject.toml constraints.txt
+INSTALL := $(BIN)/python -m pip install -q --no-compile
+
+# What hetero itself needs; what its tests and checks need as well.
+$(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --no-compile torch==2.13.0
-	$(BIN)/python -m pip install -q --no-compile -c constraints.txt -e '.[dev]'
+	$(INSTALL) torch==2.13.0
+	$(INSTALL) -c constraints.txt -e .
 	touch $@
 
-demo: $(VENV)/.ready
+$(VENV)/.ready: $(VENV)/.installed
+	$(INSTALL) -c constraints.txt -e '.[dev]'
+	touch $@
+
+# The virtual accelerator, beside the above where make runs several jobs. Without a compiler its tests say so themselves.
+$(VENV)/.compiled: $(VENV)/.installed
+	-$(BIN)/python -c 'import hetero; hetero.virtual_device()'
+	touch $@
+
+demo: $(VENV)/.installed
 	$(BIN)/python -m hetero demo $(ARGS)
 
-test: $(VENV)/.ready
+test: $(VENV)/.compiled $(VENV)/.ready
 	@# Real devices are hidden: everything runs on the virtual accelerator.
 	@CUDA_VISIBLE_DEVICES= $(BIN)/python -m tests.each_file --jobs $(JOBS) --pytest='$(ARGS)' tests/*/test_*.py
 
