@@ -1,10 +1,32 @@
-"""Where autograd is."""
+"""Where autograd is, and in what mode."""
+
+import contextlib
 
 import torch
 
-__all__ = ["in_backward"]
+__all__ = ["in_backward", "outside_inference", "recording"]
 
 
 def in_backward() -> bool:
     """The calling thread runs a node of autograd's engine."""
     return torch._C._current_graph_task_id() != -1
+
+
+def outside_inference() -> contextlib.AbstractContextManager[None]:
+    """Within it, tensors are made that can be trained with later, in whatever mode the caller is. What
+    ``torch.inference_mode(False)`` does, but for the grad mode, which that turns on; where it would do nothing else,
+    nothing: it takes ten microseconds, for each tensor that moves."""
+    return torch.inference_mode(False) if _is_excluded(_AUTOGRAD) else _NOTHING
+
+
+def recording() -> contextlib.AbstractContextManager[None]:
+    """``torch.enable_grad()`` likewise; within `outside_inference`."""
+    return _NOTHING if torch.is_grad_enabled() else torch.enable_grad()
+
+
+# As inference mode has it, and whatever runs below autograd: modes that handle operators.
+_is_excluded, _AUTOGRAD = (
+    torch._C._dispatch_tls_is_dispatch_key_excluded,
+    torch._C.DispatchKey.AutogradFunctionality,
+)
+_NOTHING = contextlib.nullcontext()

@@ -15,6 +15,7 @@ from twins import adamw, assert_twins, device
 
 import hetero
 from hetero.stm.step.devicehomes import DeviceHomes
+from hetero.stm.updates.counts import StepCounts
 from hetero.stm.updates.temporaries import is_measured
 
 pytestmark = pytest.mark.usefixtures("homes_on_device", "late_queue")
@@ -35,6 +36,42 @@ def test_where_everything_fits_nothing_moves():
             optimizer.zero_grad()
 
         assert_nothing_moves(manager, clipped)
+
+
+@pytest.mark.skipif(ON_CUDA, reason="copies between devices are called as all others there")
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD])
+def test_a_step_waits_for_no_copy(optimizer_class):
+    """The numbers of steps lie at home, and kernels on the device want theirs there."""
+    model, optimizer, manager, target = managed_mlp(
+        "64MiB", lambda model: optimizer_class(model.parameters(), lr=1e-3)
+    )
+    with manager:
+        manager._stm.settled.forbid()  # or it would be the user's own step
+        for _ in range(5):
+            step(model, optimizer, target)
+        assert living(manager) == {name for name, _ in model.named_parameters()}
+        backward(model, target)
+        with torch.autograd.profiler.profile() as operators:
+            optimizer.step()
+        names = {event.name for event in operators.function_events}
+        assert any(name.startswith("aten::_fused_") for name in names)
+        assert "aten::_copy_from" not in names
+
+
+def test_numbers_of_steps_are_each_parameters_own():
+    target, counts = device(), StepCounts()
+    before = torch.accelerator.memory_allocated(target)
+    one, other, third = (counts.copy(torch.tensor(x), target) for x in (3.0, 3.0, 5.0))
+    assert (one.device, one.dtype, one.shape) == (target, torch.float32, torch.Size([]))
+    one.add_(1)
+    assert [float(x) for x in (one, other, third)] == [4.0, 3.0, 5.0]
+    assert counts.copy(torch.tensor([3.0]), target).shape == (1,)
+    many = [counts.copy(torch.tensor(3.0), target) for _ in range(300)]
+    torch._foreach_add_(many, torch.tensor(1.0), alpha=1.0)
+    assert [float(x) for x in many] == [4.0] * 300
+    assert float(other) == 3.0
+    # 128 numbers of a value take as much as a single tensor does.
+    assert torch.accelerator.memory_allocated(target) - before == 4 * 512
 
 
 class Recomputed(nn.Module):

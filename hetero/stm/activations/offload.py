@@ -20,7 +20,7 @@ from collections.abc import Callable
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hetero.autograd import in_backward
+from hetero.autograd import in_backward, outside_inference
 from hetero.devices import Accelerator, CopyEngine, bytes_of
 from hetero.eviction.model import large_bytes
 from hetero.msc import MemStatsCollector
@@ -351,7 +351,7 @@ class Activations:
             account.count(Tier.DEVICE, 0)
             self._collector.note_shed(account.key)
             return account.device_nbytes
-        with torch.inference_mode(False):
+        with outside_inference():
             memory = bytes_of(record.aliases[0])
             if account.host is None:
                 account.host = self._slots.take(memory.numel())
@@ -407,7 +407,7 @@ class Activations:
         """Its bytes are on the device again, or on their way there."""
         account = record.account
         flight = account.flight
-        with torch.inference_mode(False):
+        with outside_inference():
             if flight is not None:  # it has not left yet
                 memory = flight.memory
                 self._engine.free_after_download(flight.event)

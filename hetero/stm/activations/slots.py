@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import torch
 
+from hetero.autograd import outside_inference
 from hetero.devices import HostArena
 from hetero.stm.tensors.state import Kind, Ledger, Tier
 
@@ -124,7 +125,7 @@ def _narrowed(block: torch.Tensor, nbytes: int) -> torch.Tensor:
     """The first ``nbytes`` of its storage; no view, so that nothing else holds the block."""
     if block.numel() == nbytes:
         return block
-    with torch.inference_mode(False):  # it comes back, and is used again, in whatever mode
+    with outside_inference():  # it comes back, and is used again, in whatever mode
         return torch.empty(0, dtype=torch.uint8, device="cpu").set_(
             block.untyped_storage(), 0, (nbytes,), (1,)
         )

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
+from hetero.autograd import outside_inference
 from hetero.devices import Accelerator, CopyEngine
 from hetero.errors import ManageError
 from hetero.eviction import Policy
@@ -150,7 +151,7 @@ class Residency:
             self.discard(tensor)
             return
         self._drop_master(tensor)
-        with torch.inference_mode(False), torch.no_grad():
+        with outside_inference(), torch.no_grad():
             self.uploads.refresh_low(tensor)
             refresh(tensor, self._engine, self.uploads)
         self._meter.count_fetch(tensor.device_nbytes)
@@ -319,7 +320,7 @@ class Residency:
         if self._starting is not None:  # an interrupt came between the start of a copy and our knowing of it
             self.await_copies()
         # Copies made inside the user's inference_mode would be unusable for training later.
-        with torch.inference_mode(False), torch.no_grad():
+        with outside_inference(), torch.no_grad():
             if tensor.pending is None:
                 self.uploads.refresh_low(tensor)
             self._starting = copy = torch.empty_like(tensor.origin, device=self._accelerator.device)
@@ -352,7 +353,7 @@ class Residency:
             operator=lambda: f"fetching {tensor.name} for good",
         )
         assert tensor.data is not None
-        with torch.inference_mode(False), torch.no_grad():
+        with outside_inference(), torch.no_grad():
             values = torch.empty_like(tensor.home, device=self._accelerator.device)
         event = self._engine.upload(tensor.home, values)
         self.uploads.note(event, tensor)
@@ -405,7 +406,7 @@ class Residency:
     def _placeholder(self, dtype: torch.dtype) -> torch.Tensor:
         placeholder = self._placeholders.get(dtype)
         if placeholder is None:
-            with torch.inference_mode(False):
+            with outside_inference():
                 placeholder = torch.empty(0, dtype=dtype, device=self._accelerator.device)
             self._placeholders[dtype] = placeholder
         return placeholder

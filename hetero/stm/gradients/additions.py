@@ -22,6 +22,7 @@ from functools import partial
 
 import torch
 
+from hetero.autograd import outside_inference
 from hetero.devices import CopyEngine, HostArena, has_no_gaps
 from hetero.stm.tensors.precision import Upcast
 from hetero.stm.tensors.state import Kind, Ledger, StatefulTensor, Tier
@@ -70,7 +71,7 @@ class Addition:
             if self._before is not None:
                 self._before.apply(self._engine)
                 self._before = None
-            with torch.inference_mode(False), torch.no_grad():
+            with outside_inference(), torch.no_grad():
                 gradient = _alias(memory, self._offset, landing.numel(), self._dtype)
                 self._engine.host_after_download(self._arrival, landing)
                 self._engine.before_host_write(gradient)

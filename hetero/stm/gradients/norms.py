@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 import torch
 from torch.utils._foreach_utils import _has_foreach_support
 
+from hetero.autograd import outside_inference
+
 __all__ = ["GradientNorms"]
 
 
@@ -31,7 +33,7 @@ class GradientNorms:
         """From now on take norms of this order, of gradients of this type, for up to ``count`` parameters."""
         taken = self._taken.get(norm_type)
         if taken is None or taken.values.dtype != dtype:
-            with torch.inference_mode(False), torch.no_grad():
+            with outside_inference(), torch.no_grad():
                 values = torch.empty(count, dtype=dtype, device=self._device)
             self._taken[norm_type] = _Norms(values)
 

@@ -30,6 +30,7 @@ from hetero.stm.tensors.exposure import gradient_is_plain, gradient_is_private, 
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.managed import ManagedTensor
 from hetero.stm.updates.captured import ParameterUpdate, device_update, home_update, settings_of
+from hetero.stm.updates.counts import StepCounts
 from hetero.stm.updates.kernels import split
 from hetero.stm.updates.optimizers import Group, SettingsAtHome, at_home, is_known, make_shell
 
@@ -115,6 +116,7 @@ class Capture:
         arrivals = self._stm.homes.begin_writes_later([t for index, t in later.items() if index not in here])
         # Each is used by one thread at a time: the queue's, and this one.
         shell, shell_here = make_shell(optimizer), make_shell(optimizer)
+        counts = StepCounts()
         rest = []
         with plain():
             for group in optimizer.param_groups:
@@ -126,7 +128,7 @@ class Capture:
                         kept.append(parameter)
                     elif tensor.index in here:
                         entry = dict.get(optimizer.state, parameter)
-                        make = partial(device_update, shell_here, parameter, settings, entry)
+                        make = partial(device_update, shell_here, parameter, settings, entry, counts)
                         self.here.append(DeviceUpdate(tensor, make))
                     else:
                         self._queue(tensor, arrivals[tensor.index], shell, settings)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hetero.autograd import outside_inference, recording
 from hetero.devices import storage_of
 from hetero.errors import ManageError
 from hetero.stm.tensors.exposure import incoming_is_shared
@@ -64,7 +65,7 @@ def run_early(tensor: torch.Tensor) -> None:
 def make_identity(tensor: ManagedTensor) -> None:
     """Give ``tensor``, which is resident, the autograd identity that operators receive (tensors: [Note: identity])."""
     # It outlives the caller's inference mode, and must be fit for training then.
-    with torch.inference_mode(False), torch.enable_grad():
+    with outside_inference(), recording():
         identity = _apply_fetch(tensor.parameter, tensor)
     run_early(identity)
     tensor.paths.add_fetch_node(identity.grad_fn)

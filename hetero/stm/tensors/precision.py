@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from hetero.autograd import outside_inference
 from hetero.devices import CopyEngine, has_no_gaps
 
 __all__ = [
@@ -88,7 +89,7 @@ class Master:
 
     def refresh(self, copy: torch.Tensor) -> None:
         """The values have been stepped: ``copy`` follows."""
-        with torch.inference_mode(False), torch.no_grad():
+        with outside_inference(), torch.no_grad():
             copy.copy_(self.values)
         self.version = copy._version
 
@@ -108,7 +109,7 @@ class Upcast:
 
     def apply(self, engine: CopyEngine, gradient: torch.Tensor | None = None) -> None:
         """Wait for it and cast it. Once."""
-        with torch.inference_mode(False), torch.no_grad():  # ``high`` is not made within somebody's either
+        with outside_inference(), torch.no_grad():  # ``high`` is not made within somebody's either
             low = _flat(self.memory, self.low, _landing_offset(self.count, self.low, self.high), self.count)
             high = _flat(self.memory, self.high, 0, self.count)
             engine.host_after_download(self.arrival, low)

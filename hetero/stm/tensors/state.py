@@ -49,8 +49,9 @@ _TRANSITIONS = (
     (State.HOLD, State.COMPUTE),
     (State.COMPUTE, State.HOLD),
 )
-# Looking up a member of an enum, and indexing with one, is slow in some versions of Python.
+# Looking up a member of an enum, going through one, and indexing with one, is slow in some versions of Python.
 _FREE, _HOLD, _COMPUTE = State
+_TIERS = tuple(Tier)
 _ON_DEVICE = int(Tier.DEVICE)
 
 
@@ -117,8 +118,9 @@ class StatefulTensor:
         """All content is gone. Raises `StateError` if an operator uses it; then nothing has changed."""
         if self.state is not _FREE:
             self.transition(_FREE)
-        for tier in Tier:
-            self.place(tier, 0)
+        for tier in _TIERS:
+            if self._tiers[tier]:
+                self.place(tier, 0)
 
     def begin_compute(self) -> None:
         """An operator starts using it."""

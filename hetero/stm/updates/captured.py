@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from hetero.stm.tensors.fetch import plain
-from hetero.stm.updates.kernels import is_open, takes_fused
+from hetero.stm.updates.counts import StepCounts
+from hetero.stm.updates.kernels import is_count, is_open, takes_fused
 from hetero.stm.updates.optimizers import Entry, Group, hyper_parameters, is_known, raw_step
 from hetero.stm.updates.slices import leaf, may_slice, slices, take_numbers
 
@@ -175,6 +176,7 @@ def device_update(
     parameter: nn.Parameter,
     settings: tuple[Group, Group | None],
     entry: Entry | None,
+    counts: StepCounts,
     value: torch.Tensor,
     gradient: torch.Tensor,
 ) -> ParameterUpdate:
@@ -186,8 +188,9 @@ def device_update(
         step = there.get("step")
         if isinstance(step, torch.Tensor) and step.device != value.device:
             # The number of steps lives at home, but these kernels want theirs beside the parameter.
-            there["step"] = step.to(value.device)
-            if takes_fused(shell, value, gradient, there):
+            del there["step"]
+            if is_count(step) and takes_fused(shell, value, gradient, there):
+                there["step"] = counts.copy(step, value.device)
                 step += 1
                 return ParameterUpdate(shell, parameter, value, gradient, fused, there, moves_version=True)
         elif takes_fused(shell, value, gradient, entry):

@@ -25,6 +25,7 @@ __all__ = [
     "GroupKernels",
     "count_kernels",
     "has_momentum",
+    "is_count",
     "is_open",
     "same_layout",
     "split",
@@ -96,8 +97,13 @@ def _fits(key: str, value: Any, parameter: torch.Tensor) -> bool:
     if not isinstance(value, torch.Tensor):
         return value is None  # momentum that does not exist yet
     if key == "step":
-        return value.device == parameter.device and value.dtype is torch.float32 and value.numel() == 1
+        return value.device == parameter.device and is_count(value)
     return same_layout(value, parameter)
+
+
+def is_count(step: torch.Tensor) -> bool:
+    """A number of steps as fused kernels take it, wherever it is."""
+    return step.dtype is torch.float32 and step.numel() == 1
 
 
 def same_layout(tensor: torch.Tensor, like: torch.Tensor) -> bool:
