@@ -83,16 +83,21 @@ class Room:
             self.reclaim(self.excess(limit - nbytes))
         return not self.exceeds(limit - nbytes)
 
+    def left(self) -> int:
+        """What the budget has room for as it is, less what was left to others; negative where it is passed."""
+        return -self._shortage(0)
+
     def has(self, nbytes: int) -> bool:
-        """``nbytes`` more are within the budget as it is, less what was left to others."""
-        return self._shortage(nbytes) <= 0
+        """``nbytes`` more are within that."""
+        return nbytes <= self.left()
 
     def make(self, nbytes: int, *, keep: Sequence[int] = ()) -> bool:
         """Evict until ``nbytes`` more would be within that; False if they would not."""
         short = self._shortage(nbytes)
-        if short > 0:
-            self.reclaim(short)
-            self._evict_for(self._shortage(nbytes), set(keep))
+        if short <= 0:
+            return True
+        self.reclaim(short)
+        self._evict_for(self._shortage(nbytes), set(keep))
         return self.has(nbytes)
 
     def require(

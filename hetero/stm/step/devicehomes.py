@@ -167,17 +167,18 @@ class DeviceHomes:
         for side by side take one call of step."""
         groups = self._groups()
         batch: list[tuple[ManagedTensor, ParameterUpdate]] = []
-        reserved = 0
+        # Asked once for a batch: a real device takes long to say what is in use.
+        left = reserved = 0
         for item in updates:
             tensor = item.tensor
             writes = may_write_to_gradients(self._optimizer, groups[id(tensor.parameter)])
             copies = tensor.full_nbytes if writes else self._stm.grads.on_device_nbytes(tensor)
             room = self._update_bytes(tensor, groups) + copies
-            if not (batch and self._stm.residency.room.has(reserved + room)):
+            if not (batch and reserved + room <= left):
                 self._run_here(batch, note)
-                reserved = 0
                 if not self._stm.residency.room.make(room):
                     self.send_home(room)
+                left, reserved = self._stm.residency.room.left(), 0
             if not tensor.stays or tensor.living is None:  # it had to leave just now
                 self._run_at_home(item, note)
                 continue
@@ -190,7 +191,7 @@ class DeviceHomes:
             update = item.make(tensor.living, gradient)
             if batch and (update.kin is None or update.kin != batch[-1][1].kin):
                 self._run_here(batch, note)
-                reserved = 0
+                left, reserved = self._stm.residency.room.left(), 0
             batch.append((tensor, update))
             reserved += room
         self._run_here(batch, note)
