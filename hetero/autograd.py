@@ -13,18 +13,18 @@ def in_backward() -> bool:
 
 
 def outside_inference() -> contextlib.AbstractContextManager[None]:
-    """Within it, tensors are made that can be trained with later, in whatever mode the caller is. What
-    ``torch.inference_mode(False)`` does, but for the grad mode, which that turns on; where it would do nothing else,
-    nothing: it takes ten microseconds, for each tensor that moves."""
+    """Within it, tensors are made that can be trained with later, in whatever mode the caller is. Whether gradients are
+    recorded is to be said as well, where it matters. ``torch.inference_mode(False)`` takes ten microseconds, for each
+    tensor that moves, and is entered only below autograd; forward-mode AD is otherwise as the caller has it."""
     return torch.inference_mode(False) if _is_excluded(_AUTOGRAD) else _NOTHING
 
 
 def recording() -> contextlib.AbstractContextManager[None]:
-    """``torch.enable_grad()`` likewise; within `outside_inference`."""
+    """``torch.enable_grad()``, where it is not so already."""
     return _NOTHING if torch.is_grad_enabled() else torch.enable_grad()
 
 
-# As inference mode has it, and whatever runs below autograd: modes that handle operators.
+# In inference mode, and in modes that handle operators.
 _is_excluded, _AUTOGRAD = (
     torch._C._dispatch_tls_is_dispatch_key_excluded,
     torch._C.DispatchKey.AutogradFunctionality,

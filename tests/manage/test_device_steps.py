@@ -60,7 +60,6 @@ def test_a_step_waits_for_no_copy(optimizer_class):
 
 def test_numbers_of_steps_are_each_parameters_own():
     target, counts = device(), StepCounts()
-    before = torch.accelerator.memory_allocated(target)
     one, other, third = (counts.copy(torch.tensor(x), target) for x in (3.0, 3.0, 5.0))
     assert (one.device, one.dtype, one.shape) == (target, torch.float32, torch.Size([]))
     one.add_(1)
@@ -70,8 +69,61 @@ def test_numbers_of_steps_are_each_parameters_own():
     torch._foreach_add_(many, torch.tensor(1.0), alpha=1.0)
     assert [float(x) for x in many] == [4.0] * 300
     assert float(other) == 3.0
-    # 128 numbers of a value take as much as a single tensor does.
-    assert torch.accelerator.memory_allocated(target) - before == 4 * 512
+
+
+@pytest.mark.parametrize("values", [[7.0] * 256, [float(x) for x in range(256)], [float("nan")] * 256])
+def test_numbers_of_steps_take_no_more_than_is_kept_free_for_each(values):
+    target, counts = device(), StepCounts()
+    before = torch.accelerator.memory_allocated(target)
+    copies = [counts.copy(torch.tensor(x), target) for x in values]
+    assert torch.accelerator.memory_allocated(target) - before == (
+        1024 if values[0] == values[1] else 256 * 512
+    )
+    copies.clear()
+    assert torch.accelerator.memory_allocated(target) - before == 512
+    del counts
+    assert torch.accelerator.memory_allocated(target) == before
+
+
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(4))
+
+    def forward(self, x):
+        x = torch.cat([x, x], dim=1)
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+
+def test_kernels_that_are_not_fused_for_the_number_of_steps_find_room():
+    """Of another type than fused kernels want: it was made where numbers are of double precision by default."""
+    target = device()
+    gc.collect()
+    torch.manual_seed(0)
+    model = Deep()
+    optimizer = torch.optim.AdamW(model.parameters())
+    torch.set_default_dtype(torch.float64)
+    try:
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+        optimizer.zero_grad()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert optimizer.state[model.layers[0].weight]["step"].dtype is torch.float64
+    budget = 1200 << 10
+    before = torch.accelerator.memory_allocated(target)
+    with hetero.manage(model, optimizer, device=target, device_budget=budget + before) as manager:
+        manager._stm.settled.forbid()
+        for _ in range(5):
+            backward(model, target)
+            torch.accelerator.reset_peak_memory_stats(target)
+            optimizer.step()
+            assert torch.accelerator.max_memory_allocated(target) - before <= budget
+            optimizer.zero_grad()
+        assert living(manager)
 
 
 class Recomputed(nn.Module):

@@ -4,6 +4,7 @@ Owns the cache of compiled libraries: one folder per (torch version, Python vers
 user's cache directory, built once under a file lock. Does not configure or register anything.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import importlib.util
@@ -12,6 +13,8 @@ import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -42,7 +45,8 @@ def load_extension() -> ModuleType:
             return _import(folder / f"{_NAME}.so")
         # torch's own lock is a bare file that a killed build leaves behind; ours says nobody is building.
         (folder / "lock").unlink(missing_ok=True)
-        module = _compile(folder)
+        with _scripts_on_path():
+            module = _compile(folder)
         built.touch()
         return module
 
@@ -85,6 +89,17 @@ def _compile(folder: Path) -> ModuleType:
             f"(python3-dev): {error}"
         ) from error
     return module
+
+
+@contextlib.contextmanager
+def _scripts_on_path() -> Iterator[None]:
+    """pip puts ninja beside Python, where torch finds it only if the environment has been activated."""
+    before = os.environ.get("PATH", os.defpath)
+    os.environ["PATH"] = os.pathsep.join((before, sysconfig.get_path("scripts")))
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = before
 
 
 def _write_units(folder: Path) -> list[str]:

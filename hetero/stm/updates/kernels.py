@@ -89,7 +89,10 @@ def will_take_fused(
 ) -> bool:
     """Whether they are chosen once the number of steps lies where it has to, for a gradient laid out as the
     parameter."""
-    placed = {key: value for key, value in (entry or {}).items() if key != "step"}
+    placed = dict(entry or {})
+    step = placed.pop("step", None)
+    if isinstance(step, torch.Tensor) and not is_count(step):
+        return False
     return is_open(optimizer, group) and takes_fused(optimizer, parameter, None, placed)
 
 
