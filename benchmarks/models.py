@@ -41,14 +41,16 @@ def _gpt2() -> nn.Module:
     config = transformers.GPT2Config(
         n_layer=8, n_embd=192, n_head=6, vocab_size=_TOKENS, n_positions=64, bos_token_id=0, eos_token_id=0
     )
-    return transformers.GPT2LMHeadModel(config)
+    model: nn.Module = transformers.GPT2LMHeadModel(config)
+    return model
 
 
 def _llama() -> nn.Module:
     config = transformers.LlamaConfig(
         **_WIDE, intermediate_size=512, num_key_value_heads=2, vocab_size=_TOKENS
     )
-    return transformers.LlamaForCausalLM(config)
+    model: nn.Module = transformers.LlamaForCausalLM(config)
+    return model
 
 
 # The default calls histc on integers, which a CPU, and so the virtual accelerator, does not have.
@@ -67,20 +69,23 @@ def _mixtral() -> nn.Module:
         vocab_size=_TOKENS,
         **_EAGER_EXPERTS,
     )
-    return transformers.MixtralForCausalLM(config)
+    model: nn.Module = transformers.MixtralForCausalLM(config)
+    return model
 
 
 def _bert() -> nn.Module:
     config = transformers.BertConfig(
         **_WIDE, intermediate_size=768, vocab_size=_TOKENS, max_position_embeddings=64
     )
-    return transformers.BertForMaskedLM(config)
+    model: nn.Module = transformers.BertForMaskedLM(config)
+    return model
 
 
 def _vit() -> nn.Module:
     config = transformers.ViTConfig(**_WIDE, intermediate_size=768, image_size=64, patch_size=8)
     config.num_labels = 10
-    return transformers.ViTForImageClassification(config)
+    model: nn.Module = transformers.ViTForImageClassification(config)
+    return model
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Loss]] = {

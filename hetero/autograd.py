@@ -25,8 +25,6 @@ def recording() -> contextlib.AbstractContextManager[None]:
 
 
 # In inference mode, and in modes that handle operators.
-_is_excluded, _AUTOGRAD = (
-    torch._C._dispatch_tls_is_dispatch_key_excluded,
-    torch._C.DispatchKey.AutogradFunctionality,
-)
+_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 _NOTHING = contextlib.nullcontext()
