@@ -14,7 +14,7 @@ def in_backward() -> bool:
 
 def outside_inference() -> contextlib.AbstractContextManager[None]:
     """Within it, tensors are made that can be trained with later, in whatever mode the caller is. Whether gradients are
-    recorded is to be said as well, where it matters. ``torch.inference_mode(False)`` takes ten microseconds, for each
+    recorded is to be said as well, where it matters. ``torch.inference_mode(False)`` takes microseconds, for each
     tensor that moves, and is entered only below autograd; forward-mode AD is otherwise as the caller has it."""
     return torch.inference_mode(False) if _is_excluded(_AUTOGRAD) else _NOTHING
 

@@ -1,12 +1,16 @@
 """Whole processes: a clean exit whatever is pending or alive, and what happens without a compiler."""
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+
+from hetero.devices.virtual import _build
 
 PREAMBLE = """
 import torch
@@ -74,3 +78,22 @@ def test_nothing_works_before_the_device_is_made_and_importing_makes_nothing() -
         print(error)
     """
     assert "call hetero.virtual_device() first" in run(textwrap.dedent(source)).stdout
+
+
+def test_ninja_is_found_where_the_environment_is_not_activated(monkeypatch, tmp_path):
+    """pip, of which it is a requirement, puts it beside Python."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert shutil.which("ninja") is None
+    with _build._scripts_on_path():
+        assert shutil.which("ninja") is not None
+    assert os.environ["PATH"] == str(tmp_path)
+
+
+def test_each_source_is_in_one_unit(tmp_path):
+    included = [
+        Path(name)
+        for unit in _build._write_units(tmp_path)
+        for name in re.findall('#include "(.*)"', Path(unit).read_text())
+    ]
+    assert len(included) > 5
+    assert sorted(included) == sorted(_build._SOURCES.glob("*.cpp"))
