@@ -20,6 +20,7 @@ NAMES = (
     "bytes",
     "planning",
     "sweep",
+    "fits",
     "lengths",
     "simulation",
     "networks",

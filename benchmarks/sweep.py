@@ -28,6 +28,7 @@ Reported: seconds a step, peak by the allocator's own counter, bytes moved, and
 
 import argparse
 import json
+import multiprocessing
 import subprocess
 import sys
 import tempfile
@@ -38,23 +39,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.record import read, write
-from benchmarks.sweep_ways import shapes
+from benchmarks import sweep_ways
+from benchmarks.record import commit, read, write
+from benchmarks.sweep_ways import add_model_arguments, model_settings, shapes
 from hetero.cli.placing import choose_device
 from hetero.cli.provenance import provenance
 from hetero.devices import Accelerator, host_memory_free
 from hetero.units import format_bytes, parse_bytes
 
-_TOY = {
-    "side": 32,
-    "layers": 6,
-    "width": 384,
-    "heads": 6,
-    "length": 64,
-    "batch": 2,
-    "vocabulary": 4096,
-    "exact": True,
-}
 _SHARES = (0.6, 0.2, 0.4, 0.8, 1.0, 0.3)  # in the order of interest, should time run out
 _GRACE = 90.0  # seconds that a way may take beyond the time in which it may start
 
@@ -68,7 +60,7 @@ def main() -> int:
         print("skipped: no accelerator on this machine (--toy runs it small on a virtual one)")
         return 0
     device = choose_device(None)
-    settings = {k: v for k, v in vars(arguments).items() if k not in ("toy", "seconds", "resume")}
+    settings = {k: v for k, v in model_settings(arguments).items() if k not in ("seconds", "resume")}
     if arguments.host_budget is not None:
         settings["host_budget"] = parse_bytes(arguments.host_budget, name="--host-budget")
     parameters = sum(p.numel() for p in shapes(settings).parameters())
@@ -96,7 +88,7 @@ def main() -> int:
     rows = Sweep(settings, device, arguments.seconds, keep, known).run()
     same = _compare(rows, device)
     keep(rows)
-    if arguments.exact and not same:
+    if settings["exact"] and not same:
         print("hetero's losses are not what they must be", file=sys.stderr)
         return 1
     return 0
@@ -146,28 +138,57 @@ class Sweep:
             outcome: Row = {"error": "not run: out of time"}
         else:
             outcome = self._in_a_process({**self._settings, "way": way, **budget})
-        row = {"way": way, **budget, "date": time.strftime("%Y-%m-%dT%H:%M+00:00", time.gmtime()), **outcome}
+        # With `--resume`, rows of one file are of several days and commits.
+        made = {"date": time.strftime("%Y-%m-%dT%H:%M+00:00", time.gmtime()), "commit": commit()}
+        row = {"way": way, **budget, **made, **outcome}
         print(f"{_line(row)} [{time.perf_counter() - begin:.0f} s]", flush=True)
         return row
 
     def _in_a_process(self, settings: dict[str, Any]) -> Row:
-        python = sys.executable
-        if settings["way"].startswith("DeepSpeed") and self._settings["deepspeed_python"]:
-            python = self._settings["deepspeed_python"]
+        other = settings["way"].startswith("DeepSpeed") and self._settings["deepspeed_python"]
+        limit = self._end - time.perf_counter() + _GRACE
         with tempfile.TemporaryDirectory() as folder:
-            asked, answered = Path(folder) / "settings.json", Path(folder) / "row.json"
+            asked, answered, printed = (
+                Path(folder) / name for name in ("settings.json", "row.json", "printed")
+            )
             asked.write_text(json.dumps(settings))
-            limit = self._end - time.perf_counter() + _GRACE
-            command = [python, "-m", "benchmarks.sweep_ways", str(asked), str(answered)]
-            try:
-                ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=limit)
-            except subprocess.TimeoutExpired:
+            if other:
+                code = _run(other, asked, answered, printed, limit)
+            else:
+                code = _fork(asked, answered, printed, limit)
+            if code is None:
                 return {"error": f"stopped after {limit:.0f} s"}
             if not answered.exists():
-                last = (ended.stderr.strip().splitlines() or [""])[-1]
-                return {"error": f"the process ended with {ended.returncode}: {last}"}
+                last = (printed.read_text(errors="replace").strip().splitlines() or [""])[-1]
+                return {"error": f"the process ended with {code}: {last}"}
             row: Row = json.loads(answered.read_text())
             return row
+
+
+def _fork(asked: Path, answered: Path, printed: Path, limit: float) -> int | None:
+    """Train in a process forked off one that has imported everything and done nothing else. The exit code; None: it
+    was stopped after ``limit`` seconds."""
+    forks = multiprocessing.get_context("forkserver")
+    forks.set_forkserver_preload([sweep_ways.__name__])
+    process = forks.Process(target=sweep_ways.train_quietly, args=(asked, answered, printed))
+    process.start()
+    process.join(limit)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+        return None
+    return process.exitcode
+
+
+def _run(python: str, asked: Path, answered: Path, printed: Path, limit: float) -> int | None:
+    """As `_fork`, in another environment."""
+    with printed.open("wb") as stream:
+        command = [python, "-m", sweep_ways.__name__, str(asked), str(answered)]
+        try:
+            ended = subprocess.run(command, check=False, stdout=stream, stderr=stream, timeout=limit)
+        except subprocess.TimeoutExpired:
+            return None
+    return ended.returncode
 
 
 def _known(record: dict[str, Any] | None, facts: dict[str, Any], device: torch.device) -> list[Row]:
@@ -220,28 +241,15 @@ def _line(row: Row) -> str:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--toy", action="store_true", help="toy size, on the virtual accelerator if need be")
-    parser.add_argument("--model", choices=("gpt", "resnet50"), default="gpt")
-    parser.add_argument("--side", type=int, default=64, help="of the ResNet's images")
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--vocabulary", type=int, default=32_000)
-    parser.add_argument("--steps", type=int, default=5, help="timed, after those of warm-up")
+    add_model_arguments(parser)
     parser.add_argument("--seconds", type=float, default=450.0, help="start nothing new after this")
     parser.add_argument(
         "--host-budget",
         help="for hetero, such as 100GiB; default: what is free, which may be less than can be had",
     )
     parser.add_argument("--resume", action="store_true", help="keep what has run already; see above")
-    parser.add_argument("--exact", action="store_true", help="deterministic kernels; see above")
     parser.add_argument("--deepspeed-python", help="an interpreter that has deepspeed; default: this one")
-    arguments = parser.parse_args()
-    if arguments.toy:
-        vars(arguments).update(_TOY)
-    return arguments
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -3,9 +3,10 @@
 Owns the model, the loop, and what is counted. Invariant: every way trains the same weights on the same batches with the
 same optimizer. It compares nothing: that is `benchmarks.sweep`.
 
-python -m benchmarks.sweep_ways SETTINGS.json ROW.json     # what the sweep runs
+python -m benchmarks.sweep_ways SETTINGS.json ROW.json     # one of them, as the sweep runs it in another environment
 """
 
+import argparse
 import ctypes
 import json
 import os
@@ -27,11 +28,32 @@ from hetero.cli.placing import choose_device, limit_memory
 from hetero.devices import Accelerator
 from hetero.errors import HeteroError
 
-__all__ = ["GPT", "WARM_UP", "build", "held_bytes", "shapes"]
+__all__ = [
+    "GPT",
+    "WARM_UP",
+    "adamw",
+    "add_model_arguments",
+    "batches",
+    "build",
+    "held_bytes",
+    "model_settings",
+    "shapes",
+    "train_quietly",
+]
 
 WARM_UP = 12  # hetero measures, plans, times what it planned, and chooses who lives on the device
 
 _CLASSES = 10
+_TOY = {
+    "side": 32,
+    "layers": 6,
+    "width": 384,
+    "heads": 6,
+    "length": 64,
+    "batch": 2,
+    "vocabulary": 4096,
+    "exact": True,
+}
 
 Row = dict[str, Any]
 Settings = dict[str, Any]
@@ -76,6 +98,27 @@ class GPT(nn.Module):
             x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
         scores: Tensor = self.head(self.norm(x))
         return scores
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `model_settings` reads."""
+    parser.add_argument("--toy", action="store_true", help="toy size, on the virtual accelerator if need be")
+    parser.add_argument("--model", choices=("gpt", "resnet50"), default="gpt")
+    parser.add_argument("--side", type=int, default=64, help="of the ResNet's images")
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--vocabulary", type=int, default=32_000)
+    parser.add_argument("--steps", type=int, default=5, help="timed, after those of warm-up")
+    parser.add_argument("--exact", action="store_true", help="deterministic kernels; see above")
+
+
+def model_settings(arguments: argparse.Namespace) -> Settings:
+    """``arguments``, with what ``--toy`` says in place of its own."""
+    settings = {key: value for key, value in vars(arguments).items() if key != "toy"}
+    return settings | _TOY if arguments.toy else settings
 
 
 def shapes(settings: Settings) -> nn.Module:
@@ -255,7 +298,7 @@ def unmanaged(settings: Settings) -> Row:
     device = choose_device(None)
     loop = Loop(settings, device)
     model = build(settings, device).to(device)
-    optimizer = _adamw(settings, model, device)
+    optimizer = adamw(settings, model, device)
     return loop.run(model, optimizer.step, optimizer.zero_grad, lambda: _host_bytes(model, optimizer))
 
 
@@ -263,7 +306,7 @@ def managed(settings: Settings) -> Row:
     device = choose_device(None)
     loop = Loop(settings, device)
     model = build(settings, device)
-    optimizer = _adamw(settings, model, torch.device("cpu"))
+    optimizer = adamw(settings, model, torch.device("cpu"))
     limit_memory(device, settings["device_budget"])  # the virtual one's allocator itself refuses a byte more
     begin = time.perf_counter()
     with hetero.manage(
@@ -334,7 +377,7 @@ def fsdp2(settings: Settings) -> Row:
         for block in model.blocks:
             fully_shard(block, mesh=mesh, offload_policy=policy)
         fully_shard(model, mesh=mesh, offload_policy=policy)
-        optimizer = _adamw(settings, model, torch.device("cpu"))
+        optimizer = adamw(settings, model, torch.device("cpu"))
         return loop.run(model, optimizer.step, optimizer.zero_grad, lambda: _host_bytes(model, optimizer))
     finally:
         torch.distributed.destroy_process_group()
@@ -354,7 +397,7 @@ def deepspeed(settings: Settings) -> Row:
     offload = {"device": "cpu", "pin_memory": device.type != "cpu"}
     engine, optimizer, _, _ = library.initialize(
         model=model,
-        optimizer=_adamw(settings, model, torch.device("cpu")),
+        optimizer=adamw(settings, model, torch.device("cpu")),
         config={
             "train_micro_batch_size_per_gpu": settings["batch"],
             "zero_optimization": {"stage": 3, "offload_optimizer": offload, "offload_param": offload},
@@ -394,14 +437,15 @@ WAYS: dict[str, Callable[[Settings], Row]] = {
 }
 
 
-def _adamw(settings: Settings, model: nn.Module, device: torch.device) -> torch.optim.Optimizer:
+def adamw(settings: Settings, model: nn.Module, device: torch.device) -> torch.optim.Optimizer:
     # Fused is what one would use; it rounds otherwise than the loop does, and the virtual accelerator has none.
     fused = not settings["exact"] and device.type != "virtual"
     return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused, foreach=None if fused else False)
 
 
-def main() -> None:
-    settings = json.loads(Path(sys.argv[1]).read_text())
+def train(asked: Path, answered: Path) -> None:
+    """Trains as the file ``asked`` says, and writes the row to ``answered``."""
+    settings = json.loads(asked.read_text())
     torch.backends.cuda.matmul.allow_tf32 = True
     if torch.accelerator.current_accelerator(check_available=True) is None:
         torch.set_num_threads(1)  # or those of FSDP2 and DeepSpeed wait for each other on a busy machine
@@ -416,9 +460,16 @@ def main() -> None:
     except (HeteroError, RuntimeError, ValueError, ImportError, AttributeError, TypeError) as error:
         # An out-of-memory error is a RuntimeError.
         row = {"error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
-    Path(sys.argv[2]).write_text(json.dumps(row))
-    sys.stdout.flush()
+    answered.write_text(json.dumps(row))
+
+
+def train_quietly(asked: Path, answered: Path, printed: Path) -> None:
+    """As `train`, in a process whose output goes to ``printed``."""
+    with printed.open("wb") as stream:
+        os.dup2(stream.fileno(), 1)
+        os.dup2(stream.fileno(), 2)
+    train(asked, answered)
 
 
 if __name__ == "__main__":
-    main()
+    train(Path(sys.argv[1]), Path(sys.argv[2]))

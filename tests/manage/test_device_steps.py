@@ -66,7 +66,7 @@ def test_numbers_of_steps_are_each_parameters_own():
     assert [float(x) for x in (one, other, third)] == [4.0, 3.0, 5.0]
     assert counts.copy(torch.tensor([3.0]), target).shape == (1,)
     many = [counts.copy(torch.tensor(3.0), target) for _ in range(300)]
-    torch._foreach_add_(many, torch.tensor(1.0), alpha=1.0)
+    torch._foreach_add_(many, 1)
     assert [float(x) for x in many] == [4.0] * 300
     assert float(other) == 3.0
 

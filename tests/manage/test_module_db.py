@@ -36,10 +36,18 @@ PER_MODULE = 4  # of its samples at most, spread over the list: LinearCrossEntro
 RECURRENT = {"nn.RNN", "nn.GRU", "nn.LSTM"}
 
 # CUDA's kernels add their gradients in no fixed order; torch says so of all but AdaptiveMaxPool3d when asked to
-# be deterministic. On an H200, five unmanaged runs differed from each other.
-IN_NO_ORDER = {"nn.AdaptiveAvgPool3d", "nn.AdaptiveMaxPool3d", "nn.AvgPool3d", "nn.FractionalMaxPool3d"}
-# So did those of a module that has another such kernel as well, which is deterministic.
-IN_ORDER_IF_ASKED = {"nn.Embedding"}
+# be deterministic. On an H200, unmanaged runs differed from each other.
+IN_NO_ORDER = {
+    "nn.AdaptiveAvgPool3d",
+    "nn.AdaptiveMaxPool3d",
+    "nn.AvgPool3d",
+    "nn.FractionalMaxPool3d",
+    "nn.ReflectionPad1d",
+    "nn.ReflectionPad2d",
+    "nn.ReflectionPad3d",
+}
+# So did those of modules that have other such kernels as well, which are deterministic.
+IN_ORDER_IF_ASKED = {"nn.Embedding", "nn.ReplicationPad1d", "nn.ReplicationPad2d", "nn.ReplicationPad3d"}
 
 # All their parameters are operands of one operator and are on the device together: something has to run beside it.
 ONE_OPERATOR = {
