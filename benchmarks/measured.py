@@ -208,7 +208,7 @@ def _sweep_cells(row: Record) -> tuple[str, ...]:
         apart = row["largest_relative_loss_difference"]
         losses = "equal" if row["losses_equal_unmanaged"] else f"within {apart:.1g}"
     return (
-        f"{row['seconds']:.2f} s",
+        f"{row['seconds']:.3g} s",
         f"{row['optimizer_seconds']:.2f} s",
         *(size(key) for key in ("peak_device_bytes", "device_budget", "last_bytes_moved", "host_bytes")),
         losses,

@@ -2,13 +2,16 @@
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hetero.eviction import (
+    Actions,
     CapacityError,
     Links,
     Moment,
+    Schedule,
     Send,
     Trace,
     Updates,
@@ -99,6 +102,28 @@ def test_the_choice_is_never_worse_than_none_and_better_on_a_chain_that_the_link
     assert chosen
     assert seconds[chosen] < 0.97 * seconds[()]
     assert seconds[chosen] == min(seconds.values())
+
+
+@pytest.mark.parametrize(("thorough", "most"), [(True, 6), (False, 2)])
+def test_it_ends_where_each_further_place_makes_it_slower(thorough, most):
+    """With activations that leave, say: places take memory from them, for copies that nobody waits for."""
+    trace = Trace(sizes=(), moments=(Moment(operands=(), capacity=0),))
+    tried = []
+
+    def plan(places):
+        tried.append(len(places))
+        return trace, Schedule(
+            actions=(Actions(),),
+            start=(),
+            fetched_bytes=0,
+            written_back_bytes=0,
+            predicted_seconds=1.0 + len(places),
+            policy="opt",
+        )
+
+    assert choose_places(range(48), plan, thorough=thorough) == ()
+    assert len(tried) == 1 + most
+    assert tried == sorted(tried)
 
 
 @settings(max_examples=60, deadline=None)
