@@ -35,7 +35,7 @@ def choose_places(order: Sequence[int], plan: Planner, *, thorough: bool = True)
     best: tuple[int, ...] = ()
     seconds = none = schedule.predicted_seconds
     trials = min(_COUNTS if thorough else _FEW_COUNTS, 1 + _MOST_MOMENTS // max(1, len(trace.moments)))
-    patience, in_vain = max(2, int(trials * _PATIENCE)), 0
+    patience, in_vain = max(3, int(trials * _PATIENCE)), 0
     for trial in range(1, trials):
         places = spread(order, len(order) * trial // trials)
         try:
