@@ -89,7 +89,7 @@ class HostArena:
         return self.nbytes + self._growth(nbytes) - self._requested_nbytes - nbytes
 
     def note_gone(self, nbytes: int) -> None:
-        """A tensor of ``nbytes`` is no more. A slab goes with the last one cut from it, unless more may be."""
+        """Tensors of ``nbytes`` are no more. A slab goes with the last one cut from it, unless more may be."""
         self._requested_nbytes -= nbytes
 
     def empty_strided(

@@ -161,6 +161,7 @@ class StatefulTensorMgr:
             activation_bytes=lambda: self.activations.device_bytes,
             copies=lambda: {index: t.device_nbytes for index, t in self.residency.resident.items()},
             ends_with_backward=not has_optimizer,
+            ended=slots.end_iteration,
         )
         self.executor = Executor(
             self.tensors,

@@ -14,7 +14,9 @@ import hetero
 from hetero.devices import Accelerator, HostArena
 from hetero.errors import BudgetError
 from hetero.stm import Kind, Ledger, StatefulTensor, Tier
+from hetero.stm.activations import slots as slots_module
 from hetero.stm.activations.slots import HostSlots
+from hetero.stm.interception.parameter import is_managed, managed_of
 
 
 def homes_of(model):
@@ -240,6 +242,66 @@ def test_free_blocks_are_used_for_what_is_a_little_smaller_and_given_up_for_what
     assert slots.take(4 * 4096) is not None
     assert slots.nbytes == 4 * 4096
     assert arena.nbytes <= 6 * 4096  # the last slab stays
+
+
+def test_blocks_that_no_iteration_uses_are_given_up(monkeypatch):
+    monkeypatch.setattr(slots_module, "_KEPT", 3)
+    arena = HostArena(Accelerator(device()), pin=False)
+    slots = HostSlots(arena, Ledger(), 64 * 4096, 0)
+    held = slots.take(4096)
+    for block in [slots.take(2 * 4096) for _ in range(3)]:
+        slots.give_back(block)
+    del block
+    sizes = []
+    for _ in range(6):
+        used = slots.take(2 * 4096)
+        slots.give_back(used)
+        del used
+        slots.end_iteration()
+        sizes.append(slots.nbytes)
+    assert sizes == [7 * 4096, 7 * 4096, 3 * 4096, 3 * 4096, 3 * 4096, 3 * 4096]
+    assert arena.nbytes <= 4 * 4096 + 2 * 4096  # and the last slab
+    for _ in range(3):
+        slots.end_iteration()
+    assert slots.nbytes == held.nbytes == 4096
+    assert slots.take(2 * 4096) is not None
+
+
+def test_plans_let_less_leave_than_warm_up_and_the_rest_is_given_back(monkeypatch):
+    monkeypatch.setattr(slots_module, "_KEPT", 6)
+    expected, _, peak = unmanaged(deep, lambda *arguments: steps(*arguments, 24))
+    most = []
+
+    def loop(model, optimizer, target):
+        seen = []
+        for _ in range(24):
+            seen += steps(model, optimizer, target, 1)
+            if tensors := [managed_of(p) for p in model.parameters() if is_managed(p)]:
+                most.append(tensors[0].owner.host_slots.nbytes)
+        return seen
+
+    got, _, _ = managed(deep, loop, int(0.3 * peak))
+    assert_same(got, expected, "losses")
+    assert 0 < most[-1] < max(most)
+
+
+def test_where_everything_fits_no_block_is_left():
+    target = device()
+    torch.manual_seed(0)
+    model = deep()
+    optimizer = adamw(model)
+    with hetero.manage(
+        model, optimizer, device=target, device_budget="200MiB", warmup_budget=1e-9
+    ) as manager:
+        most = 0
+        for _ in range(9):
+            model(torch.randn(ROWS, WIDTH).to(target)).square().mean().backward()
+            most = max(most, manager._stm.host_slots.nbytes)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert most > 0
+        assert manager.stats.settled_forwards > 0
+        assert manager._stm.host_slots.nbytes == 0
 
 
 def test_what_is_lent_comes_back_for_blocks():

@@ -8,10 +8,16 @@ their ends, stay within the host's budget. Starts no copy.
 Batches of many lengths save tensors of many sizes. A free block of exactly that size comes first: iterations that
 repeat themselves use the same ones. Else one that is not much larger, so that their number does not grow with that of
 the sizes. Where the budget has no room for another, any that is larger, or else free ones are given up for it.
+
+[Note: no longer used]
+Before anything was measured, much more leaves than plans will let leave, or all of it where everything fits. Blocks
+that no training iteration has used for long are given up. Not after a few: to page-lock a GiB takes most of a second,
+and batches of some length may be rare.
 """
 
 from collections import defaultdict
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -20,6 +26,11 @@ from hetero.devices import HostArena
 from hetero.stm.tensors.state import Kind, Ledger, Tier
 
 __all__ = ["HostSlots"]
+
+
+class _Free(NamedTuple):
+    block: torch.Tensor
+    since: int  # iteration
 
 
 class HostSlots:
@@ -35,7 +46,8 @@ class HostSlots:
         self._ledger = ledger
         self._budget = host_budget
         self._home_bytes = home_bytes
-        self._free: dict[int, list[torch.Tensor]] = defaultdict(list)
+        self._free: dict[int, list[_Free]] = defaultdict(list)  # by size; of each, those used last at the end
+        self._iteration = 0
         self._lent_bytes = 0
         self.ask_back: Callable[[int], None] = _nobody
         self.nbytes = 0
@@ -82,7 +94,19 @@ class HostSlots:
     def give_back(self, block: torch.Tensor) -> None:
         """Nobody uses ``block`` any more: every copy from or to it has been waited for by compute."""
         whole = _narrowed(block, block.untyped_storage().nbytes())
-        self._free[whole.numel()].append(whole)
+        self._free[whole.numel()].append(_Free(whole, self._iteration))
+
+    def end_iteration(self) -> None:
+        """One of training is over ([Note: no longer used])."""
+        self._iteration += 1
+        for size, free in list(self._free.items()):
+            idle = next((n for n, one in enumerate(free) if one.since > self._iteration - _KEPT), len(free))
+            self._give_up(size, idle)
+
+    def give_up_free(self) -> None:
+        """All that nobody uses: nothing leaves from now on."""
+        for size, free in list(self._free.items()):
+            self._give_up(size, len(free))
 
     def _make_room(self, size: int) -> bool:
         short = self._short(size)
@@ -91,7 +115,7 @@ class HostSlots:
         if short > 0:
             self.ask_back(short)
         while self._free and self._short(size) > 0:
-            self._give_up(max(self._free))
+            self._give_up(max(self._free), 1)
         return self._short(size) <= 0
 
     def _spare_bytes(self) -> int:
@@ -102,19 +126,23 @@ class HostSlots:
         """How many bytes too few there are for such a block."""
         return self.nbytes + size + self._arena.lost_bytes(size) + self._lent_bytes - self.most_bytes
 
-    def _give_up(self, size: int) -> None:
-        self._pop(size)
-        self.nbytes -= size
-        self._arena.note_gone(size)
+    def _give_up(self, size: int, count: int) -> None:
+        """So many of this size, those first that have not been used for longest."""
+        del self._free[size][:count]
+        if not self._free[size]:
+            del self._free[size]
+        self.nbytes -= count * size
+        self._arena.note_gone(count * size)
 
     def _pop(self, size: int) -> torch.Tensor:
-        block = self._free[size].pop()
+        block = self._free[size].pop().block
         if not self._free[size]:
             del self._free[size]
         return block
 
 
 _MOST_LARGER = 1.5
+_KEPT = 256  # iterations
 
 
 def _nobody(nbytes: int) -> None:

@@ -99,6 +99,7 @@ class Cycles:
         activation_bytes: Callable[[], int],
         copies: Callable[[], dict[int, int]],
         ends_with_backward: bool,
+        ended: Callable[[], None],
     ) -> None:
         self._book = book
         self._homes = homes
@@ -107,6 +108,7 @@ class Cycles:
         self._activation_bytes = activation_bytes
         self._copies = copies
         self._ends_with_backward = ends_with_backward
+        self._ended = ended  # called after each iteration that trains
         self._training = _History()
         self._inference = _History()
         self._departures = Departures()
@@ -241,6 +243,7 @@ class Cycles:
             missing = sum(nbytes for index, nbytes in found.items() if index not in left)
             self.followed = None if plan is None else Followed(plan=plan, missing_bytes=missing)
             if history is self._training:
+                self._ended()
                 self._succession.add(keys)
                 self._count_put_together(keys)
             before = self._book.device_homes

@@ -147,6 +147,7 @@ class Settled:
             self._parameters.give_back_all()
             stm.gradients.norms.stop()
             stm.executor.release_cap()
+            stm.host_slots.give_up_free()
             self._rest()  # its calls are around those of compiled modules
             if (compiled := self._compiled()) is not None:
                 compiled.pause()
