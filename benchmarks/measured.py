@@ -199,6 +199,18 @@ def sweep(record: Record) -> str:
     return title + markdown(heads, rows)
 
 
+def fits(record: Record) -> str:
+    result, facts = record["results"], record["parameters"]
+    times = [f"{result['seconds'][way] * 1e3:.2f} ms" for way in ("unmanaged", "managed")]
+    title = f"## Where everything fits: a {'ResNet50' if facts['model'] == 'resnet50' else 'GPT'}\n\n"
+    title += (
+        f"{facts['share']:g} times the unmanaged peak; {facts['steps']} steps of each, in turns, medians.\n\n"
+    )
+    return title + markdown(
+        ("unmanaged", "managed", "ratio", "bound"), [(*times, f"{result['step_ratio']:.3f}", "1.01")]
+    )
+
+
 def _sweep_cells(row: Record) -> tuple[str, ...]:
     def size(key: str) -> str:
         return format_bytes(int(row[key])) if key in row else ""
@@ -208,7 +220,7 @@ def _sweep_cells(row: Record) -> tuple[str, ...]:
         apart = row["largest_relative_loss_difference"]
         losses = "equal" if row["losses_equal_unmanaged"] else f"within {apart:.1g}"
     return (
-        f"{row['seconds']:.3g} s",
+        f"{row['seconds']:.3f} s",
         f"{row['optimizer_seconds']:.2f} s",
         *(size(key) for key in ("peak_device_bytes", "device_budget", "last_bytes_moved", "host_bytes")),
         losses,
@@ -383,5 +395,6 @@ TABLES: dict[str, Callable[[Record], str]] = {
     "cuda/sweep": sweep,
     "cuda/sweep_h100": sweep,
     "cuda/sweep_resnet50": sweep,
+    "cuda/fits_resnet50": fits,
     "sweep_cpu": sweep,
 }

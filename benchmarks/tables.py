@@ -104,9 +104,11 @@ def _source(name: str, record: Record) -> str:
     where = f"{machine['cores']} cores ({machine['cpu']}, load {machine['load']})"
     if machine["accelerator"]:
         where += f", {machine['accelerator']}"
+    rows = record["results"] if isinstance(record["results"], list) else []
+    commits = sorted({row["commit"][:7] for row in rows if "commit" in row} | {record["commit"][:7]})
     return (
         f"[`benchmarks/results/{name}.json`](../benchmarks/results/{name}.json): {where}, torch {record['torch']}, "
-        f"Python {record['python']}, {record['date'][:10]}, commit {record['commit'][:7]}"
+        f"Python {record['python']}, {record['date'][:10]}, commit {', '.join(commits)}"
     )
 
 
