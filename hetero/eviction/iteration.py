@@ -4,8 +4,8 @@ Owns `plan_iteration` and the host's side: what activations that leave take ther
 that it fits. A pure function. What lives on the host anyway is not its concern: ``host_room`` is what is left.
 
 [Note: slots] An activation's slot on the host is its own from the first time it leaves until it is gone; a slot is used
-again by one of the same size, and given back to nobody (`hetero.stm.activations.slots`). So the host needs, for each
-size, as many slots as are taken at once.
+again by one of the same size, and kept from iteration to iteration (`hetero.stm.activations.slots`). So the host needs,
+for each size, as many slots as are taken at once.
 """
 
 import bisect
