@@ -152,6 +152,7 @@ class Sweep:
                 Path(folder) / name for name in ("settings.json", "row.json", "printed")
             )
             asked.write_text(json.dumps(settings))
+            printed.touch()  # a process may end before it prints
             if other:
                 code = _run(other, asked, answered, printed, limit)
             else:

@@ -112,7 +112,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--vocabulary", type=int, default=32_000)
     parser.add_argument("--steps", type=int, default=5, help="timed, after those of warm-up")
-    parser.add_argument("--exact", action="store_true", help="deterministic kernels; see above")
+    parser.add_argument("--exact", action="store_true", help="deterministic kernels")
 
 
 def model_settings(arguments: argparse.Namespace) -> Settings:

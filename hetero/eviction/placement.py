@@ -2,21 +2,20 @@
 
 Owns the search over pairs of numbers. Which parameters these are follows from the numbers: those that live there are
 the first by use (`hetero.eviction.device_homes`), places are spread over the others (`hetero.eviction.places`). A few
-numbers of homes are tried first, each with a few numbers of places; then what lies around the best so far, first far
-from it, in the end beside it. The result is never slower than what the first of these alone finds. A pure function.
+numbers of homes are tried first, each with a few numbers of places; then the neighbours of what was best so far, best
+first. The result is never slower than what the first of these alone finds. A pure function.
 
-[Note: what it may cost] Planning a pair takes time by its moments, and training waits. Others are tried around the best
-as long as all that was planned has no more than so many moments, so that where the first part alone has as many it is
-all that is done; and as long as the links hold the best one up: for what is left to win by fewer transfers alone, the
-first part's numbers are near enough. Distances are halved where nothing better is found; beside the best, it is over
-after so many pairs in a row that saved no share of the step worth that. Where more homes are always a little better,
-say, and no more fit, all smaller numbers would be tried, one after another.
+[Note: what it may cost] Planning a pair takes time by its moments. Neighbours are tried as long as all that was planned
+has no more than so many moments, so that where the first part alone has as many it is all that is done; and as long as
+one of the last so many pairs, those that do not fit among them, saved a share of the step that is worth them. Where
+more homes are always a little better, say, and no more fit, all smaller numbers would be tried, one after another; what
+is better only beyond a plateau may be missed. And as long as the links hold the best one up: for what is left to win by
+fewer transfers alone, the first part's numbers are near enough.
 """
 
 import contextlib
 import heapq
-import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -35,8 +34,7 @@ __all__ = ["Placement", "choose_placement"]
 
 # [Note: what it may cost]
 _MOST_MOMENTS, _MOST_PAIRS = 40_000, 160
-_FARTHEST = 1 / 8  # of the numbers there are
-_PATIENCE, _GAIN = 8, WORTH / 5
+_PATIENCE, _GAIN = 16, WORTH / 5
 
 Planner = Callable[[tuple[int, ...], tuple[int, ...]], tuple[Trace, Schedule]]
 
@@ -169,7 +167,7 @@ def _refined(pairs: _Pairs, coarse: Placement, most_bytes: int, most_pairs: int)
     chosen = (len(coarse.home.homes), len(coarse.places))
     pairs.outcome(chosen)
     without = min(numbers for numbers, outcome in pairs.outcomes.items() if outcome is not None)
-    _Search(pairs, count_within(pairs.taken, most_bytes), most_pairs).run()
+    _try_neighbours(pairs, count_within(pairs.taken, most_bytes), most_pairs)
     found = {numbers: outcome for numbers, outcome in pairs.outcomes.items() if outcome is not None}
     soon = min(outcome.seconds for outcome in found.values()) * (1.0 + WORTH)
     if chosen in found and found[chosen].seconds <= soon:
@@ -191,55 +189,32 @@ def _refined(pairs: _Pairs, coarse: Placement, most_bytes: int, most_pairs: int)
     return Placement(home=home, places=places)
 
 
-class _Search:
-    """Tries pairs around the best that has been tried, then around the best then, [Note: what it may cost]."""
-
-    def __init__(self, pairs: _Pairs, most_homes: int, most_pairs: int) -> None:
-        self._pairs, self._most_homes, self._most_pairs = pairs, most_homes, most_pairs
-        self._heap = [(o.seconds, numbers, o) for numbers, o in pairs.outcomes.items() if o is not None]
-        heapq.heapify(self._heap)
-
-    def run(self) -> None:
-        numbers = max(self._most_homes, len(self._pairs.others(())))
-        distance = int(numbers * _FARTHEST)
-        while distance > 1:
-            soonest, best, outcome = self._heap[0]
-            for _ in self._tried_around(best, outcome, distance):
-                pass
-            if self._heap[0][0] >= soonest * (1.0 - _GAIN):
-                distance //= 2
-        soonest, in_vain = self._heap[0][0], 0
-        while self._heap and in_vain < _PATIENCE:
-            _, best, outcome = heapq.heappop(self._heap)
-            for seconds in self._tried_around(best, outcome, 1):
-                if seconds < soonest * (1.0 - _GAIN):
-                    soonest, in_vain = seconds, 0
-                else:
-                    in_vain += 1
-                if in_vain >= _PATIENCE:
-                    break
-
-    def _tried_around(self, center: _Numbers, best: _Outcome, distance: int) -> Iterator[float]:
-        """Seconds of each pair that far from ``center``, in one number or both, that is tried now."""
-        pairs, (homes, places) = self._pairs, center
-        for numbers in product(
-            (homes - distance, homes, homes + distance), (places - distance, places, places + distance)
-        ):
+def _try_neighbours(pairs: _Pairs, most_homes: int, most_pairs: int) -> None:
+    """Of the best that has been tried, then of the best then, and so on, [Note: what it may cost]."""
+    heap = [(o.seconds, numbers, o) for numbers, o in pairs.outcomes.items() if o is not None]
+    heapq.heapify(heap)
+    soonest, in_vain = heap[0][0], 0
+    while heap:
+        _, (homes, places), best = heapq.heappop(heap)
+        for numbers in product(range(homes - 1, homes + 2), range(places - 1, places + 2)):
             if best.seconds - best.issue_seconds <= pairs.least * (1.0 + WORTH):
                 return
-            if len(pairs.outcomes) >= self._most_pairs or pairs.moments + pairs.each > _MOST_MOMENTS:
-                return
-            if numbers in pairs.outcomes or not self._exists(numbers):
+            if numbers in pairs.outcomes or not _exists(pairs, numbers, most_homes):
                 continue
+            if len(pairs.outcomes) >= most_pairs or pairs.moments + pairs.each > _MOST_MOMENTS:
+                return
+            if in_vain >= _PATIENCE:
+                return
             outcome = pairs.outcome(numbers)
-            if outcome is None:
-                yield math.inf
-            else:
-                heapq.heappush(self._heap, (outcome.seconds, numbers, outcome))
-                yield outcome.seconds
+            in_vain += 1
+            if outcome is not None:
+                heapq.heappush(heap, (outcome.seconds, numbers, outcome))
+                if outcome.seconds < soonest * (1.0 - _GAIN):
+                    soonest, in_vain = outcome.seconds, 0
 
-    def _exists(self, numbers: _Numbers) -> bool:
-        homes, places = numbers
-        if not 0 <= homes <= self._most_homes or places < 0:
-            return False
-        return places <= len(self._pairs.others(frozenset(self._pairs.movable[:homes])))
+
+def _exists(pairs: _Pairs, numbers: _Numbers, most_homes: int) -> bool:
+    homes, places = numbers
+    if not 0 <= homes <= most_homes or places < 0:
+        return False
+    return places <= len(pairs.others(frozenset(pairs.movable[:homes])))

@@ -4,8 +4,8 @@ Owns the choice, and what it does to a trace. Where updates begin in backward, t
 updated while backward still runs; but memory is full then of what backward is yet to use. A tensor with a place of its
 own keeps it from use to use, so that nobody waits for memory; what the others lose by it is time, not bytes only.
 Several numbers of them, spread evenly over the order of first use, are tried, each with a schedule of its own; the
-simulated iteration decides. It ends after a quarter of them in a row that were no better: where activations hold the
-iteration up, each further place only takes memory from them. A pure function.
+simulated iteration decides. It ends after some in a row that were no better: where activations hold the iteration up,
+each further place only takes memory from them. A pure function.
 
 [Note: why spread] Forward needs each tensor for less time than the next one's copy takes. With every second one there
 already, the others come in time.
@@ -20,7 +20,7 @@ __all__ = ["choose_places", "renewable", "spare_bytes", "spread", "without_place
 
 _MOST_MOMENTS = 40_000  # of all schedules tried together
 _COUNTS, _FEW_COUNTS = 24, 6
-_PATIENCE = 1 / 4  # of the numbers of places that are tried
+_PATIENCE, _FEW_PATIENCE = 6, 3  # numbers in a row that were no better
 
 Planner = Callable[[tuple[int, ...]], tuple[Trace, Schedule]]
 
@@ -35,9 +35,9 @@ def choose_places(order: Sequence[int], plan: Planner, *, thorough: bool = True)
     best: tuple[int, ...] = ()
     seconds = none = schedule.predicted_seconds
     trials = min(_COUNTS if thorough else _FEW_COUNTS, 1 + _MOST_MOMENTS // max(1, len(trace.moments)))
-    patience, in_vain = max(3, int(trials * _PATIENCE)), 0
-    for trial in range(1, trials):
-        places = spread(order, len(order) * trial // trials)
+    in_vain = 0
+    for count in sorted({len(order) * trial // trials for trial in range(1, trials)} - {0}):
+        places = spread(order, count)
         try:
             _, schedule = plan(places)
         except CapacityError:
@@ -46,7 +46,7 @@ def choose_places(order: Sequence[int], plan: Planner, *, thorough: bool = True)
             best, seconds, in_vain = places, schedule.predicted_seconds, 0
             continue
         in_vain += 1
-        if in_vain >= patience:
+        if in_vain >= (_PATIENCE if thorough else _FEW_PATIENCE):
             break
     return best if seconds < none * (1.0 - WORTH) else ()
 

@@ -104,26 +104,42 @@ def test_the_choice_is_never_worse_than_none_and_better_on_a_chain_that_the_link
     assert seconds[chosen] == min(seconds.values())
 
 
-@pytest.mark.parametrize(("thorough", "most"), [(True, 6), (False, 3)])
-def test_it_ends_where_each_further_place_makes_it_slower(thorough, most):
-    """With activations that leave, say: places take memory from them, for copies that nobody waits for."""
-    trace = Trace(sizes=(), moments=(Moment(operands=(), capacity=0),))
-    tried = []
+class Tried:
+    """``choose_places`` over so many tensors; ``seconds``: of an iteration, by its number of places."""
 
-    def plan(places):
-        tried.append(len(places))
-        return trace, Schedule(
+    def __init__(self, count, seconds, **keywords):
+        self._seconds, self.numbers = seconds, []
+        self.chosen = choose_places(range(count), self._plan, **keywords)
+
+    def _plan(self, places):
+        self.numbers.append(len(places))
+        schedule = Schedule(
             actions=(Actions(),),
             start=(),
             fetched_bytes=0,
             written_back_bytes=0,
-            predicted_seconds=1.0 + len(places),
+            predicted_seconds=self._seconds(len(places)),
             policy="opt",
         )
+        return Trace(sizes=(), moments=(Moment(operands=(), capacity=0),)), schedule
 
-    assert choose_places(range(48), plan, thorough=thorough) == ()
-    assert len(tried) == 1 + most
-    assert tried == sorted(tried)
+
+@pytest.mark.parametrize(("thorough", "most"), [(True, 6), (False, 3)])
+def test_it_ends_where_each_further_place_makes_it_slower(thorough, most):
+    """With activations that leave, say: places take memory from them, for copies that nobody waits for."""
+    tried = Tried(48, lambda count: 1.0 + count, thorough=thorough)
+    assert tried.chosen == ()
+    assert len(tried.numbers) == 1 + most
+    assert tried.numbers == sorted(tried.numbers)
+
+
+@pytest.mark.parametrize("thorough", [True, False])
+@pytest.mark.parametrize("count", [2, 3, 4, 5])
+def test_of_few_tensors_each_number_of_places_is_tried_once(count, thorough):
+    """Also where the first do not help."""
+    tried = Tried(count, lambda places: 1.0 if places < count // 2 else 0.5, thorough=thorough)
+    assert tried.numbers == sorted(set(tried.numbers))
+    assert len(tried.chosen) == max(1, count // 2)
 
 
 @settings(max_examples=60, deadline=None)

@@ -104,7 +104,7 @@ class HostSlots:
             self._give_up(size, idle)
 
     def give_up_free(self) -> None:
-        """All that nobody uses: nothing leaves from now on."""
+        """All that nobody uses."""
         for size, free in list(self._free.items()):
             self._give_up(size, len(free))
 
