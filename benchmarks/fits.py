@@ -30,7 +30,7 @@ _SHARE = 1.5
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add_model_arguments(parser)
-    parser.set_defaults(steps=25)
+    parser.set_defaults(steps=25, exact=False)
     arguments = parser.parse_args()
     if torch.accelerator.current_accelerator(check_available=True) is None and not arguments.toy:
         print("skipped: no accelerator on this machine (--toy runs it small on a virtual one)")

@@ -249,6 +249,7 @@ def _parse() -> argparse.Namespace:
         help="for hetero, such as 100GiB; default: what is free, which may be less than can be had",
     )
     parser.add_argument("--resume", action="store_true", help="keep what has run already; see above")
+    parser.add_argument("--exact", action="store_true", help="deterministic kernels; see above")
     parser.add_argument("--deepspeed-python", help="an interpreter that has deepspeed; default: this one")
     return parser.parse_args()
 

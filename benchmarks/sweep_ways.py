@@ -101,7 +101,7 @@ class GPT(nn.Module):
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `model_settings` reads."""
+    """What `model_settings` reads, but for ``exact``."""
     parser.add_argument("--toy", action="store_true", help="toy size, on the virtual accelerator if need be")
     parser.add_argument("--model", choices=("gpt", "resnet50"), default="gpt")
     parser.add_argument("--side", type=int, default=64, help="of the ResNet's images")
@@ -112,7 +112,6 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--vocabulary", type=int, default=32_000)
     parser.add_argument("--steps", type=int, default=5, help="timed, after those of warm-up")
-    parser.add_argument("--exact", action="store_true", help="deterministic kernels")
 
 
 def model_settings(arguments: argparse.Namespace) -> Settings:
