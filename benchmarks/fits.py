@@ -12,15 +12,22 @@ import argparse
 import itertools
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 import hetero
 from benchmarks.record import Samples, interleaved, median, write
-from benchmarks.sweep_ways import WARM_UP, adamw, add_model_arguments, batches, build, model_settings
+from benchmarks.sweep_models import (
+    Settings,
+    adamw,
+    add_model_arguments,
+    batches,
+    build,
+    loss_of,
+    model_settings,
+)
+from benchmarks.sweep_ways import WARM_UP
 from hetero.cli.placing import choose_device
 from hetero.devices import Accelerator
 
@@ -55,7 +62,7 @@ def main() -> int:
     return 0
 
 
-def _measure(settings: dict[str, Any], device: torch.device) -> tuple[int, Samples]:
+def _measure(settings: Settings, device: torch.device) -> tuple[int, Samples]:
     """The unmanaged run's peak, and the timed steps."""
     accelerator = Accelerator(device)
     accelerator.reset_peak()
@@ -77,16 +84,15 @@ def _measure(settings: dict[str, Any], device: torch.device) -> tuple[int, Sampl
 
 
 def _stepper(
-    settings: dict[str, Any], device: torch.device, model: nn.Module, optimizer: torch.optim.Optimizer
+    settings: Settings, device: torch.device, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Callable[[], None]:
     """A function that trains one step and waits for its end."""
-    batch = batches({**settings, "steps": settings["steps"] + WARM_UP})
+    batch = batches(settings, WARM_UP + settings["steps"])
     numbers = itertools.count()
 
     def step() -> None:
         inputs, targets = (tensor.to(device) for tensor in batch(next(numbers)))
-        scores = model(inputs)
-        functional.cross_entropy(scores.flatten(0, -2), targets.flatten()).backward()
+        loss_of(model, inputs, targets).backward()
         optimizer.step()
         optimizer.zero_grad()
         torch.accelerator.synchronize(device)

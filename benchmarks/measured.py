@@ -7,7 +7,7 @@ from typing import Any
 
 from hetero.units import format_bytes
 
-__all__ = ["MOVING_ALL", "TABLES", "Record", "markdown"]
+__all__ = ["MOVING_ALL", "TABLES", "Record", "markdown", "way_of"]
 
 Record = dict[str, Any]
 
@@ -185,7 +185,7 @@ def planning(record: Record) -> str:
 def sweep(record: Record) -> str:
     rows = [
         (
-            f"{row['way']}, {row['share']:.0%}" if "share" in row else row["way"],
+            way_of(row),
             *(_sweep_cells(row) if "error" not in row else (row["error"], *[""] * 6)),
         )
         for row in record["results"]
@@ -209,6 +209,11 @@ def fits(record: Record) -> str:
     return title + markdown(
         ("unmanaged", "managed", "ratio", "bound"), [(*times, f"{result['step_ratio']:.3f}", "1.01")]
     )
+
+
+def way_of(row: Record) -> str:
+    """Of training, with its budget as a share of the unmanaged peak."""
+    return f"{row['way']}, {row['share']:.0%}" if "share" in row else str(row["way"])
 
 
 def _sweep_cells(row: Record) -> tuple[str, ...]:

@@ -41,7 +41,7 @@ import torch
 
 from benchmarks import sweep_ways
 from benchmarks.record import commit, read, write
-from benchmarks.sweep_ways import add_model_arguments, model_settings, shapes
+from benchmarks.sweep_models import add_model_arguments, model_settings, shapes
 from hetero.cli.placing import choose_device
 from hetero.cli.provenance import provenance
 from hetero.devices import Accelerator, host_memory_free

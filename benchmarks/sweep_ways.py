@@ -1,12 +1,11 @@
 """The ways of training that `benchmarks.sweep` compares; each in a process of its own, so that its memory can be told.
 
-Owns the model, the loop, and what is counted. Invariant: every way trains the same weights on the same batches with the
-same optimizer. It compares nothing: that is `benchmarks.sweep`.
+Owns the loop, and what is counted. Invariant: every way trains the same weights on the same batches with the same
+optimizer (`benchmarks.sweep_models`). It compares nothing: that is `benchmarks.sweep`.
 
 python -m benchmarks.sweep_ways SETTINGS.json ROW.json     # one of them, as the sweep runs it in another environment
 """
 
-import argparse
 import ctypes
 import json
 import os
@@ -17,147 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.nn import functional
 
 import hetero
 from benchmarks.record import median
-from examples import cnn
+from benchmarks.sweep_models import Settings, adamw, batches, build, loss_of
 from hetero.cli.placing import choose_device, limit_memory
 from hetero.devices import Accelerator
 from hetero.errors import HeteroError
 
-__all__ = [
-    "GPT",
-    "WARM_UP",
-    "adamw",
-    "add_model_arguments",
-    "batches",
-    "build",
-    "held_bytes",
-    "model_settings",
-    "shapes",
-    "train_quietly",
-]
+__all__ = ["WARM_UP", "held_bytes", "train_quietly"]
 
 WARM_UP = 12  # hetero measures, plans, times what it planned, and chooses who lives on the device
 
-_CLASSES = 10
-_TOY = {
-    "side": 32,
-    "layers": 6,
-    "width": 384,
-    "heads": 6,
-    "length": 64,
-    "batch": 2,
-    "vocabulary": 4096,
-    "exact": True,
-}
-
 Row = dict[str, Any]
-Settings = dict[str, Any]
-
-
-class Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.attention_norm = nn.LayerNorm(width)
-        self.attention_in = nn.Linear(width, 3 * width)
-        self.attention_out = nn.Linear(width, width)
-        self.feed_norm = nn.LayerNorm(width)
-        self.feed_in = nn.Linear(width, 4 * width)
-        self.feed_out = nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        heads = self.attention_in(self.attention_norm(x)).view(
-            batch, length, 3, self.heads, width // self.heads
-        )
-        query, key, value = heads.permute(2, 0, 3, 1, 4)
-        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.attention_out(attended.transpose(1, 2).reshape(batch, length, width))
-        fed: Tensor = self.feed_out(functional.gelu(self.feed_in(self.feed_norm(x))))
-        return x + fed
-
-
-class GPT(nn.Module):
-    def __init__(self, *, layers: int, width: int, heads: int, length: int, vocabulary: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.position = nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
-        for block in self.blocks:
-            # Recomputed in backward: FSDP2 and DeepSpeed move no activations, which would fill small budgets.
-            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
-        scores: Tensor = self.head(self.norm(x))
-        return scores
-
-
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `model_settings` reads, but for ``exact``."""
-    parser.add_argument("--toy", action="store_true", help="toy size, on the virtual accelerator if need be")
-    parser.add_argument("--model", choices=("gpt", "resnet50"), default="gpt")
-    parser.add_argument("--side", type=int, default=64, help="of the ResNet's images")
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--vocabulary", type=int, default=32_000)
-    parser.add_argument("--steps", type=int, default=5, help="timed, after those of warm-up")
-
-
-def model_settings(arguments: argparse.Namespace) -> Settings:
-    """``arguments``, with what ``--toy`` says in place of its own."""
-    settings = {key: value for key, value in vars(arguments).items() if key != "toy"}
-    return settings | _TOY if arguments.toy else settings
-
-
-def shapes(settings: Settings) -> nn.Module:
-    """The model on the meta device."""
-    with torch.device("meta"):
-        if settings["model"] == "resnet50":
-            network: nn.Module = cnn.resnet("resnet50", classes=_CLASSES)
-            return network
-        return GPT(**{key: settings[key] for key in ("layers", "width", "heads", "length", "vocabulary")})
-
-
-def build(settings: Settings, device: torch.device) -> nn.Module:
-    """The model on the host, initialised on ``device`` where that is quicker; the same every time."""
-    model = shapes(settings).to_empty(device="cpu")
-    generator = torch.Generator(device if device.type in ("cuda", "xpu") else "cpu").manual_seed(0)
-    with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, nn.BatchNorm2d):
-                module.reset_running_stats()
-        for name, parameter in model.named_parameters():
-            if parameter.ndim == 1:
-                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-                continue
-            fresh = torch.empty(parameter.shape, device=generator.device)
-            parameter.copy_(fresh.normal_(std=0.02, generator=generator))
-    return model
-
-
-def batches(settings: Settings) -> Callable[[int], tuple[Tensor, Tensor]]:
-    """The inputs and targets of a step, by its number."""
-    # One iteration more than is timed: host bytes are counted in the last.
-    count = settings["steps"] + WARM_UP + 1
-    torch.manual_seed(0)
-    if settings["model"] == "resnet50":
-        images = torch.randn(settings["batch"], 3, settings["side"], settings["side"])
-        labels = torch.randint(_CLASSES, (count, settings["batch"]))
-        return lambda number: (images.roll(number, dims=0), labels[number])
-    tokens = torch.randint(settings["vocabulary"], (count, settings["batch"], settings["length"] + 1))
-    return lambda number: (tokens[number, :, :-1], tokens[number, :, 1:])
-
 
 # -- counting ----------------------------------------------------------------------------------------------------------
 
@@ -213,7 +85,8 @@ class Loop:
         self.settings = settings
         self.device = device
         self.accelerator = None if device.type == "cpu" else Accelerator(device)
-        self._batch = batches(settings)
+        # One iteration more than is timed: host bytes are counted in the last.
+        self._batch = batches(settings, settings["steps"] + WARM_UP + 1)
         self._warm_up()
         self._resident_before = _status().get("now", 0)
 
@@ -242,9 +115,7 @@ class Loop:
             host_inputs, host_targets = self._batch(number)
             before, begin = moved_so_far(), time.perf_counter()
             inputs, targets = host_inputs.to(self.device), host_targets.to(self.device)
-            scores = model(inputs)
-            loss = functional.cross_entropy(scores.flatten(0, -2), targets.flatten())
-            del scores
+            loss = loss_of(model, inputs, targets)
             backward(loss)
             losses.append(loss.item())
             self._synchronize()
@@ -434,12 +305,6 @@ WAYS: dict[str, Callable[[Settings], Row]] = {
     "FSDP2 CPUOffloadPolicy": fsdp2,
     "DeepSpeed ZeRO-3 offload": deepspeed,
 }
-
-
-def adamw(settings: Settings, model: nn.Module, device: torch.device) -> torch.optim.Optimizer:
-    # Fused is what one would use; it rounds otherwise than the loop does, and the virtual accelerator has none.
-    fused = not settings["exact"] and device.type != "virtual"
-    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused, foreach=None if fused else False)
 
 
 def train(asked: Path, answered: Path) -> None:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.headlines import HEADLINES
-from benchmarks.measured import TABLES, Record, markdown
+from benchmarks.measured import TABLES, Record, markdown, way_of
 from benchmarks.record import read
 from hetero.units import format_bytes
 
@@ -37,10 +37,16 @@ _OTHERS = """## Others, without a table here
 """
 
 
+_SWEPT = {
+    "cuda/sweep_h100": "The GPT on another host, with an H100",
+    "cuda/sweep_resnet50": "A ResNet50 on the H200, 64 images of 64 x 64",
+}
+
+
 def main() -> int:
     readme = _ROOT / "README.md"
     text = readme.read_text()
-    for name, block in {"GPU": on_a_gpu, "FIGURES": headlines}.items():
+    for name, block in {"GPU": on_a_gpu, "OTHERS ON A GPU": others_on_a_gpu, "FIGURES": headlines}.items():
         first, last = _BEGIN.format(name), _END.format(name)
         text = f"{text[: text.index(first)]}{first}\n\n{block()}\n{text[text.index(last) :]}"
     wanted = {_ROOT / "docs" / "measured.md": page(), readme: text}
@@ -87,7 +93,7 @@ def on_a_gpu() -> str:
     unmanaged = record["results"][0].get("seconds")  # it may not have fitted
     cells = [
         (
-            f"{row['way']}, {row['share']:.0%}" if "share" in row else row["way"],
+            way_of(row),
             format_bytes(row["peak_device_bytes"]),
             f"{row['seconds']:.3f} s",
             f"{row['seconds'] / unmanaged:.2f}" if unmanaged else "",
@@ -97,6 +103,25 @@ def on_a_gpu() -> str:
         for row in rows
     ]
     return markdown(("", "device peak", "a step", "over unmanaged", "moved in it", "host memory"), cells)
+
+
+def others_on_a_gpu() -> str:
+    """A line for each further record of a GPU's."""
+    lines = []
+    for name, what in _SWEPT.items():
+        record = read(name)
+        if record is not None:
+            rows = [row for row in record["results"] if "error" not in row]
+            ways = [f"{way_of(row)} {row['seconds']:.3f} s" for row in rows]
+            lines.append(f"* [{what}](benchmarks/results/{name}.json): {'; '.join(ways)}.")
+    record = read("cuda/fits_resnet50")
+    if record is not None:
+        share, ratio = record["parameters"]["share"], record["results"]["step_ratio"]
+        lines.append(
+            "* [Where everything fits](benchmarks/results/cuda/fits_resnet50.json), "
+            f"that ResNet50 with {share:g} times what it needs: {ratio:.3f} of unmanaged."
+        )
+    return "\n".join(lines) + "\n"
 
 
 def _source(name: str, record: Record) -> str:
