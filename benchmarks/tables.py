@@ -41,6 +41,8 @@ _SWEPT = {
     "cuda/sweep_h100": "The GPT on another host, with an H100",
     "cuda/sweep_resnet50": "A ResNet50 on the H200, 64 images of 64 x 64",
 }
+# Where all of it fits, and what is trained.
+_FITS = {"cuda/fits_gpt": "the GPT", "cuda/fits_resnet50": "that ResNet50"}
 
 
 def main() -> int:
@@ -114,13 +116,14 @@ def others_on_a_gpu() -> str:
             rows = [row for row in record["results"] if "error" not in row]
             ways = [f"{way_of(row)} {row['seconds']:.3f} s" for row in rows]
             lines.append(f"* [{what}](benchmarks/results/{name}.json): {'; '.join(ways)}.")
-    record = read("cuda/fits_resnet50")
-    if record is not None:
-        share, ratio = record["parameters"]["share"], record["results"]["step_ratio"]
-        lines.append(
-            "* [Where everything fits](benchmarks/results/cuda/fits_resnet50.json), "
-            f"that ResNet50 with {share:g} times what it needs: {ratio:.3f} of unmanaged."
-        )
+    records = {name: record for name in _FITS if (record := read(name)) is not None}
+    if records:
+        ways = [
+            f"[{_FITS[name]}](benchmarks/results/{name}.json) {record['results']['step_ratio']:.3f}"
+            for name, record in records.items()
+        ]
+        share = next(iter(records.values()))["parameters"]["share"]
+        lines.append(f"* Where everything fits ({share:g} times what it needs), over unmanaged: {', '.join(ways)}.")
     return "\n".join(lines) + "\n"
 
 

@@ -19,6 +19,9 @@ pytestmark = pytest.mark.usefixtures("homes_on_device")
 
 SHARES = [0.4, 0.7, 1.4]
 STEPS = 14
+# `foreach` where one parameter is twice in the list. By default one kernel of CUDA's scales both entries at once, and a
+# gradient's elements once or twice, as it happens: 100 runs on an H200 gave 98 results.
+ONE_BY_ONE_ON_CUDA = False if ON_CUDA else None
 
 
 def with_extra(**options):
@@ -100,7 +103,7 @@ def test_norms_apart_from_scaling(share, where):
         lambda parameters: utils.clip_grad_norm_(parameters, 0.05, norm_type=1.0),
         lambda parameters: utils.clip_grad_norm_(iter(parameters), 0.05, error_if_nonfinite=True),
         lambda parameters: [by_norm(parameters[:9]), by_norm(parameters[3:])],
-        lambda parameters: by_norm([*parameters, parameters[2]]),
+        lambda parameters: utils.clip_grad_norm_([*parameters, parameters[2]], 0.05, foreach=ONE_BY_ONE_ON_CUDA),
     ],
     ids=["one by one", "together", "of order 1", "checked", "in two parts", "one twice"],
 )
