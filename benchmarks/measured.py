@@ -13,7 +13,9 @@ Record = dict[str, Any]
 
 
 def overhead(record: Record) -> str:
-    return "## What management adds when every copy is resident\n\nBound: 10 us an operator.\n\n" + markdown(
+    where = "" if record["machine"]["accelerator"].startswith("virtual") else ", on a GPU"
+    title = f"## What management adds when every copy is resident{where}\n\nBound: 10 us an operator.\n\n"
+    return title + markdown(
         (
             "",
             "managed operators a step",
@@ -400,6 +402,8 @@ TABLES: dict[str, Callable[[Record], str]] = {
     "cuda/sweep": sweep,
     "cuda/sweep_h100": sweep,
     "cuda/sweep_resnet50": sweep,
+    "cuda/fits_gpt": fits,
     "cuda/fits_resnet50": fits,
+    "cuda/overhead": overhead,
     "sweep_cpu": sweep,
 }

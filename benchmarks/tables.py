@@ -123,7 +123,9 @@ def others_on_a_gpu() -> str:
             for name, record in records.items()
         ]
         share = next(iter(records.values()))["parameters"]["share"]
-        lines.append(f"* Where everything fits ({share:g} times what it needs), over unmanaged: {', '.join(ways)}.")
+        lines.append(
+            f"* Where everything fits ({share:g} times what it needs), over unmanaged: {', '.join(ways)}."
+        )
     return "\n".join(lines) + "\n"
 
 

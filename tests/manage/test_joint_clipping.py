@@ -103,7 +103,9 @@ def test_norms_apart_from_scaling(share, where):
         lambda parameters: utils.clip_grad_norm_(parameters, 0.05, norm_type=1.0),
         lambda parameters: utils.clip_grad_norm_(iter(parameters), 0.05, error_if_nonfinite=True),
         lambda parameters: [by_norm(parameters[:9]), by_norm(parameters[3:])],
-        lambda parameters: utils.clip_grad_norm_([*parameters, parameters[2]], 0.05, foreach=ONE_BY_ONE_ON_CUDA),
+        lambda parameters: utils.clip_grad_norm_(
+            [*parameters, parameters[2]], 0.05, foreach=ONE_BY_ONE_ON_CUDA
+        ),
     ],
     ids=["one by one", "together", "of order 1", "checked", "in two parts", "one twice"],
 )
