@@ -230,6 +230,11 @@ class Activations:
         record = self._planned(index)
         return record is None or record.aliases is not None
 
+    def nbytes(self, index: int) -> int:
+        """What the plan's record ``index`` takes of the device when it is there; 0 if it is needed no more."""
+        record = self._planned(index)
+        return 0 if record is None else record.account.device_nbytes
+
     def evict(self, index: int) -> bool:
         """Start the plan's record ``index`` on its way out; False if it cannot leave yet."""
         record = self._planned(index)

@@ -9,6 +9,7 @@ Numbers from the parameters' on are the plan's saved tensors.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from hetero.devices import MOST_EXCESS
 from hetero.eviction import Actions
 from hetero.stm.activations.offload import Activations
 from hetero.stm.copies.residency import Residency
@@ -68,17 +69,22 @@ class Backlog:
         if planned or self._to_evict:
             self._to_evict = [index for index in (*self._to_evict, *planned) if not self._leave(index)]
 
-    def prefetch(self, planned: tuple[int, ...], limit: int, excess: Callable[[], int]) -> None:
-        """What waits, then ``planned``, as far as there is room, of which ``excess()`` is taken by then: by what copies
-        got beyond what they asked for."""
+    def prefetch(
+        self, planned: tuple[int, ...], limit: int, excess: int | None, measured_excess: Callable[[], int]
+    ) -> None:
+        """What waits, then ``planned``, as far as there is room, of which ``excess`` (None: to be measured) is taken by
+        what copies got beyond what they asked for: more only by large ones."""
         if not planned and not self._to_prefetch:
             return
         waiting = [index for index in (*self._to_prefetch, *planned) if not self._is_resident(index)]
         self._to_prefetch = []
         for place, index in enumerate(waiting):
-            if not self._bring(index, limit - excess()):
+            excess = measured_excess() if excess is None else excess
+            if not self._bring(index, limit - excess):
                 self._to_prefetch = waiting[place:]  # in order: a later one must not overtake
                 break
+            if self._nbytes(index) > MOST_EXCESS:
+                excess = None
 
     @property
     def may_renew(self) -> bool:
@@ -109,6 +115,11 @@ class Backlog:
         if index >= len(self._tensors):
             return self._activations.is_resident(index)
         return self._tensors[index].is_resident
+
+    def _nbytes(self, index: int) -> int:
+        if index >= len(self._tensors):
+            return self._activations.nbytes(index)
+        return self._tensors[index].device_nbytes
 
     def _bring(self, index: int, limit: int) -> bool:
         if index >= len(self._tensors):

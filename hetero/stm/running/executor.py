@@ -324,7 +324,9 @@ class Executor:
                 self._collector.count_unplanned(
                     max(0, fetched - sum(index in indices for index in actions.fetch))
                 )
-            self._backlog.prefetch(actions.fetch, room + growth.excess, growth.measured_excess)
+            # None was there at the look above, and since then memory has only been given back.
+            excess = 0 if looks and not (fetched or growth.excess) else None
+            self._backlog.prefetch(actions.fetch, room + growth.excess, excess, growth.measured_excess)
             self._renew(room)
         finally:
             self._residency.wanted = frozenset()

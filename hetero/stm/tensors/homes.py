@@ -55,6 +55,7 @@ class Homes:
     def __init__(self, arena: HostArena) -> None:
         self._arena = arena
         self._moved: list[_Moved] = []
+        self._kept_ids: frozenset[int] | None = None  # of these; None: they have changed since
         self._with_states: list[nn.Parameter] = []
 
     def take_parameters(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -84,10 +85,13 @@ class Homes:
     def forget_states(self, present: Collection[int]) -> None:
         """Let go of the states whose ids are not ``present``: their optimizer has others now."""
         self._moved = [m for m in self._moved if not m.is_state or id(m.tensor) in present]
+        self._kept_ids = None
 
     def kept_ids(self) -> frozenset[int]:
         """Ids of the tensors that are to go back to where they were; we hold each of them."""
-        return frozenset(id(moved.tensor) for moved in self._moved)
+        if self._kept_ids is None:  # each gradient's update may ask
+            self._kept_ids = frozenset(id(moved.tensor) for moved in self._moved)
+        return self._kept_ids
 
     def give_back(self) -> None:
         """Everything to where it was, in ordinary memory."""
@@ -104,6 +108,7 @@ class Homes:
                     done.update(id(moved.tensor) for moved in left)
         finally:  # an error leaves the list true
             self._moved = [moved for moved in self._moved if id(moved.tensor) not in done]
+            self._kept_ids = None
 
     def note_states(self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
         """Before anything moves: ``parameters`` on a device whose states, if there are any, lie there as well, have
@@ -125,6 +130,7 @@ class Homes:
         device = tensor.device
         _replace(name, tensor, data)
         self._moved.append(_Moved(tensor, device, name))
+        self._kept_ids = None
 
 
 HOST = torch.device("cpu")
