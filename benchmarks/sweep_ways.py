@@ -212,7 +212,9 @@ def managed(settings: Settings) -> Row:
                 + total.activation_in_bytes
             ),
         )
-        stats = manager.stats
+        stats, plan = manager.stats, manager._stm.plans.last
+        # As measured in training, where they were; else as probed.
+        links = manager._stm.plans.timings.links(() if plan is None else plan.keys)
         return {
             **facts,
             "peak_device_bytes": max(facts["peak_device_bytes"], stats.peak_device_bytes),
@@ -224,6 +226,9 @@ def managed(settings: Settings) -> Row:
             "unplanned_fetches": stats.unplanned_fetches,
             "stall_seconds": stats.stall_seconds,
             "manage_seconds": attached,
+            "h2d_bandwidth": links.h2d_bandwidth,
+            "d2h_bandwidth": links.d2h_bandwidth,
+            "issue_seconds": links.issue,  # of one copy, for which operators waited
         }
 
 
