@@ -140,15 +140,21 @@ def traffic(before: MemoryStats, after: MemoryStats, steps: int) -> dict[str, An
 
 def timed(step: Callable[[], None], count: int) -> list[float]:
     """Seconds of each of ``count`` steps in a row: a plan starts the next step's first copies in this one, so none is
-    waited for in between. On a device that runs behind the host, their mean alone."""
-    torch.accelerator.synchronize()
-    marks = [time.perf_counter()]
+    waited for in between. A real device runs behind the host: there, from the end of one step on it to the next's."""
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    marks, events = [time.perf_counter()], [_event_now(device)]
     for _ in range(count):
         step()
         marks.append(time.perf_counter())
+        events.append(_event_now(device))
     torch.accelerator.synchronize()
-    accelerator = torch.accelerator.current_accelerator()
-    assert accelerator is not None
-    if accelerator.type != "virtual":
-        return [(time.perf_counter() - marks[0]) / count]
-    return [end - begin for begin, end in itertools.pairwise(marks)]
+    if device.type == "virtual":
+        return [end - begin for begin, end in itertools.pairwise(marks)]
+    return [begin.elapsed_time(end) / 1e3 for begin, end in itertools.pairwise(events)]
+
+
+def _event_now(device: torch.device) -> torch.Event:
+    event = torch.Event(device=device, enable_timing=True)
+    event.record()
+    return event

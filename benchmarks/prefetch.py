@@ -24,7 +24,8 @@ from hetero.cli.placing import choose_device
 from hetero.devices import virtual
 from hetero.eviction import Links, Trace, lower_bound_seconds, plan
 
-_WARM_UP = 4
+_WARM_UP = 4  # steps; on a real device more, so that who lives there has been chosen
+_WARM_UP_THERE = 12
 _SHARES = (1.0, 0.5)
 
 
@@ -79,7 +80,7 @@ class Job:
         with hetero.manage(
             self.model, optimizer, device=self.device, device_budget=budget, prefetch=prefetch
         ) as manager:
-            for _ in range(_WARM_UP):
+            for _ in range(_WARM_UP if self.device.type == "virtual" else _WARM_UP_THERE):
                 self.step()
             before = manager.stats
             seconds = timed(self.step, steps)
@@ -183,7 +184,14 @@ def _measure(mode: str, share: float, device: torch.device, arguments: argparse.
 def scaled(trace: Trace, seconds: float) -> Trace:
     """With operators that take ``seconds`` in all: each was measured once, on a machine with other users."""
     factor = seconds / sum(moment.seconds for moment in trace.moments)
-    moments = tuple(replace(moment, seconds=factor * moment.seconds) for moment in trace.moments)
+    moments = tuple(
+        replace(
+            moment,
+            seconds=factor * moment.seconds,
+            sends=tuple(replace(send, seconds=factor * send.seconds) for send in moment.sends),
+        )
+        for moment in trace.moments
+    )
     return replace(trace, moments=moments)
 
 

@@ -213,8 +213,8 @@ def managed(settings: Settings) -> Row:
             ),
         )
         stats, plan = manager.stats, manager._stm.plans.last
-        # As measured in training, where they were; else as probed.
-        links = manager._stm.plans.timings.links(() if plan is None else plan.keys)
+        timings, keys = manager._stm.plans.timings, () if plan is None else plan.keys
+        links = timings.links(keys)
         return {
             **facts,
             "peak_device_bytes": max(facts["peak_device_bytes"], stats.peak_device_bytes),
@@ -229,6 +229,7 @@ def managed(settings: Settings) -> Row:
             "h2d_bandwidth": links.h2d_bandwidth,
             "d2h_bandwidth": links.d2h_bandwidth,
             "issue_seconds": links.issue,  # of one copy, for which operators waited
+            "copies_were_measured": timings.get(keys) is not None,  # else probed before training
         }
 
 

@@ -39,7 +39,7 @@ _OTHERS = """## Others, without a table here
 
 _SWEPT = {
     "cuda/sweep_h100": "The GPT on another host, with an H100",
-    "cuda/sweep_resnet50": "A ResNet50 on the H200, 64 images of 64 x 64",
+    "cuda/sweep_resnet50": "A ResNet50 on two H200s, 64 images of 64 x 64",
 }
 # Where all of it fits, and what is trained.
 _FITS = {"cuda/fits_gpt": "the GPT", "cuda/fits_resnet50": "that ResNet50"}

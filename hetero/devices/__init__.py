@@ -5,6 +5,7 @@ accelerator (`hetero.devices.virtual`). Nothing here knows what a parameter is.
 """
 
 from hetero.devices.accelerator import (
+    LARGEST_WITHOUT_EXCESS,
     MOST_EXCESS,
     Accelerator,
     default_device,
@@ -19,6 +20,7 @@ from hetero.devices.probe import LinkSpeeds, probe_links
 from hetero.devices.storage import bytes_of, fills_memory, has_no_gaps, storage_of
 
 __all__ = [
+    "LARGEST_WITHOUT_EXCESS",
     "MOST_EXCESS",
     "Accelerator",
     "CopyEngine",

@@ -20,6 +20,7 @@ from hetero.units import round_up
 
 __all__ = [
     "ALLOCATION_GRANULARITY",
+    "LARGEST_WITHOUT_EXCESS",
     "MOST_EXCESS",
     "Accelerator",
     "default_device",
@@ -31,8 +32,8 @@ __all__ = [
 # CUDA's caching allocator and the virtual one both hand out multiples of 512 bytes; a ledger that counts
 # less than the allocator does would let the sum of small tensors break the budget.
 ALLOCATION_GRANULARITY = 512
-# CUDA's allocator hands out blocks that are up to so much larger than what was asked for, if that is more than this.
-MOST_EXCESS = 1 << 20
+# CUDA's allocator hands out blocks that are up to so much larger than what was asked for, but not for so little.
+MOST_EXCESS = LARGEST_WITHOUT_EXCESS = 1 << 20
 # What segments take over what is in use: 1.2 with budgets of some hundred MiB, less with larger ones.
 _WITH_GAPS = 1.25
 
@@ -107,7 +108,7 @@ class Accelerator:
         # torch.cuda's counters are an empty dictionary until then.
         getattr(self._module, "init", lambda: None)()
         self._stats: Callable[..., Any] | None = looks.own(self._module, "memory_stats_as_nested_dict")
-        # What torch.cuda.current_stream asks as well, at five times the cost; the virtual device has none.
+        # What torch.cuda.current_stream asks as well, at a fifth of the cost. For the virtual device torch has none.
         self._stream: Callable[[int], tuple[int, int, int]] | None = getattr(
             torch._C, f"_{self.device.type}_getCurrentStream", None
         )
@@ -278,7 +279,8 @@ class Accelerator:
         self._call("synchronize", self.device)
 
     def compute_stream(self) -> torch.Stream:
-        """The stream on which the calling thread's operators run."""
+        """The stream on which the calling thread's operators run. Comparable with others from here; by torch's rules
+        not with a `torch.cuda.Stream`."""
         if self._stream is None:
             return cast(torch.Stream, self._call("current_stream", self.device))
         number, index, kind = self._stream(self.device.index)

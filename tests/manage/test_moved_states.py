@@ -11,6 +11,7 @@ from loops import losses, mlp
 from twins import assert_same, assert_twins, device, plain, unmanaged
 
 import hetero
+from hetero.stm.tensors.homes import Homes
 
 WIDTH = 128
 
@@ -111,3 +112,21 @@ def losses_of(model, optimizer, target, steps=6):
         optimizer.zero_grad()
         seen.append(loss.detach())
     return seen
+
+
+def test_which_tensors_are_kept_is_known_after_each_change():
+    target, homes = device(), Homes(None)
+    first, passing = torch.ones(8, device=target), torch.ones(8, device=target)
+    assert homes.kept_ids() == frozenset()
+    homes.take_state("first", first, returns=True)
+    assert homes.kept_ids() == {id(first)}
+    homes.take_state("passing", passing, returns=False)
+    assert homes.kept_ids() == {id(first)}
+    homes.forget_states(())
+    assert homes.kept_ids() == frozenset()
+    buffer = torch.ones(8)
+    homes.take_tensor("buffer", buffer, target)
+    assert homes.kept_ids() == {id(buffer)}
+    homes.give_back()
+    assert homes.kept_ids() == frozenset()
+    assert (first.device.type, passing.device.type, buffer.device.type) == ("cpu", "cpu", "cpu")

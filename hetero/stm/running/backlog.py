@@ -9,7 +9,7 @@ Numbers from the parameters' on are the plan's saved tensors.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from hetero.devices import MOST_EXCESS
+from hetero.devices import LARGEST_WITHOUT_EXCESS
 from hetero.eviction import Actions
 from hetero.stm.activations.offload import Activations
 from hetero.stm.copies.residency import Residency
@@ -72,8 +72,9 @@ class Backlog:
     def prefetch(
         self, planned: tuple[int, ...], limit: int, excess: int | None, measured_excess: Callable[[], int]
     ) -> None:
-        """What waits, then ``planned``, as far as there is room, of which ``excess`` (None: to be measured) is taken by
-        what copies got beyond what they asked for: more only by large ones."""
+        """What waits, then ``planned``, as far as there is room. ``excess``: of that, what blocks got beyond what was
+        asked for, if it is known. Else it is measured first, and in any case after each large copy: small ones get no
+        more."""
         if not planned and not self._to_prefetch:
             return
         waiting = [index for index in (*self._to_prefetch, *planned) if not self._is_resident(index)]
@@ -83,7 +84,7 @@ class Backlog:
             if not self._bring(index, limit - excess):
                 self._to_prefetch = waiting[place:]  # in order: a later one must not overtake
                 break
-            if self._nbytes(index) > MOST_EXCESS:
+            if self._nbytes(index) > LARGEST_WITHOUT_EXCESS:
                 excess = None
 
     @property

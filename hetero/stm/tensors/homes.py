@@ -75,12 +75,14 @@ class Homes:
 
     def take_state(self, name: str, tensor: torch.Tensor, *, returns: bool) -> None:
         """An optimizer state goes home; ``returns``: until `give_back`, else for good."""
-        if tensor.device != HOST:
-            self._move(name, tensor, tensor.detach().to(HOST))
-            if returns:
-                self._moved[-1].is_state = True
-            else:  # where its parameter is then (`send_states`)
-                self._moved.pop()
+        if tensor.device == HOST:
+            return
+        data = tensor.detach().to(HOST)
+        if returns:
+            self._move(name, tensor, data)
+            self._moved[-1].is_state = True
+        else:  # where its parameter is then (`send_states`)
+            _replace(name, tensor, data)
 
     def forget_states(self, present: Collection[int]) -> None:
         """Let go of the states whose ids are not ``present``: their optimizer has others now."""
