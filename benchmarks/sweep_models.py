@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from examples import cnn
+from hetero.cli import gpt
 
 __all__ = [
     "GPT",
@@ -41,27 +42,12 @@ _TOY = {
 Settings = dict[str, Any]
 
 
-class Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.attention_norm = nn.LayerNorm(width)
-        self.attention_in = nn.Linear(width, 3 * width)
-        self.attention_out = nn.Linear(width, width)
-        self.feed_norm = nn.LayerNorm(width)
-        self.feed_in = nn.Linear(width, 4 * width)
-        self.feed_out = nn.Linear(4 * width, width)
+class Block(gpt.Block):
+    """The demo's, with the attention that one would use where speed counts."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        heads = self.attention_in(self.attention_norm(x)).view(
-            batch, length, 3, self.heads, width // self.heads
-        )
-        query, key, value = heads.permute(2, 0, 3, 1, 4)
-        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.attention_out(attended.transpose(1, 2).reshape(batch, length, width))
-        fed: Tensor = self.feed_out(functional.gelu(self.feed_in(self.feed_norm(x))))
-        return x + fed
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        assert mask is None
+        return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
 class GPT(nn.Module):

@@ -31,20 +31,25 @@ class Block(nn.Module):
         self.feed_in = nn.Linear(width, 4 * width)
         self.feed_out = nn.Linear(4 * width, width)
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """``x`` of shape (batch, length, width), ``mask`` (length, length) added to the scores."""
-        x = x + self.attention_out(self._attend(self.attention_norm(x), mask))
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """``x`` of shape (batch, length, width), ``mask`` as for `attend`."""
+        batch, length, width = x.shape
+        heads = self.attention_in(self.attention_norm(x)).view(
+            batch, length, 3, self.heads, width // self.heads
+        )
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        attended = self.attend(query, key, value, mask)
+        x = x + self.attention_out(attended.transpose(1, 2).reshape(batch, length, width))
         fed: Tensor = self.feed_out(functional.gelu(self.feed_in(self.feed_norm(x))))
         return x + fed
 
-    def _attend(self, x: Tensor, mask: Tensor) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """All of shape (batch, heads, length, width of one); ``mask`` (length, length) is added to the scores, to make
+        them causal."""
         # Written out, because the backward of CUDA's fused attention does not add in a fixed order.
-        batch, length, width = x.shape
-        heads = self.attention_in(x).view(batch, length, 3, self.heads, width // self.heads)
-        query, key, value = heads.permute(2, 0, 3, 1, 4)
-        scores = query @ key.transpose(-2, -1) / (width // self.heads) ** 0.5 + mask
-        attended: Tensor = scores.softmax(-1) @ value
-        return attended.transpose(1, 2).reshape(batch, length, width)
+        scores = query @ key.transpose(-2, -1) / query.shape[-1] ** 0.5
+        attended: Tensor = (scores if mask is None else scores + mask).softmax(-1) @ value
+        return attended
 
 
 class ByteGPT(nn.Module):
