@@ -2,7 +2,9 @@
 
 Owns a recurrence, a lower bound for any schedule. Layers are equal, backward takes twice as long as forward; gradients
 go down one after another, each after its layer's backward; the host updates one layer at a time, and what it has
-updated goes up before the layer is used. Without speculation no update begins before the last gradient's norm is known.
+updated goes up before the layer is used. Without speculation no update begins before the last gradient's norm is known:
+until then the device holds a gradient beside each layer that lives there (one that went home and came back for the step
+would take the link that the others need).
 """
 
 from dataclasses import dataclass
@@ -51,8 +53,10 @@ def least_seconds(layers: Layers, *, speculates: bool, homes: int = 0) -> float:
 
 
 def least_with_homes(layers: Layers, *, speculates: bool) -> tuple[float, int]:
-    """With the best number of homes that leaves room for two layers; and that number."""
+    """With the best number of homes that leaves room for two layers, or for the homes' gradients; and that number."""
     most = max(0, layers.room - 2)
+    if not speculates:
+        most = min(most, layers.room // 2)
     return min((least_seconds(layers, speculates=speculates, homes=n), n) for n in range(most + 1))
 
 

@@ -1,6 +1,7 @@
 """Saved tensors that may leave the device.
 
-Owns every move of what forward saved for backward and is no parameter (`hetero.stm.activations.records`).
+Owns which records there are of what forward saved for backward and is no parameter (`hetero.stm.activations.records`),
+what the plan calls them, and when each leaves or comes back; the copies are `hetero.stm.activations.flights`'s.
 Invariant: what backward reads has the bytes that forward saved; a storage leaves only while nobody but the graph
 holds it, so that leaving frees its memory and nobody can write to it meanwhile. It decides nothing about the future:
 who leaves is the plan's answer, or, where memory is short, whoever was saved first: backward needs it last.
@@ -21,9 +22,10 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hetero.autograd import in_backward, outside_inference
-from hetero.devices import Accelerator, CopyEngine, bytes_of
+from hetero.devices import Accelerator, CopyEngine
 from hetero.eviction.model import large_bytes
 from hetero.msc import MemStatsCollector
+from hetero.stm.activations.flights import Flights
 from hetero.stm.activations.records import Account, Activation, Flight, Key, Saved
 from hetero.stm.activations.slots import HostSlots
 from hetero.stm.tensors.exposure import listed_alone
@@ -60,11 +62,11 @@ class Activations:
     ) -> None:
         self._accelerator = accelerator
         self._device = accelerator.device
-        self._engine = engine
         self._ledger = ledger
         self._collector = collector
         self._lock = lock
         self._slots = slots
+        self._flights = Flights(accelerator, engine, slots, collector)
         self.least = device_budget // _WORTH_MOVING  # bytes of a storage that is worth a record
         self._large = large_bytes(device_budget)
         self._by_storage: dict[int, weakref.ref[Activation]] = {}
@@ -76,10 +78,6 @@ class Activations:
         self._may_be_held: dict[Account, weakref.ref[Activation]] = {}
         # Of buffers: who has such a reference knows that no other storage has the address.
         self._counted: dict[int, StorageWeakRef] = {}
-        self._flights: dict[int, Flight] = {}
-        # Both ends of a copy that is being started, kept alive here: an interrupt before its flight is known would let
-        # go of them while it runs.
-        self._starting: tuple[torch.Tensor, torch.Tensor] | None = None
         self._forward = 0
         self._ordinal = 0
         # The plan's numbers of the next one that is saved, and of the first it does not know.
@@ -208,20 +206,11 @@ class Activations:
                 del self._by_storage[account.storage_key]
             if self._by_index.get(account.index) is reference:
                 del self._by_index[account.index]
-            if account.flight is None:
-                self._close(account)
-            else:
-                account.flight.is_orphan = True
+            self._flights.close(account)
 
     def _note_gone(self, reference: "weakref.ref[Activation]") -> None:
         # Runs wherever the last reference happens to go, perhaps while another thread has the lock.
         self._gone.append(reference)
-
-    def _close(self, account: Account) -> None:
-        account.release()
-        if account.host is not None:
-            self._slots.give_back(account.host)
-            account.host = None
 
     # -- what the plan asks for (`hetero.stm.running.executor`) ---------------------------------------------------
 
@@ -282,15 +271,7 @@ class Activations:
     def reclaim(self, nbytes: int) -> int:
         """Give back at least ``nbytes`` of what is on its way out, if there is as much; returns how many. What has
         arrived is given back in any case."""
-        freed = 0
-        for flight in list(self._flights.values()):
-            if not (flight.is_download or flight.is_orphan):
-                continue
-            if freed >= nbytes and not flight.event.query():
-                continue
-            freed += flight.account.device_nbytes
-            self._land(flight)
-        return freed
+        return self._flights.reclaim(nbytes)
 
     @property
     def has_records(self) -> bool:
@@ -320,8 +301,7 @@ class Activations:
     def close(self) -> None:
         """Nothing is on its way. Graphs that are left can still be read."""
         self.close_gone()
-        for flight in list(self._flights.values()):
-            self._land(flight)
+        self._flights.land_all()
         for account in self._live.values():
             account.retire()
         self._by_index.clear()
@@ -329,7 +309,7 @@ class Activations:
 
     def forget_starting(self) -> None:
         """After an interrupt, and a wait for the whole device: no copy is on its way that nobody knows of."""
-        self._starting = None
+        self._flights.forget_starting()
 
     # -- moves -------------------------------------------------------------------------------------------
 
@@ -347,48 +327,29 @@ class Activations:
         """Free its device memory, ``at_once`` or when the copy has ended; returns how many bytes (0: it cannot)."""
         account = record.account
         if at_once and account.flight is not None and not account.flight.is_download:
-            self._land(account.flight)  # brought back ahead of its use: what runs now goes first
+            self._flights.land(account.flight)  # brought back ahead of its use: what runs now goes first
         if record.aliases is None or account.flight is not None or self._is_held(record):
             return 0
         if record.is_clean():
-            self._forget_storage(account)
-            record.fold()
+            self._fold(record)
             account.count(Tier.DEVICE, 0)
             self._collector.note_shed(account.key)
             return account.device_nbytes
-        with outside_inference():
-            memory = bytes_of(record.aliases[0])
-            if account.host is None:
-                account.host = self._slots.take(memory.numel())
-                if account.host is None:
-                    return 0
-                account.count(Tier.HOST, account.host.nbytes)
-            self._starting = (memory, account.host)
-            event = self._engine.download(memory, account.host)
-            flight = account.flight = Flight(account, memory, event, is_download=True)
-            self._flights[id(account)] = flight
-            self._starting = None
-            self._forget_storage(account)
-            record.fold()
-        self._collector.count_activation_out(account.device_nbytes)
-        del memory
+        flight = self._flights.send(account, record.aliases[0])
+        if flight is None:
+            return 0
+        self._fold(record)
         if at_once:
             self._collector.note_shed(account.key)
-            self._land(flight)
+            self._flights.land(flight)
         return account.device_nbytes
 
-    def _land(self, flight: Flight) -> None:
-        """Let go of a flight's memory, after compute has been told to wait for the copy."""
-        account = flight.account
-        if flight.is_download:
-            self._engine.free_after_download(flight.event)
-            account.count(Tier.DEVICE, 0)
-        else:
-            self._engine.compute_after_upload(flight.event)
-        del self._flights[id(account)]
-        account.flight = None
-        if flight.is_orphan:
-            self._close(account)
+    def _fold(self, record: Activation) -> None:
+        """Nothing here leads to its device memory any more."""
+        account = record.account
+        self._by_storage.pop(account.storage_key, None)
+        account.storage_key = 0
+        record.fold()
 
     def _bring(self, record: Activation) -> None:
         account = record.account
@@ -411,23 +372,8 @@ class Activations:
     def _start_back(self, record: Activation) -> None:
         """Its bytes are on the device again, or on their way there."""
         account = record.account
-        flight = account.flight
+        memory = self._flights.bring(account)
         with outside_inference():
-            if flight is not None:  # it has not left yet
-                memory = flight.memory
-                self._engine.free_after_download(flight.event)
-                del self._flights[id(account)]
-                account.flight = None
-            else:
-                assert account.host is not None
-                memory = torch.empty(account.host.numel(), dtype=torch.uint8, device=self._accelerator.device)
-                self._starting = (memory, account.host)
-                event = self._engine.upload(account.host, memory)
-                flight = account.flight = Flight(account, memory, event, is_download=False)
-                self._flights[id(account)] = flight
-                self._starting = None
-                account.count(Tier.DEVICE, account.device_nbytes)
-                self._collector.count_activation_in(account.device_nbytes)
             record.unfold(memory)
         account.clean_version = memory._version
         account.storage_key = memory.untyped_storage()._cdata
@@ -435,12 +381,8 @@ class Activations:
     def _await(self, flight: Flight) -> None:
         """A record that is on its way back is read next."""
         begin = time.perf_counter()
-        self._land(flight)
+        self._flights.land(flight)
         self._collector.count_stall(time.perf_counter() - begin)
-
-    def _forget_storage(self, account: Account) -> None:
-        self._by_storage.pop(account.storage_key, None)
-        account.storage_key = 0
 
 
 def _may_move(tensor: torch.Tensor) -> bool:
