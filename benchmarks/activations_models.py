@@ -8,9 +8,10 @@ predicted step time is beside what was measured.
 
 Needs the virtual accelerator, whose link is set such that what an unmanaged step keeps for backward would take as long
 on it as a third of that step. Its operators run on the CPU, and compete for a few cores with the threads that copy, and
-with the host's optimizer step, as no GPU's would. So each block of the model is followed by a pause
-(`benchmarks.chain`): real operators, on a device whose time is mostly not the processor's. ``--block-seconds 0``:
-without.
+with the host's optimizer step, as no GPU's would; and from one minute to the next the same operators take up to a fifth
+longer, which no prediction knows. So each block of the model is followed by a pause (`benchmarks.chain`): real
+operators, on a device whose time is mostly not the processor's. All pauses of a step take ``--pauses`` times as
+long together as its operators; 0: without.
 """
 
 import argparse
@@ -78,26 +79,33 @@ def main() -> None:
 def _row(name: str, device: torch.device, arguments: argparse.Namespace) -> dict[str, Any]:
     build, loss, block = _JOBS[name]
 
-    def pausing() -> nn.Module:
-        model = build()
-        for module in model.modules():
-            if arguments.block_seconds and type(module).__name__ == block:
-                module.register_forward_hook(_pause(arguments.block_seconds))
-        return model
-
     def sgd(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, foreach=False)
 
-    job = Job(device, pausing, loss, sgd)
     virtual.set_link(bandwidth="100GiB/s", latency=LATENCY)
+    operators, _ = Job(device, build, loss, sgd).unmanaged(arguments.steps, WAYS["unmanaged"])
+
+    def pausing() -> nn.Module:
+        model = build()
+        blocks = [module for module in model.modules() if type(module).__name__ == block]
+        seconds = arguments.pauses * median(operators) / (3 * len(blocks))
+        for module in blocks:
+            if seconds > 0.0:
+                module.register_forward_hook(_pause(seconds))
+        return model
+
+    job = Job(device, pausing, loss, sgd)
     trial, peak = job.unmanaged(arguments.steps, WAYS["unmanaged"])
     weights = sum(p.nbytes for p in build().parameters())
     bandwidth = max(peak - 3 * weights, weights) / (median(trial) / 3)
     virtual.set_link(bandwidth=bandwidth, latency=LATENCY)
-    return {"bandwidth": bandwidth, **measure(job, rounds=arguments.rounds, steps=arguments.steps)}
+    found = measure(job, rounds=arguments.rounds, steps=arguments.steps)
+    return {"bandwidth": bandwidth, "operator_seconds": median(operators), **found}
 
 
 def _pause(seconds: float) -> Callable[[nn.Module, Any, Any], Any]:
+    """A hook after a block: ``seconds`` in forward, in backward twice as long."""
+
     def after(module: nn.Module, inputs: Any, output: Any) -> Any:
         if isinstance(output, tuple):
             return (Pause.apply(output[0], seconds), *output[1:])
@@ -110,7 +118,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(_JOBS), default=list(_JOBS))
     parser.add_argument(
-        "--block-seconds", type=float, default=0.02, help="a block's pause in forward; backward twice"
+        "--pauses", type=float, default=4.0, help="of all blocks, over the time of a step's operators"
     )
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=5, help="timed per round and way")

@@ -28,6 +28,9 @@ from hetero.errors import HeteroError
 __all__ = ["WARM_UP", "held_bytes", "train_quietly"]
 
 WARM_UP = 12  # hetero measures, plans, times what it planned, and chooses who lives on the device
+# That may come back, and be timed anew. A plan that has stayed for so many steps stays; no more than so many are waited
+# for: what batches show may change it at any time.
+_STAYS, _MOST_WARM_UP = 6, 48
 
 Row = dict[str, Any]
 
@@ -86,7 +89,7 @@ class Loop:
         self.device = device
         self.accelerator = None if device.type == "cpu" else Accelerator(device)
         # One iteration more than is timed: host bytes are counted in the last.
-        self._batch = batches(settings, settings["steps"] + WARM_UP + 1)
+        self._batch = batches(settings, settings["steps"] + _MOST_WARM_UP + 1)
         self._warm_up()
         self._resident_before = _status().get("now", 0)
 
@@ -104,14 +107,17 @@ class Loop:
         *,
         backward: Callable[[Tensor], object] = torch.autograd.backward,
         moved_so_far: Callable[[], int] = lambda: 0,
+        plan: Callable[[], object] = lambda: None,
     ) -> Row:
+        """``plan``: what it follows; steps are timed once that has stayed the same for a while."""
         if self.accelerator is not None:
             self._synchronize()
             self.accelerator.reset_peak()
         seconds, step_seconds, losses, moved = [], [], [], []
         counted: dict[str, int] = {}
-        steps = self.settings["steps"] + WARM_UP
-        for number in range(steps + 1):
+        followed = [plan()]
+        first, steps = _MOST_WARM_UP, self.settings["steps"]
+        for number in range(_MOST_WARM_UP + steps + 1):
             host_inputs, host_targets = self._batch(number)
             before, begin = moved_so_far(), time.perf_counter()
             inputs, targets = host_inputs.to(self.device), host_targets.to(self.device)
@@ -121,7 +127,7 @@ class Loop:
             self._synchronize()
             stepped = time.perf_counter()
             step()
-            if number == steps:
+            if number == first + steps:
                 counted = self._count(count_host)
                 break
             zero_grad()
@@ -129,9 +135,13 @@ class Loop:
             step_seconds.append(time.perf_counter() - stepped)
             seconds.append(time.perf_counter() - begin)
             moved.append(moved_so_far() - before)
+            followed.append(plan())
+            if number + 1 >= WARM_UP and all(one is followed[-1] for one in followed[-_STAYS - 1 :]):
+                first = min(first, number + 1)
         return {
-            "seconds": median(seconds[WARM_UP:]),
-            "optimizer_seconds": median(step_seconds[WARM_UP:]),
+            "seconds": median(seconds[first:]),
+            "optimizer_seconds": median(step_seconds[first:]),
+            "warm_up_steps": first,
             **({} if self.accelerator is None else {"peak_device_bytes": self.accelerator.peak_bytes()}),
             **counted,
             "losses": losses,
@@ -211,6 +221,7 @@ def managed(settings: Settings) -> Row:
                 + total.activation_out_bytes
                 + total.activation_in_bytes
             ),
+            plan=lambda: manager._stm.plans.last,
         )
         stats, plan = manager.stats, manager._stm.plans.last
         timings, keys = manager._stm.plans.timings, () if plan is None else plan.keys
@@ -218,7 +229,7 @@ def managed(settings: Settings) -> Row:
         return {
             **facts,
             "peak_device_bytes": max(facts["peak_device_bytes"], stats.peak_device_bytes),
-            "bytes_moved": median(facts["samples"]["bytes_moved"][WARM_UP:]),
+            "bytes_moved": median(facts["samples"]["bytes_moved"][facts["warm_up_steps"] :]),
             # Of the last iteration: plans change, and with them what no schedule can do with less than.
             "last_bytes_moved": stats.bytes_moved,
             "lower_bound_bytes": stats.lower_bound_bytes,
