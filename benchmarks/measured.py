@@ -240,9 +240,7 @@ def activations(record: Record) -> str:
         times, name = row["medians"], row.get("model") or f"chain, {row['transfer_over_forward']:g}"
         for way, label in MOVING_ALL.items():
             mine = f"hetero_at_{way}"
-            predicted = statistics.median(
-                times[mine] / moved["predicted_seconds"] for moved in row["moved"][mine]
-            )
+            predicted = statistics.median(moved["measured_over_predicted"] for moved in row["moved"][mine])
             rows.append(
                 (
                     name,

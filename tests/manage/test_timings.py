@@ -1,6 +1,7 @@
 """What plans are made of: own times without waits, copies as fast as they were, updates on the host. Clocks are set."""
 
 import contextlib
+import dataclasses
 import math
 
 import pytest
@@ -206,6 +207,39 @@ def test_plans_are_made_anew_after_the_first_timed_iteration_and_after_three_mor
     assert not timings.wants(keys)  # until what moves has moved
     timings.forget(keys)
     assert timings.wants(keys)
+
+
+def copied(seconds, upload_seconds):
+    """An iteration of so many seconds, with one copy up of 100 bytes."""
+    copy = CopyTime(is_upload=True, nbytes=100, seconds=upload_seconds)
+    return dataclasses.replace(times_of(seconds), copies=(copy,))
+
+
+@pytest.mark.parametrize(
+    ("later", "drifts"),
+    [
+        (copied(2.05, 2.5), False),
+        (copied(2.07, 2.5), True),
+        (copied(1.93, 2.5), True),
+        (copied(2.0, 2.4), False),
+        (copied(2.0, 2.75), True),
+    ],
+)
+def test_times_are_looked_at_again_ever_more_rarely_and_plans_follow_what_drifts(monkeypatch, later, drifts):
+    seen = iter([copied(2.0, 2.5)] * 7 + [later] * 3)
+    monkeypatch.setattr("hetero.stm.plans.timings.read_times", lambda segments: next(seen))
+    timings, keys = Timings(PROBED), (KEY,)
+    timed, made = [], []
+    for iteration in range(82):
+        timed += [iteration] if timings.wants(keys) else []
+        made += [iteration] if timings.learn(keys, []) else []
+    # The first; three more; three after eight, which were as before; and three after sixty-four.
+    assert timed == [0, 1, 2, 3, 12, 13, 14, 79, 80, 81]
+    assert made == ([0, 3, 81] if drifts else [0, 3])
+    found = timings.get(keys)
+    assert found is not None
+    assert found.own_seconds == (later.seconds if drifts else 2.0)
+    assert timings.is_final(keys)
 
 
 @pytest.mark.parametrize(("with_it", "in_vain"), [(1.5, False), (1.99, True), (2.5, True)])

@@ -5,6 +5,10 @@ reading counters takes time, gradients are handed over one by one, and what has 
 periods. So some of the iterations that follow the plan are timed by events, and the plan is made again with own times
 (`hetero.msc.periods`), with copies as fast as these were, and with the host's updates as they ran beside it. It decides
 nothing else, and asks the device nothing in other iterations.
+
+[Note: not for good] The first iterations need not be like the others: clocks rise with the load, memory is touched for
+the first time, other programs come and go. So what is known is looked at again after some iterations, then ever more
+rarely, and plans are made anew where operators or links have become faster or slower.
 """
 
 import statistics
@@ -24,6 +28,10 @@ Work = tuple[int, float]  # bytes of parameters that somebody is done with, and 
 _AT_LAST = 3  # iterations timed under the plan that is to stay; the middle one counts
 _WORTH = 0.01  # share of the iteration that what moves on trial has to save
 _SETTLING = 2  # iterations that are not, after a plan that lets something else live on the device
+# [Note: not for good]: iterations until the first look, and how many times as many until each further one; the share by
+# which operators' time, or a link's bandwidth, has to differ.
+_UNTIL_AGAIN, _RARER = 8, 8
+_OPERATORS_DRIFT, _LINK_DRIFT = 0.03, 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,13 +47,19 @@ class Timing:
     copy_seconds: float
     typical_seconds: float
 
+    @property
+    def own_seconds(self) -> float:
+        """Of all operators, without waits."""
+        return sum(period.seconds for periods in self.periods for period in periods)
+
 
 @dataclass(slots=True)
 class _State:
     rounds: list[IterationTimes] = field(default_factory=list)
     timing: Timing | None = None
     is_final: bool = False
-    skip: int = 0
+    skip: int = 0  # iterations that are not timed
+    until_again: int = _UNTIL_AGAIN
     before: Timing | None = None  # what was known before something moved on trial
 
 
@@ -78,8 +92,7 @@ class Timings:
 
     def wants(self, keys: Keys) -> bool:
         """The iteration of these segments that begins should be timed."""
-        state = self._states.setdefault(keys, _State())
-        return not state.is_final and state.skip == 0
+        return self._states.setdefault(keys, _State()).skip == 0
 
     def learn(self, keys: Keys, segments: Sequence[Segment]) -> bool:
         """An iteration is over. True: plans should be made anew."""
@@ -92,14 +105,20 @@ class Timings:
             return False
         times = read_times(segments)
         host = self._host_rates()
-        if times is None or state.is_final:
+        if times is None:
             return False
         state.rounds.append(times)
-        if state.timing is not None and len(state.rounds) < _AT_LAST:
+        before = state.timing
+        if before is not None and len(state.rounds) < _AT_LAST:
             return False
-        state.is_final = state.timing is not None
-        state.timing = _middle(state.rounds, self._links, state.timing, *host)
+        timing = _middle(state.rounds, self._links, before, *host)
         state.rounds = []
+        if before is not None:
+            state.skip, state.until_again = state.until_again, state.until_again * _RARER
+            if state.is_final and not _has_drifted(before, timing):
+                return False
+            state.is_final = True
+        state.timing = timing
         return True
 
     def is_final(self, keys: Keys) -> bool:
@@ -112,7 +131,8 @@ class Timings:
         then that it was worth it (`was_in_vain`)."""
         state = self._states.setdefault(keys, _State())
         state.before = state.timing if on_trial and state.is_final else None
-        state.rounds, state.is_final, state.skip = [], False, _SETTLING
+        state.rounds, state.is_final = [], False
+        state.skip, state.until_again = _SETTLING, _UNTIL_AGAIN
 
     def was_in_vain(self, keys: Keys) -> bool:
         """What moved on trial has made these iterations no faster, as measured: a prediction does not know what its
@@ -166,6 +186,18 @@ def _middle(
         copy_seconds=copies or (0.0 if before is None else before.copy_seconds),
         typical_seconds=statistics.median(each.seconds for each in rounds),
     )
+
+
+def _has_drifted(before: Timing, now: Timing) -> bool:
+    """Plans made of these would be of another machine ([Note: not for good])."""
+    bandwidths = [(t.links.h2d_bandwidth, t.links.d2h_bandwidth) for t in (before, now)]
+    return _differ(before.own_seconds, now.own_seconds, _OPERATORS_DRIFT) or any(
+        _differ(then, today, _LINK_DRIFT) for then, today in zip(*bandwidths, strict=True)
+    )
+
+
+def _differ(before: float, now: float, share: float) -> bool:
+    return abs(now - before) > share * before
 
 
 def fit_links(copies: Sequence[CopyTime], probed: Links) -> Links:
