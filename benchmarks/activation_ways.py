@@ -20,8 +20,8 @@ __all__ = ["LATENCY", "Job", "lines", "measure", "timed"]
 
 LATENCY = 10e-6
 # Measured, planned, timed, planned again; what lives on the device has been on trial, and, if it was in vain, the
-# iterations without it have been timed again.
-_WARM_UP = 18
+# iterations without it have been timed again; and all have been looked at again eight iterations later.
+_WARM_UP = 28
 
 # On a real device blocks are up to 1 MiB larger than what was asked for, and a warm-up's cap is on segments.
 _GAPS = 22 << 20

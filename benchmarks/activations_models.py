@@ -83,12 +83,12 @@ def _row(name: str, device: torch.device, arguments: argparse.Namespace) -> dict
         return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, foreach=False)
 
     virtual.set_link(bandwidth="100GiB/s", latency=LATENCY)
-    operators, _ = Job(device, build, loss, sgd).unmanaged(arguments.steps, WAYS["unmanaged"])
+    bare, _ = Job(device, build, loss, sgd).unmanaged(arguments.steps, WAYS["unmanaged"])
 
     def pausing() -> nn.Module:
         model = build()
         blocks = [module for module in model.modules() if type(module).__name__ == block]
-        seconds = arguments.pauses * median(operators) / (3 * len(blocks))
+        seconds = arguments.pauses * median(bare) / (3 * len(blocks))
         for module in blocks:
             if seconds > 0.0:
                 module.register_forward_hook(_pause(seconds))
@@ -100,7 +100,8 @@ def _row(name: str, device: torch.device, arguments: argparse.Namespace) -> dict
     bandwidth = max(peak - 3 * weights, weights) / (median(trial) / 3)
     virtual.set_link(bandwidth=bandwidth, latency=LATENCY)
     found = measure(job, rounds=arguments.rounds, steps=arguments.steps)
-    return {"bandwidth": bandwidth, "operator_seconds": median(operators), **found}
+    facts = {"bandwidth": bandwidth, "pauses": arguments.pauses, "seconds_without_pauses": median(bare)}
+    return {**facts, **found}
 
 
 def _pause(seconds: float) -> Callable[[nn.Module, Any, Any], Any]:

@@ -41,7 +41,7 @@ from hetero.stm.step import jobs, trials
 from hetero.stm.updates import captured
 from hetero.stm.updates.captured import ParameterUpdate
 
-_WARM_UP = 16
+_WARM_UP = 24  # until times have been looked at again
 # Of what `manage` is told, and whether the step is deferred.
 _WAYS: dict[str, dict[str, Any]] = {
     "at once": {"device_homes": False, "speculate": False, "defers": False},

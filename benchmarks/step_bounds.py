@@ -3,8 +3,7 @@
 Owns a recurrence, a lower bound for any schedule. Layers are equal, backward takes twice as long as forward; gradients
 go down one after another, each after its layer's backward; the host updates one layer at a time, and what it has
 updated goes up before the layer is used. Without speculation no update begins before the last gradient's norm is known:
-until then the device holds a gradient beside each layer that lives there (one that went home and came back for the step
-would take the link that the others need).
+until then the device holds a gradient beside each layer that lives there, or that has gone home and comes back.
 """
 
 from dataclasses import dataclass
@@ -26,16 +25,20 @@ class Layers:
 
 
 def least_seconds(layers: Layers, *, speculates: bool, homes: int = 0) -> float:
-    """With ``homes`` first layers on the device: each takes its own room all along, and its gradient's for a while."""
+    """With ``homes`` first layers on the device: each takes its own room all along. Gradients of theirs that find none
+    until the norm is known are sent up for the step before the layer runs, at best those of the last."""
     forward, count = layers.compute / 3, layers.count
     norm_known = 2 * forward * count
     room = layers.room - homes
+    returned = 0 if speculates else max(0, 2 * homes - layers.room)
     arrived = _arrivals(layers, homes)
     if not speculates:
         arrived = [max(time, norm_known) for time in arrived]
     done: list[float] = []
     clock = norm_known
     for layer in range(count):
+        if not speculates:  # what is sent up for this layer and those before it
+            clock = max(clock, norm_known + max(0, returned + layer - homes + 1) * layers.upload)
         if layer >= homes:
             updated = 0.0
             for other in range(
@@ -53,10 +56,8 @@ def least_seconds(layers: Layers, *, speculates: bool, homes: int = 0) -> float:
 
 
 def least_with_homes(layers: Layers, *, speculates: bool) -> tuple[float, int]:
-    """With the best number of homes that leaves room for two layers, or for the homes' gradients; and that number."""
+    """With the best number of homes that leaves room for two layers; and that number."""
     most = max(0, layers.room - 2)
-    if not speculates:
-        most = min(most, layers.room // 2)
     return min((least_seconds(layers, speculates=speculates, homes=n), n) for n in range(most + 1))
 
 

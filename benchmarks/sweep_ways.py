@@ -28,9 +28,9 @@ from hetero.errors import HeteroError
 __all__ = ["WARM_UP", "held_bytes", "train_quietly"]
 
 WARM_UP = 12  # hetero measures, plans, times what it planned, and chooses who lives on the device
-# That may come back, and be timed anew. A plan that has stayed for so many steps stays; no more than so many are waited
-# for: what batches show may change it at any time.
-_STAYS, _MOST_WARM_UP = 6, 48
+# That may come back, and be timed anew, and all of it is looked at again eight steps later. A plan that has stayed for
+# so many steps stays for longer than is timed; no more are waited for than so many: batches may show more at any time.
+_STAYS, _MOST_WARM_UP = 12, 60
 
 Row = dict[str, Any]
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -242,6 +243,46 @@ def test_times_are_looked_at_again_ever_more_rarely_and_plans_follow_what_drifts
     assert timings.is_final(keys)
 
 
+def test_a_look_at_iterations_that_leave_something_out_is_given_up(monkeypatch):
+    whole, part = copied(2.0, 2.5), dataclasses.replace(copied(1.0, 2.5), segments=((),))
+    seen = iter([whole] * 4 + [part, None, part, whole] * 3 + [part] * 4)
+    monkeypatch.setattr("hetero.stm.plans.timings.read_times", lambda segments: next(seen))
+    timings, keys = Timings(PROBED), (KEY,)
+    made, timed = [], []
+    for iteration in range(28):
+        timed += [iteration] if timings.wants(keys) else []
+        made += [iteration] if timings.learn(keys, []) else []
+    # Eight of no use come before the third whole one.
+    assert timed == [0, 1, 2, 3, *range(12, 22)]
+    assert made == [0, 3]
+    found = timings.get(keys)
+    assert found is not None
+    assert found.own_seconds == 2.0
+
+
+def test_a_direction_without_copies_has_not_drifted(monkeypatch):
+    both = (*copied(2.0, 2.5).copies, CopyTime(is_upload=False, nbytes=100, seconds=4.5))
+    seen = iter([dataclasses.replace(times_of(2.0), copies=both)] * 4 + [copied(2.0, 2.5)] * 3)
+    monkeypatch.setattr("hetero.stm.plans.timings.read_times", lambda segments: next(seen))
+    timings, keys = Timings(PROBED), (KEY,)
+    assert timings.wants(keys)
+    assert [n for n in range(15) if timings.learn(keys, [])] == [0, 3]
+    assert timings.links(keys).d2h_bandwidth == 25.0  # as it was, and not as probed
+
+
+def test_a_plan_is_made_anew_where_a_look_finds_drift(monkeypatch):
+    made = []
+    monkeypatch.setattr(timings, "_has_drifted", lambda before, now: not made.append(now))
+    plans = []
+    with trained(iterations=30, after=lambda manager: plans.append(manager._stm.plans.last)) as manager:
+        timing = manager._stm.plans.timings.get(plans[-1].keys)
+    assert len(made) == 1
+    assert timing == made[0]
+    # The last one was made after the look, which had no choice to follow: eight iterations, and three that are timed.
+    changes = [n for n, (one, other) in enumerate(pairwise(plans), 1) if one is not other]
+    assert changes[-1] - changes[-2] == 8 + 3
+
+
 @pytest.mark.parametrize(("with_it", "in_vain"), [(1.5, False), (1.99, True), (2.5, True)])
 def test_what_moves_on_trial_has_to_make_iterations_shorter(monkeypatch, with_it, in_vain):
     without = [times_of(seconds) for seconds in (9.0, 2.0, 3.0, 1.0)]
@@ -273,8 +314,8 @@ def planned():
 
 
 @contextlib.contextmanager
-def trained(note=lambda manager: None):
-    """As `planned`; ``note`` is told of it before the first iteration."""
+def trained(note=lambda manager: None, *, iterations=9, after=lambda manager: None):
+    """As `planned`; ``note`` is told of it before the first iteration, ``after`` after each."""
     target = device(bandwidth="1GiB/s", latency="20us")
     torch.manual_seed(0)
     model = mlp(depth=6)
@@ -283,10 +324,11 @@ def trained(note=lambda manager: None):
         model, optimizer, device=target, device_budget="512KiB", device_homes=False
     ) as manager:
         note(manager)
-        for _ in range(9):
+        for _ in range(iterations):
             model(torch.randn(64, 64).to(target)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
+            after(manager)
         manager._stm.close_books()
         yield manager
 

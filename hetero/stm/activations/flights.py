@@ -90,8 +90,7 @@ class Flights:
             self.land(flight)
 
     def reclaim(self, nbytes: int) -> int:
-        """Give back at least ``nbytes`` of what is on its way out, if there is as much; returns how many. What has
-        arrived is given back in any case."""
+        """`hetero.stm.activations.offload.Activations.reclaim`"""
         freed = 0
         for flight in list(self._under_way.values()):
             if not (flight.is_download or flight.is_orphan):
@@ -113,12 +112,13 @@ class Flights:
             account.host = None
 
     def forget_starting(self) -> None:
-        """After an interrupt, and a wait for the whole device: no copy is on its way that nobody knows of."""
+        """`hetero.stm.activations.offload.Activations.forget_starting`"""
         self._starting = None
 
     def _begin(self, flight: Flight) -> Flight:
         account = flight.account
-        account.flight = self._under_way[id(account)] = flight
+        self._under_way[id(account)] = flight  # first: what an account leads to is among these
+        account.flight = flight
         self._starting = None
         return flight
 

@@ -1,7 +1,7 @@
 """One record for each storage that forward saved for backward.
 
 Owns what is known of a saved storage: the tensors that it was saved as, their versions, and its bytes on each tier.
-Moves nothing: that is `hetero.stm.activations.offload`.
+Moves nothing: that is `hetero.stm.activations.flights`.
 
 [Note: who owns what]
 An autograd node holds a `Saved`, that holds the `Activation`, that holds the memory. Nothing of ours holds an

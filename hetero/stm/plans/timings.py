@@ -8,7 +8,8 @@ nothing else, and asks the device nothing in other iterations.
 
 [Note: not for good] The first iterations need not be like the others: clocks rise with the load, memory is touched for
 the first time, other programs come and go. So what is known is looked at again after some iterations, then ever more
-rarely, and plans are made anew where operators or links have become faster or slower.
+rarely, and plans are made anew where operators or links have become faster or slower. Iterations that leave something
+out tell nothing of it: after some of these, the look is given up until the next.
 """
 
 import statistics
@@ -32,6 +33,7 @@ _SETTLING = 2  # iterations that are not, after a plan that lets something else 
 # which operators' time, or a link's bandwidth, has to differ.
 _UNTIL_AGAIN, _RARER = 8, 8
 _OPERATORS_DRIFT, _LINK_DRIFT = 0.03, 0.1
+_MOST_IN_VAIN = 8  # iterations of a look that tell nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +62,13 @@ class _State:
     is_final: bool = False
     skip: int = 0  # iterations that are not timed
     until_again: int = _UNTIL_AGAIN
+    in_vain: int = 0  # iterations of this look that told nothing
     before: Timing | None = None  # what was known before something moved on trial
+
+    def rest(self) -> None:
+        """Until the next look ([Note: not for good])."""
+        self.rounds, self.in_vain = [], 0
+        self.skip, self.until_again = self.until_again, self.until_again * _RARER
 
 
 class Timings:
@@ -105,20 +113,26 @@ class Timings:
             return False
         times = read_times(segments)
         host = self._host_rates()
+        before = state.timing
+        if state.is_final and (times is None or not _has_periods_of(times, before)):
+            state.in_vain += 1
+            if state.in_vain == _MOST_IN_VAIN:
+                state.rest()
+            return False
         if times is None:
             return False
         state.rounds.append(times)
-        before = state.timing
         if before is not None and len(state.rounds) < _AT_LAST:
             return False
         timing = _middle(state.rounds, self._links, before, *host)
-        state.rounds = []
-        if before is not None:
-            state.skip, state.until_again = state.until_again, state.until_again * _RARER
-            if state.is_final and not _has_drifted(before, timing):
-                return False
-            state.is_final = True
-        state.timing = timing
+        if before is None:
+            state.rounds, state.timing = [], timing
+            return True
+        state.rest()
+        if state.is_final and not _has_drifted(before, timing):
+            state.timing = replace(before, typical_seconds=timing.typical_seconds)
+            return False
+        state.is_final, state.timing = True, timing
         return True
 
     def is_final(self, keys: Keys) -> bool:
@@ -131,7 +145,7 @@ class Timings:
         then that it was worth it (`was_in_vain`)."""
         state = self._states.setdefault(keys, _State())
         state.before = state.timing if on_trial and state.is_final else None
-        state.rounds, state.is_final = [], False
+        state.rounds, state.is_final, state.in_vain = [], False, 0
         state.skip, state.until_again = _SETTLING, _UNTIL_AGAIN
 
     def was_in_vain(self, keys: Keys) -> bool:
@@ -174,10 +188,14 @@ def _middle(
         issue = [before.links.issue]
     own = [sum(row.seconds for rows in one.segments for row in rows) for one in rounds]
     one = rounds[own.index(statistics.median_low(own))]
+    known = probed
+    if before is not None:  # of a direction that had no copies now
+        h2d, d2h = before.links.h2d_bandwidth, before.links.d2h_bandwidth
+        known = replace(probed, h2d_bandwidth=h2d, d2h_bandwidth=d2h)
     return Timing(
         periods=one.segments,
         links=replace(
-            fit_links([copy for each in rounds for copy in each.copies], probed),
+            fit_links([copy for each in rounds for copy in each.copies], known),
             issue=statistics.median_low(issue) if issue else 0.0,
         ),
         # What lives on the device was not queued, and would be at home.
@@ -186,6 +204,10 @@ def _middle(
         copy_seconds=copies or (0.0 if before is None else before.copy_seconds),
         typical_seconds=statistics.median(each.seconds for each in rounds),
     )
+
+
+def _has_periods_of(times: IterationTimes, timing: Timing | None) -> bool:
+    return timing is not None and list(map(len, times.segments)) == list(map(len, timing.periods))
 
 
 def _has_drifted(before: Timing, now: Timing) -> bool:
