@@ -216,6 +216,15 @@ def copied(seconds, upload_seconds):
     return dataclasses.replace(times_of(seconds), copies=(copy,))
 
 
+def followed(timings, count):
+    """Of so many iterations, those that were to be timed, and those after which plans were to be made."""
+    timed, made = [], []
+    for iteration in range(count):
+        timed += [iteration] if timings.wants((KEY,)) else []
+        made += [iteration] if timings.learn((KEY,), []) else []
+    return timed, made
+
+
 @pytest.mark.parametrize(
     ("later", "drifts"),
     [
@@ -229,33 +238,27 @@ def copied(seconds, upload_seconds):
 def test_times_are_looked_at_again_ever_more_rarely_and_plans_follow_what_drifts(monkeypatch, later, drifts):
     seen = iter([copied(2.0, 2.5)] * 7 + [later] * 3)
     monkeypatch.setattr("hetero.stm.plans.timings.read_times", lambda segments: next(seen))
-    timings, keys = Timings(PROBED), (KEY,)
-    timed, made = [], []
-    for iteration in range(82):
-        timed += [iteration] if timings.wants(keys) else []
-        made += [iteration] if timings.learn(keys, []) else []
+    timings = Timings(PROBED)
+    timed, made = followed(timings, 82)
     # The first; three more; three after eight, which were as before; and three after sixty-four.
     assert timed == [0, 1, 2, 3, 12, 13, 14, 79, 80, 81]
     assert made == ([0, 3, 81] if drifts else [0, 3])
-    found = timings.get(keys)
+    found = timings.get((KEY,))
     assert found is not None
     assert found.own_seconds == (later.seconds if drifts else 2.0)
-    assert timings.is_final(keys)
+    assert timings.is_final((KEY,))
 
 
 def test_a_look_at_iterations_that_leave_something_out_is_given_up(monkeypatch):
     whole, part = copied(2.0, 2.5), dataclasses.replace(copied(1.0, 2.5), segments=((),))
     seen = iter([whole] * 4 + [part, None, part, whole] * 3 + [part] * 4)
     monkeypatch.setattr("hetero.stm.plans.timings.read_times", lambda segments: next(seen))
-    timings, keys = Timings(PROBED), (KEY,)
-    made, timed = [], []
-    for iteration in range(28):
-        timed += [iteration] if timings.wants(keys) else []
-        made += [iteration] if timings.learn(keys, []) else []
+    timings = Timings(PROBED)
+    timed, made = followed(timings, 28)
     # Eight of no use come before the third whole one.
     assert timed == [0, 1, 2, 3, *range(12, 22)]
     assert made == [0, 3]
-    found = timings.get(keys)
+    found = timings.get((KEY,))
     assert found is not None
     assert found.own_seconds == 2.0
 
