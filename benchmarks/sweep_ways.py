@@ -24,13 +24,14 @@ from benchmarks.sweep_models import Settings, adamw, batches, build, loss_of
 from hetero.cli.placing import choose_device, limit_memory
 from hetero.devices import Accelerator
 from hetero.errors import HeteroError
+from hetero.stm.plans.timings import AT_LAST, UNTIL_AGAIN
 
 __all__ = ["WARM_UP", "held_bytes", "train_quietly"]
 
 WARM_UP = 12  # hetero measures, plans, times what it planned, and chooses who lives on the device
-# That may come back, and be timed anew, and all of it is looked at again eight steps later. A plan that has stayed for
-# so many steps stays for longer than is timed; no more are waited for than so many: batches may show more at any time.
-_STAYS, _MOST_WARM_UP = 12, 60
+# That may come back, and be timed anew, and all of it is looked at again some steps later. A plan that has stayed for
+# so many stays for longer than is timed; no more are waited for than so many: batches may show more at any time.
+_STAYS, _MOST_WARM_UP = UNTIL_AGAIN + AT_LAST + 1, 60
 
 Row = dict[str, Any]
 

@@ -246,6 +246,7 @@ def test_times_are_looked_at_again_ever_more_rarely_and_plans_follow_what_drifts
     found = timings.get((KEY,))
     assert found is not None
     assert found.own_seconds == (later.seconds if drifts else 2.0)
+    assert found.typical_seconds == later.seconds  # what moves on trial is compared with
     assert timings.is_final((KEY,))
 
 

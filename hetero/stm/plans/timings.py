@@ -19,21 +19,21 @@ from dataclasses import dataclass, field, replace
 from hetero.eviction import Links
 from hetero.msc import CopyTime, IterationTimes, PeriodTimes, Segment, SegmentKey, read_times
 
-__all__ = ["Keys", "Timing", "Timings", "fit_links"]
+__all__ = ["AT_LAST", "UNTIL_AGAIN", "Keys", "Timing", "Timings", "fit_links"]
 
 Keys = tuple[SegmentKey, ...]
 """What kind of iteration it is: that of each of its segments."""
 
 Work = tuple[int, float]  # bytes of parameters that somebody is done with, and the seconds that took
 
-_AT_LAST = 3  # iterations timed under the plan that is to stay; the middle one counts
+AT_LAST = 3  # iterations timed under the plan that is to stay; the middle one counts
 _WORTH = 0.01  # share of the iteration that what moves on trial has to save
 _SETTLING = 2  # iterations that are not, after a plan that lets something else live on the device
 # [Note: not for good]: iterations until the first look, and how many times as many until each further one; the share by
 # which operators' time, or a link's bandwidth, has to differ.
-_UNTIL_AGAIN, _RARER = 8, 8
+UNTIL_AGAIN, _RARER = 8, 8
 _OPERATORS_DRIFT, _LINK_DRIFT = 0.03, 0.1
-_MOST_IN_VAIN = 8  # iterations of a look that tell nothing
+_MOST_USELESS = 8  # iterations of a look that tell nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class Timing:
     @property
     def own_seconds(self) -> float:
         """Of all operators, without waits."""
-        return sum(period.seconds for periods in self.periods for period in periods)
+        return _own_seconds(self.periods)
 
 
 @dataclass(slots=True)
@@ -61,13 +61,13 @@ class _State:
     timing: Timing | None = None
     is_final: bool = False
     skip: int = 0  # iterations that are not timed
-    until_again: int = _UNTIL_AGAIN
-    in_vain: int = 0  # iterations of this look that told nothing
+    until_again: int = UNTIL_AGAIN
+    useless: int = 0  # iterations of this look that told nothing
     before: Timing | None = None  # what was known before something moved on trial
 
     def rest(self) -> None:
         """Until the next look ([Note: not for good])."""
-        self.rounds, self.in_vain = [], 0
+        self.rounds, self.useless = [], 0
         self.skip, self.until_again = self.until_again, self.until_again * _RARER
 
 
@@ -115,14 +115,14 @@ class Timings:
         host = self._host_rates()
         before = state.timing
         if state.is_final and (times is None or not _has_periods_of(times, before)):
-            state.in_vain += 1
-            if state.in_vain == _MOST_IN_VAIN:
+            state.useless += 1
+            if state.useless == _MOST_USELESS:
                 state.rest()
             return False
         if times is None:
             return False
         state.rounds.append(times)
-        if before is not None and len(state.rounds) < _AT_LAST:
+        if before is not None and len(state.rounds) < AT_LAST:
             return False
         timing = _middle(state.rounds, self._links, before, *host)
         if before is None:
@@ -145,8 +145,8 @@ class Timings:
         then that it was worth it (`was_in_vain`)."""
         state = self._states.setdefault(keys, _State())
         state.before = state.timing if on_trial and state.is_final else None
-        state.rounds, state.is_final, state.in_vain = [], False, 0
-        state.skip, state.until_again = _SETTLING, _UNTIL_AGAIN
+        state.rounds, state.is_final, state.useless = [], False, 0
+        state.skip, state.until_again = _SETTLING, UNTIL_AGAIN
 
     def was_in_vain(self, keys: Keys) -> bool:
         """What moved on trial has made these iterations no faster, as measured: a prediction does not know what its
@@ -186,7 +186,7 @@ def _middle(
     issue = [each.issue_seconds / each.issued for each in rounds if each.issued]
     if not issue and before is not None:
         issue = [before.links.issue]
-    own = [sum(row.seconds for rows in one.segments for row in rows) for one in rounds]
+    own = [_own_seconds(one.segments) for one in rounds]
     one = rounds[own.index(statistics.median_low(own))]
     known = probed
     if before is not None:  # of a direction that had no copies now
@@ -204,6 +204,10 @@ def _middle(
         copy_seconds=copies or (0.0 if before is None else before.copy_seconds),
         typical_seconds=statistics.median(each.seconds for each in rounds),
     )
+
+
+def _own_seconds(segments: Sequence[Sequence[PeriodTimes]]) -> float:
+    return sum(period.seconds for periods in segments for period in periods)
 
 
 def _has_periods_of(times: IterationTimes, timing: Timing | None) -> bool:
