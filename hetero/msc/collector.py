@@ -255,6 +255,12 @@ class MemStatsCollector:
         if self._relieving and self.is_sampling:
             self._period.lost_own = True
 
+    def note_relieved_by_others(self) -> None:
+        """Another manager, whose guard is around this one's operators as well, has made room for the one that runs
+        now: of its own, for all that is known, which it may have there again."""
+        if self.is_sampling and self._period.begin is not None and self.peaks.has_turn:
+            self._period.relieved = self._period.lost_own = True
+
     def note_saved(self, key: tuple[int, int], nbytes: int) -> None:
         """Forward saved a record (`hetero.stm.activations.offload`)."""
         if self.is_sampling:

@@ -71,6 +71,11 @@ class PeakKeeper:
         """What runs from now on is the caller's."""
         self._counter.end_turn()
 
+    @property
+    def has_turn(self) -> bool:
+        """While sampling: what runs now is theirs, or the caller's."""
+        return self._counter.counts_for(self)
+
     def excess(self) -> int:
         """Of the peak of the period that runs, what nobody has asked for."""
         return self._accelerator.peak_excess_bytes()
@@ -156,6 +161,10 @@ class _Counter:
                 self._start_anew()
                 self._is_callers = True
 
+    def counts_for(self, who: object) -> bool:
+        """What runs now is theirs to measure."""
+        return self._is_callers or who not in self._measuring[:-1]
+
     def next_period(self, who: object) -> int:
         """The peak since they last asked."""
         with self._lock:
@@ -205,7 +214,7 @@ class _Counter:
         """What the counter shows is that of all whom it concerns."""
         peak = self._accelerator.peak_bytes()
         for who, before in self._peaks.items():
-            if self._is_callers or who not in self._measuring[:-1]:
+            if self.counts_for(who):
                 self._peaks[who] = max(before, peak)
         self._accelerator.reset_peak()
 

@@ -31,7 +31,7 @@ from hetero.stm.gradients.memory import owns_memory
 from hetero.stm.gradients.offload import Gradients
 from hetero.stm.homeaccess import HomeAccess
 from hetero.stm.interception.parameter import is_managed, managed_of
-from hetero.stm.neighbours import ask, join
+from hetero.stm.neighbours import ask, join, note_relieved
 from hetero.stm.plans.cycles import Cycles
 from hetero.stm.plans.homechoice import HomeChoice
 from hetero.stm.plans.making import PlanMaker
@@ -138,6 +138,7 @@ class StatefulTensorMgr:
             lock=self.lock,
             device_budget=config.device_budget,
             ask=lambda nbytes, urgent: ask(self, nbytes, urgent=urgent),
+            tell=lambda: note_relieved(self),
         )
         planner = PlanMaker(
             self.tensors,
@@ -315,6 +316,10 @@ class StatefulTensorMgr:
             return self.relief.give(nbytes, urgent=urgent)
         finally:
             self.lock.release()
+
+    def note_relieved_by_others(self) -> None:
+        """`hetero.stm.neighbours`"""
+        self.collector.note_relieved_by_others()
 
     @property
     def is_closed(self) -> bool:

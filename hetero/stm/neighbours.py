@@ -10,7 +10,7 @@ import torch
 
 from hetero.stm.living import Living
 
-__all__ = ["Neighbour", "ask", "join", "make_room", "managed_devices"]
+__all__ = ["Neighbour", "ask", "join", "make_room", "managed_devices", "note_relieved"]
 
 
 class Neighbour(Protocol):
@@ -21,6 +21,9 @@ class Neighbour(Protocol):
     def give(self, nbytes: int, *, urgent: bool) -> int:
         """Let so many bytes leave, or as many as can; returns how many have. ``urgent``: more than idle copies. None,
         if it is busy on another thread."""
+
+    def note_relieved_by_others(self) -> None:
+        """Another has made room for the operator that runs now, which may be one of this one's."""
 
     @property
     def is_closed(self) -> bool:
@@ -43,13 +46,19 @@ def ask(asking: Neighbour, nbytes: int, *, urgent: bool) -> int:
     """``asking`` lacks so many bytes of its device; ``urgent``: and has nothing left that can leave. Returns how many
     others have given."""
     given = 0
-    others = [other for other in _managers if other is not asking and other.device == asking.device]
+    others = _others(asking)
     rounds = [False, True] if urgent else [False]
     for beyond_idle in rounds:
         for other in others:
             if given < nbytes:
                 given += other.give(nbytes - given, urgent=beyond_idle)
     return given
+
+
+def note_relieved(relieving: Neighbour) -> None:
+    """``relieving`` has made room in the middle of an operator; whose it is, others know."""
+    for other in _others(relieving):
+        other.note_relieved_by_others()
 
 
 def managed_devices() -> set[torch.device]:
@@ -64,3 +73,7 @@ def make_room(device: torch.device, nbytes: int) -> bool:
         if manager.device.type == device.type and device.index in (None, manager.device.index):
             has_room = manager.make_room(nbytes) and has_room
     return has_room
+
+
+def _others(one: Neighbour) -> list[Neighbour]:
+    return [other for other in _managers if other is not one and other.device == one.device]

@@ -284,6 +284,40 @@ def test_what_another_model_gave_in_the_middle_of_an_operator_it_may_have_again(
     twins(prefer, taught, budget)
 
 
+class Recurrent(nn.Module):
+    """What takes much more in an operator than it saves, forward and backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.gru = nn.GRU(64, 64)
+
+    def forward(self, x):
+        return x + self.gru(x[None])[0][0]
+
+
+# One backward comes through both models, and is guarded by either.
+@pytest.mark.parametrize("budget", [1700 << 10, 2120 << 10])
+def test_what_another_models_guard_let_go_in_the_middle_of_an_operator_may_be_there_again(budget):
+    def build():
+        wide = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.Linear(64, 64))
+        models = [nn.Sequential(nn.Linear(64, 64), Recurrent(), nn.Linear(64, 64)), wide]
+        return models, [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
+
+    def loop(models, optimizers, target):
+        seen = []
+        for step in range(8):
+            loss = sum(models[1](models[0](batch(target, 256))) for _ in range(2)).square().mean()
+            for keeps_graph in [True, False] if step == 0 else [False]:
+                loss.backward(retain_graph=keeps_graph)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            seen.append(loss.detach())
+        return seen
+
+    twins(loop, build, budget)
+
+
 def test_who_runs_out_of_memory_takes_no_more_of_another_model_than_that():
     stats = twins(lambda *given: prefer(*given, steps=12), taught, 420 << 10)
     # Of 24 forwards: had it to give all whenever the policy lacks something, it would fetch half as much more.

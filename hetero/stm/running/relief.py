@@ -26,7 +26,7 @@ _PATIENCE = 0.03  # seconds that are waited for copies to be let go
 
 class Relief:
     """Of one manager. ``ask``: others on the device let so many bytes go, or as many as they can, and more than idle
-    copies if it is urgent; returns how many."""
+    copies if it is urgent; returns how many. ``tell``: them that room was made in the middle of an operator."""
 
     def __init__(
         self,
@@ -40,6 +40,7 @@ class Relief:
         lock: contextlib.AbstractContextManager[bool],
         device_budget: int,
         ask: Callable[[int, bool], int],
+        tell: Callable[[], None],
     ) -> None:
         self._accelerator = accelerator
         self._ledger = ledger
@@ -51,6 +52,7 @@ class Relief:
         self._lock = lock
         self._budget = device_budget
         self._ask = ask
+        self._tell = tell
         self._room.reclaim = self._reclaim
         self._room.shed = activations.shed
         self._room.without_host_room = activations.without_host_room
@@ -73,6 +75,8 @@ class Relief:
                     freed = self._ask(max(1, self._budget // _PORTIONS), True)
                     if freed:
                         self._collector.note_given()
+                if freed:
+                    self._tell()
             self._accelerator.release_cached()
             return freed
 
