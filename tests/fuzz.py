@@ -33,6 +33,7 @@ import torch
 from accelerators import clear_races, device, races
 from equality import as_chosen, fresh_memory, peak_memory
 from loops import ACTIONS, batch, mixed_loop
+from node_numbers import number_apart
 from random_graphs import KINDS, WIDTH, Graph, Net, Node
 from torch import nn
 from torch.nn.utils import parametrizations
@@ -408,40 +409,13 @@ def compare(program: Any, target: torch.device, setting: dict[str, Any], expecte
     return "refused" if refused else "equal"
 
 
-class ManyNodes(torch.autograd.Function):
-    """Its backward makes many nodes of a graph."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        with torch.enable_grad():
-            for _ in range(100_000):
-                gradient.requires_grad_().view_as(gradient)
-        return gradient
-
-
-def number_apart(target: torch.device, seed: int) -> None:
-    """Let nodes that backward makes (``create_graph=True``) have higher numbers than forward's, or lower ones.
-
-    Autograd takes nodes by their numbers, and each thread counts its own. Where the counts pass each other is the
-    history's: two unmanaged runs in one process differ in the last bit (docs/limits.md)."""
-    x = torch.zeros(1, device=target, requires_grad=True)
-    if seed % 2:
-        ManyNodes.apply(x).sum().backward()
-    else:
-        ManyNodes.backward(None, x.detach())
-
-
 def check(seed: int) -> list[str]:
     """As `compare`, for each setting."""
     faulthandler.dump_traceback_later(HANGS_AFTER, exit=True)
     torch.set_num_threads(1)
     program = draw(seed)
     target = device(**program.link)
-    number_apart(target, seed)
+    number_apart(target, seed % 2 == 1)
     base = fresh_memory()
     reference = Run(program, target, None)
     reference.play()

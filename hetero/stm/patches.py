@@ -202,7 +202,8 @@ def _announced_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
             stack.enter_context(listener.backward(captures=captures))
         try:
             for listener in listeners:
-                if listener.need_one_thread:
+                # One that is recorded numbers nodes at home as well, by whatever thread they run on.
+                if listener.need_one_thread or _is_recorded(*args, **kwargs):
                     return run_on_device_thread(listener.device, lambda: _run(outputs, args, kwargs))
             return _run(outputs, args, kwargs)
         except BaseException:

@@ -11,6 +11,7 @@ from accelerators import ON_CUDA
 from backward_ends import wait_for_backward_ends
 from bits import bits_of
 from loops import batch, losses, mlp, square_loss
+from node_numbers import number_apart
 from torch.utils.checkpoint import checkpoint
 from twins import assert_twins, device
 
@@ -71,6 +72,18 @@ def test_a_penalty_gives_the_same_bits_whichever_thread_is_faster(penalty, share
 
 def test_a_penalty_gives_the_same_bits_where_parameters_live_on_the_device(homes_on_device):
     assert_twins(lambda: mlp(depth=2), _penalised(_on_the_device), share=1.8)
+
+
+def test_hooks_of_parameters_count_nodes_as_the_others_do_from_the_first_penalty_on():
+    """What they compute in a recorded backward is at home, in the middle of what is on the device."""
+    number_apart(device(), backwards_higher=True)
+
+    def loop(model, optimizer, target):
+        for p in model.parameters():
+            p.register_hook(lambda gradient: gradient * 0.5)
+        return _penalised(_on_the_device)(model, optimizer, target)
+
+    assert_twins(lambda: mlp(depth=2), loop, share=1.2)
 
 
 def test_what_backward_raises_on_the_other_thread_is_raised_here():
