@@ -3,6 +3,7 @@ right."""
 
 import functools
 import gc
+import time
 
 import pytest
 import torch
@@ -348,6 +349,32 @@ def test_micro_batches_of_which_one_is_new():
         return seen + losses(model, optimizer, target, 5)
 
     assert_leaves_and_comes_back(loop)
+
+
+@pytest.mark.parametrize("kernels", [{"foreach": False}, {"fused": True}])
+def test_a_backward_through_a_settled_forward_and_one_after_the_end_of_it(kernels):
+    """Both add to the same gradients: the caller's thread, which is late here, and the device's."""
+
+    def loop(model, optimizer, target, note):
+        def late(gradient):
+            if gradient.device.type == "cpu":  # at home
+                time.sleep(0.1)
+
+        next(reversed(list(model.parameters()))).register_hook(late)
+        seen = losses(model, optimizer, target, 6)
+        note(True)
+        for rows in ((8, 11), (8, 8), (8, 11), (8,)):
+            loss = sum(model(batch(target, count)).square().mean() for count in rows)
+            note(rows != (8, 11) or len(seen) > 6)
+            loss.backward()
+            seen.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen + losses(model, optimizer, target, 5)
+
+    assert_leaves_and_comes_back(
+        loop, make_optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, **kernels)
+    )
 
 
 @pytest.mark.parametrize("share", [1.14, 1.16, 1.18])

@@ -235,8 +235,10 @@ class Segments:
     @property
     def need_one_thread(self) -> bool:
         """Backwards do (`hetero.stm.interception.onethread`): graphs may have nodes at home, beside those on the
-        device, or begin a backward within."""
-        return self.nest or self._gradients.have_graphs or any(t.paths.lead_home for t in self._tensors)
+        device, begin a backward within, or end where parameters were."""
+        if self.nest or self._gradients.have_graphs:
+            return True
+        return any(t.paths.lead_home or t.paths.lead_by_former for t in self._tensors)
 
     @contextlib.contextmanager
     def capture_within(self) -> Iterator[None]:

@@ -54,7 +54,10 @@ def _has_end(shadow: nn.Parameter) -> bool:
 
 
 def redirect(shadow: nn.Parameter, tensor: ManagedTensor) -> None:
-    """What graphs from before accumulate into the implementation that ``shadow`` has now is the parameter's."""
+    """What graphs from before accumulate into the implementation that ``shadow`` has now is the parameter's.
+
+    A backward that comes by both adds to one ``p.grad``, on two threads if it is not kept to one
+    (`Segments.need_one_thread`)."""
     if not shadow.requires_grad or shadow._use_count() <= 1:  # type: ignore[attr-defined]
         return
 
@@ -74,6 +77,7 @@ def redirect(shadow: nn.Parameter, tensor: ManagedTensor) -> None:
             for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
                 hook(parameter)
 
+    tensor.paths.note_former_graph(torch.autograd.graph.get_gradient_edge(shadow).node)
     _set_post_accumulate(shadow, None)
     shadow.register_post_accumulate_grad_hook(hand_on)
 
