@@ -377,8 +377,24 @@ def test_a_backward_through_a_settled_forward_and_one_after_the_end_of_it(kernel
     )
 
 
-@pytest.mark.parametrize("share", [1.14, 1.16, 1.18])
-def test_of_several_forwards_for_one_backward_all_fit_if_the_first_does(share):
+def _fused_adamw(model):
+    """Its kernel moves no version of a parameter."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+
+def _fused_sgd(model):
+    """And this one counts no steps."""
+    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, fused=True)
+
+
+@pytest.mark.parametrize(
+    ("make_optimizer", "share"),
+    [
+        *[(make, share) for make in (adamw, _fused_adamw) for share in (1.14, 1.16, 1.18)],
+        *[(_fused_sgd, share) for share in (1.18, 1.22, 1.26)],
+    ],
+)
+def test_of_several_forwards_for_one_backward_all_fit_if_the_first_does(make_optimizer, share):
     """Less is free as they begin. To leave between two of them would add up gradients in another order."""
 
     def penalised(model, optimizer, target):
@@ -393,7 +409,7 @@ def test_of_several_forwards_for_one_backward_all_fit_if_the_first_does(share):
             seen.append(loss.detach())
         return seen
 
-    manager = assert_twins(lambda: mlp(depth=2), penalised, share=share)
+    manager = assert_twins(lambda: mlp(depth=2), penalised, share=share, make_optimizer=make_optimizer)
     assert manager.stats.settled_forwards > 30
 
 

@@ -24,7 +24,7 @@ from hetero.stm.updates.optimizers import without_momentum
 
 __all__ = ["Check"]
 
-_State = tuple[int, tuple["weakref.ref[torch.Tensor]", int] | None]
+_State = tuple[int, int | None, tuple["weakref.ref[torch.Tensor]", int] | None]
 
 _requires_grad = operator.attrgetter("requires_grad")
 _momentum = operator.itemgetter("momentum")
@@ -59,7 +59,7 @@ class Check:
         # Kinds of training forwards since what the iteration takes from there on was last seen to be free, and what the
         # probe was then.
         self._since: list[ForwardKind] = []
-        self._then: _State = (0, None)
+        self._then: _State = (0, None, None)
         self._frozen: list[nn.Parameter] = []
         # Groups of the optimizer: there is no room for the states that the step makes once it is on.
         self._without_momentum: list[dict[str, Any]] = []
@@ -79,7 +79,7 @@ class Check:
         self.must_leave = False
         self._last = kind
         if kind[0] and self._probe is not None:
-            self._since, self._then = [kind], _state_of(self._probe)
+            self._since, self._then = [kind], self._state_of(self._probe)
         _, self._seen_peak, self._seen_failures = self._accelerator.pressure()
 
     def end(self) -> None:
@@ -106,7 +106,7 @@ class Check:
         )
         self._last = kind
         if admits and kind[0] and self._probe is not None:
-            self._since, self._then = [kind], _state_of(self._probe)
+            self._since, self._then = [kind], self._state_of(self._probe)
         return admits
 
     def foresees(self, kind: ForwardKind) -> bool:
@@ -118,11 +118,14 @@ class Check:
             return False
         if self.must_leave or any(map(_requires_grad, self._frozen)):
             return False
-        # A step since then, or a backward that adds to gradients, would have moved them, but for kernels that do not.
-        version, gradient = _state_of(probe)
-        if version != self._then[0] or (gradient is not None and gradient != self._then[1]):
+        # A step since then, or a backward that adds to gradients, would have moved them.
+        version, steps, gradient = self._state_of(probe)
+        if (version, steps) != self._then[:2] or (gradient is not None and gradient != self._then[2]):
             return False
-        if any(group.get("fused") for group in self._optimizer.param_groups):
+        # But fused kernels move no version, and SGD counts no steps. If there was one, no graph need be there; one that
+        # a loss keeps which the user has may stand for forwards that this iteration does not have.
+        is_told = steps is not None or not any(group.get("fused") for group in self._optimizer.param_groups)
+        if not is_told and probe._use_count() <= 1:  # type: ignore[attr-defined]
             return False
         coming = [*self._since, kind]
         for plan in self._stm.plans:
@@ -133,6 +136,17 @@ class Check:
         return False
 
     # -- helpers --------------------------------------------------------------------------------------
+
+    def _state_of(self, probe: nn.Parameter) -> _State:
+        """Its version, that of its count of steps, if there is one, and its gradient with the version of that."""
+        entry = None if self._optimizer is None else dict.get(self._optimizer.state, probe)
+        steps = None if entry is None else entry.get("step")
+        gradient = probe.grad
+        return (
+            probe._version,
+            steps._version if isinstance(steps, torch.Tensor) else None,
+            None if gradient is None else (weakref.ref(gradient), gradient._version),
+        )
 
     def _of_larger(self, kind: ForwardKind) -> KindGrowth | None:
         """Of a forward that was never measured: at most what larger ones take, the last batch of an epoch; or those
@@ -180,9 +194,3 @@ def _is_covered(kind: ForwardKind, known: ForwardKind) -> bool:
     elif trains != known_trains:
         return False
     return is_no_larger(signature, known_signature)
-
-
-def _state_of(probe: nn.Parameter) -> _State:
-    """Its version, and its gradient and the version of that."""
-    gradient = probe.grad
-    return probe._version, None if gradient is None else (weakref.ref(gradient), gradient._version)
