@@ -199,7 +199,8 @@ def _announced_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
     look_again()
     with contextlib.ExitStack() as stack:
         for listener in listeners:
-            stack.enter_context(listener.backward(captures=captures))
+            keeps_graph = _keeps_graph(*args, **kwargs)
+            stack.enter_context(listener.backward(captures=captures, keeps_graph=keeps_graph))
         try:
             for listener in listeners:
                 # One that is recorded numbers nodes at home as well, by whatever thread they run on.
@@ -232,6 +233,10 @@ def _run(outputs: Any, args: Any, kwargs: Any) -> Any:
                     "it (hetero.virtual_device()) before anything is trained, in a fresh process"
                 ) from error
             raise
+
+
+def _keeps_graph(gradients: Any = None, keep_graph: Any = False, *args: Any, **kwargs: Any) -> bool:
+    return bool(keep_graph)
 
 
 def _is_recorded(

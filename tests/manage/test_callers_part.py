@@ -11,7 +11,7 @@ import torch._dynamo
 from accelerators import GAPS, clear_races, races
 from equality import fresh_memory
 from functorch.compile import make_boxed_func
-from loops import batch
+from loops import batch, mlp
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -171,3 +171,22 @@ def test_a_compiled_loss_is_compiled_there(under_autograd):
         assert len(ran) == 1
         assert ran[0] > 0, "within the guard"
         loss.backward()
+
+
+@pytest.mark.parametrize("share", [0.4, 0.45, 0.65])
+def test_a_graph_that_is_gone_through_twice_once(share):
+    """The second backward begins with the caller's loss, under a plan that has come to its end."""
+
+    def loop(model, optimizer, target):
+        seen = []
+        for step in range(8):
+            for _ in range(2):
+                loss = model(batch(target, 256)).square().mean()
+                for keeps_graph in [True, False] if step == 5 else [False]:
+                    loss.backward(retain_graph=keeps_graph)
+                seen.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    assert_twins(lambda: mlp(depth=2), loop, share=share)

@@ -50,6 +50,11 @@ class Course:
         return max(0, self.position - 1)
 
     @property
+    def is_through(self) -> bool:
+        """All that was planned of the segment has come."""
+        return self.plan is not None and self.position >= self.stop
+
+    @property
     def callers(self) -> int:
         """The moment whose period has the caller's own part after a forward: the one that was reached last. Where the
         forward has strayed, its last operators may not have come: of that one and those to come, the one that leaves

@@ -275,6 +275,15 @@ class Executor:
             self._guarding.set(True)
             self._keep_to(plan.limits[self._course.callers] - self._growth.drift)
 
+    def before_another_backward(self) -> None:
+        """The caller is about to go once more through what a backward has kept: where that was not planned, first of
+        all through what is the caller's own, which nobody sees."""
+        segment = self._segment
+        if segment is None or segment.key.phase is not Phase.BACKWARD or segment.sampled:
+            return
+        if self._course.is_through:
+            self._guarding.set(True)
+
     def release_cap(self) -> None:
         """Nothing runs until the next segment: others may have the memory. A model may also be dropped here."""
         self._guarding.release()

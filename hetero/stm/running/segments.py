@@ -57,6 +57,8 @@ class Segments:
         self._clocks: dict[int, int] = {}
         # Of the backwards that run now, on any thread: whether they return gradients.
         self._backwards: list[bool] = []
+        # The last backward has left its graph for another.
+        self._graph_is_kept = False
         # The threads of forwards and backwards that run now, once for each.
         self._threads: list[int] = []
         # Backwards begin others within, or are about to: reentrant checkpoints, adjoints.
@@ -167,7 +169,7 @@ class Segments:
             self._executor.release_cap()
 
     @contextlib.contextmanager
-    def backward(self, *, captures: bool) -> Iterator[None]:
+    def backward(self, *, captures: bool, keeps_graph: bool) -> Iterator[None]:
         """Surrounds every backward of the process, whether or not it reaches this model."""
         # Only at home does autograd read parameters, and add to gradients, without telling us.
         with self._lock:
@@ -183,6 +185,9 @@ class Segments:
                     self._gradients.norms.forget(tensor.index)
             if self._pending_forwards:
                 self._executor.before_backward()
+            elif self._graph_is_kept:
+                self._executor.before_another_backward()
+            self._graph_is_kept = keeps_graph
             self._backwards.append(captures)
             self._threads.append(threading.get_ident())
             self._choose_keeping()
