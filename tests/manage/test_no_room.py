@@ -155,3 +155,26 @@ def test_what_is_to_be_raised_is_told_in_bytes(tried, nbytes):
     told = str(no_room(accelerator, used, "linear", error, held=0, saved=0, others=0, enough=None))
     least = int(re.search(r"to more than .* \((\d+) bytes\)", told)[1])
     assert used + nbytes <= least <= used + 1.01 * nbytes
+
+
+@pytest.mark.skipif(ON_CUDA or SEGMENTS, reason="allocators with gaps may refuse what the budget allows")
+def test_what_is_beyond_the_budget_by_less_than_errors_tell_is_refused():
+    """Of MiB in use, an error tells no more than about 5 KiB; what an operator had allocated before, it alone tells."""
+    target = device()
+    kept, x = torch.empty(2 << 20, dtype=torch.uint8, device=target), batch(target, 1024)
+    outcomes = []
+    with torch.no_grad():
+        for budget in range(-4096, 4097, 1024):
+            model = nn.LayerNorm(64)
+            budget += (
+                fresh_memory() + 2 * 512 + x.nbytes + 2 * 4 * len(x)
+            )  # its parameters, and what it returns
+            with hetero.manage(model, device=target, device_budget=budget) as manager:
+                try:
+                    model(x)
+                    outcomes.append("computed")
+                except hetero.BudgetError:
+                    outcomes.append("refused")
+                assert manager.stats.peak_device_bytes <= budget
+    assert outcomes == ["refused"] * 4 + ["computed"] * 5
+    del kept

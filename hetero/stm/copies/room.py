@@ -167,6 +167,8 @@ class Room:
 
     def allows(self, error: RuntimeError) -> bool:
         """What the allocator has refused is within the budget: it found no gap that is large enough."""
+        if not self._accelerator.leaves_gaps:  # then it is not, whatever the digits that the error has say
+            return False
         least = least_bytes(self._accelerator, error)
         return least is not None and least <= self._budget
 
