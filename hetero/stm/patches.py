@@ -34,7 +34,7 @@ Beside them, torch's own hooks around every optimizer's step, and for every subm
 import contextlib
 import functools
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -204,8 +204,10 @@ def _announced_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             for listener in listeners:
                 # One that is recorded numbers nodes at home as well, by whatever thread they run on.
-                if listener.need_one_thread or _is_recorded(*args, **kwargs):
-                    return run_on_device_thread(listener.device, lambda: _run(outputs, args, kwargs))
+                records = _is_recorded(*args, **kwargs) and _begins_on(listener.device, outputs)
+                if records or listener.need_one_thread:
+                    with _late_device_explained():
+                        return run_on_device_thread(listener.device, lambda: _run(outputs, args, kwargs))
             return _run(outputs, args, kwargs)
         except BaseException:
             for device in {listener.device for listener in listeners}:
@@ -223,16 +225,31 @@ def _run(outputs: Any, args: Any, kwargs: Any) -> Any:
     # but what runs within backward (a checkpoint's recompute, a Function of the user's) needs it.
     # What a backward saves that is recorded itself leaves as what a forward saves does.
     saving = part_saved_as_handles() if _is_recorded(*args, **kwargs) else contextlib.nullcontext()
-    with torch._C._EnableTorchFunction(), guard.formulas_kept(outputs), saving:
-        try:
-            return _run_backward(outputs, *args, **kwargs)
-        except RuntimeError as error:
-            if _NO_THREAD in str(error):
-                raise DeviceError(
-                    "autograd has no thread for this device, because it came after the process's first backward: make "
-                    "it (hetero.virtual_device()) before anything is trained, in a fresh process"
-                ) from error
-            raise
+    with torch._C._EnableTorchFunction(), guard.formulas_kept(outputs), saving, _late_device_explained():
+        return _run_backward(outputs, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _late_device_explained() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if _NO_THREAD in str(error):
+            raise DeviceError(
+                "autograd has no thread for this device, because it came after the process's first backward: make "
+                "it (hetero.virtual_device()) before anything is trained, in a fresh process"
+            ) from error
+        raise
+
+
+def _begins_on(device: torch.device, outputs: Iterable[Any]) -> bool:
+    """A backward from ``outputs`` (tensors or gradient edges) does."""
+    return any(
+        output.device == device
+        if isinstance(output, torch.Tensor)
+        else output.node._input_metadata[output.output_nr].device == device
+        for output in outputs
+    )
 
 
 def _keeps_graph(gradients: Any = None, keep_graph: Any = False, *args: Any, **kwargs: Any) -> bool:

@@ -86,6 +86,16 @@ def test_hooks_of_parameters_count_nodes_as_the_others_do_from_the_first_penalty
     assert_twins(lambda: mlp(depth=2), loop, share=1.2)
 
 
+def test_what_is_recorded_on_the_host_alone_stays_on_its_callers_thread():
+    """Whoever waits for it may be on the device's thread."""
+    with hetero.manage(mlp(), device=device(), device_budget="4MiB"):
+        x, threads = torch.ones(3, requires_grad=True), []
+        y = x.square()
+        y.register_hook(lambda gradient: threads.append(threading.current_thread()))
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+        assert threads == [threading.current_thread()]
+
+
 def test_what_backward_raises_on_the_other_thread_is_raised_here():
     def loop(model, optimizer, target):
         seen = []

@@ -488,6 +488,23 @@ def test_a_model_that_has_settled_makes_way_for_an_operator_on_parameters_of_bot
     assert stats[0].settled_forwards > 0
 
 
+def test_a_model_that_has_settled_makes_no_way_within_a_transform_and_does_after_it():
+    target, model = device(), mlp(depth=1)
+    with hetero.manage(model, device=target, device_budget="64MiB") as manager, torch.no_grad():
+        x = batch(target)
+        expected = [model(x) for _ in range(6)][-1]
+        assert not is_intercepted(model)
+        (settled,) = settled_now
+        made = []
+        torch.func.vmap(lambda row: made.append(settled.make_way()) or row)(x)
+        assert made == [False]
+        assert not is_intercepted(model)
+        assert settled.make_way()
+        assert is_intercepted(model)
+        assert torch.equal(model(x), expected)
+        assert manager.stats.settled_forwards > 0
+
+
 @pytest.mark.skipif(ON_CUDA or SEGMENTS, reason="memory is refused to the byte")
 def test_a_model_that_has_settled_makes_way_for_an_operator_on_parameters_of_both_that_nobody_guards():
     """Outside of any forward: it runs out of memory, and is tried again."""

@@ -15,6 +15,7 @@ from hetero.devices import Accelerator
 from hetero.errors import ManageError
 from hetero.stm.interception.compiled import CompiledCalls
 from hetero.stm.interception.scopes import in_scope
+from hetero.stm.interception.transforms import is_transforming
 from hetero.stm.manager import StatefulTensorMgr
 from hetero.stm.plans.fits import ForwardKind
 from hetero.stm.settled.attempts import Attempts
@@ -204,7 +205,9 @@ class Settled:
         with stm.lock, torch.inference_mode(False), torch.no_grad(), plain():
             if not self.is_on:
                 return True
-            if not force and (self.running or (in_scope() and not amid) or not self._may_leave()):
+            if not force and (self.running or is_transforming() or (in_scope() and not amid)):
+                return False
+            if not force and not self._may_leave():
                 return False
             if not self._parameters.exchange_back(force=force):
                 return False
