@@ -103,16 +103,16 @@ def test_a_backward_is_announced_to_all_though_one_of_them_is_let_go_meanwhile(m
     announced = []
 
     @contextlib.contextmanager
-    def leaving(*, captures):
+    def leaving(**told):
         patches.rest(segments)
         yield
         patches.wake(segments)
 
     original = second[2]._stm.segments.backward
 
-    def noting(*, captures):
+    def noting(*, captures, **told):
         announced.append(captures)
-        return original(captures=captures)
+        return original(captures=captures, **told)
 
     monkeypatch.setattr(segments, "backward", leaving)
     monkeypatch.setattr(second[2]._stm.segments, "backward", noting)
