@@ -196,10 +196,10 @@ def _announced_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
                 for listener in listeners:
                     stack.enter_context(listener.capture_within())
             return _run(outputs, args, kwargs)
+    keeps_graph = _keeps_graph(*args, **kwargs)
     look_again()
     with contextlib.ExitStack() as stack:
         for listener in listeners:
-            keeps_graph = _keeps_graph(*args, **kwargs)
             stack.enter_context(listener.backward(captures=captures, keeps_graph=keeps_graph))
         try:
             for listener in listeners:

@@ -5,7 +5,8 @@ contributions to a gradient is there first is added first, and the sum of three 
 Unmanaged, all nodes are on the device, and one thread takes them by their sequence numbers. Managed, a loss on
 parameters' gradients (``create_graph=True``) or on parameters at home (a penalty) has nodes on both. And where a
 backward begins another within (a reentrant checkpoint), what each contributes to the gradient of a weight that both use
-is accumulated at home, by the caller's thread and by the device's.
+is accumulated at home, by the caller's thread and by the device's. So is, where a model has left its settled state
+between two forwards of one backward, what the graph of the first has for a parameter that is at home again.
 
 A backward that is begun within a node of the device's thread runs on that thread, nodes of the host included, in the
 order of one queue. So here it is: torch's own way for reentrant backward, used as it is.

@@ -122,8 +122,8 @@ class Check:
         version, steps, gradient = self._state_of(probe)
         if (version, steps) != self._then[:2] or (gradient is not None and gradient != self._then[2]):
             return False
-        # But fused kernels move no version, and SGD counts no steps. If there was one, no graph need be there; one that
-        # a loss keeps which the user has may stand for forwards that this iteration does not have.
+        # Fused kernels move no version, but count their steps, except SGD's. There, the graphs of the forwards before
+        # have to be alive, at least; a loss that the user keeps has a graph as well, and may be taken for one of them.
         is_told = steps is not None or not any(group.get("fused") for group in self._optimizer.param_groups)
         if not is_told and probe._use_count() <= 1:  # type: ignore[attr-defined]
             return False

@@ -205,9 +205,7 @@ class Settled:
         with stm.lock, torch.inference_mode(False), torch.no_grad(), plain():
             if not self.is_on:
                 return True
-            if not force and (self.running or is_transforming() or (in_scope() and not amid)):
-                return False
-            if not force and not self._may_leave():
+            if not force and not self._may_leave(amid=amid):
                 return False
             if not self._parameters.exchange_back(force=force):
                 return False
@@ -222,8 +220,10 @@ class Settled:
             stm.begin_anew()
         return True
 
-    def _may_leave(self) -> bool:
-        """Nobody has an alias of what would be left behind."""
+    def _may_leave(self, *, amid: bool) -> bool:
+        """Nothing runs that would be in the middle of it, and nobody has an alias of what would be left behind."""
+        if self.running or is_transforming() or (in_scope() and not amid):
+            return False
         if self._own_step is not None and self._own_step.is_viewed(self._stm.tensors):
             return False
         return may_go_back(self._stm.tensors, self._accelerator.device)
