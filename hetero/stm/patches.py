@@ -199,6 +199,8 @@ def _announced_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
     keeps_graph = _keeps_graph(*args, **kwargs)
     look_again()
     with contextlib.ExitStack() as stack:
+        for listener in listeners:  # before the first of them looks at what there is on the device
+            listener.follow_unknown_writes()
         for listener in listeners:
             stack.enter_context(listener.backward(captures=captures, keeps_graph=keeps_graph))
         try:

@@ -173,6 +173,20 @@ def test_a_compiled_loss_is_compiled_there(under_autograd):
         loss.backward()
 
 
+@pytest.mark.parametrize(("budget", "more"), [(580 << 10, 40 << 10), (600 << 10, 64 << 10)])
+@pytest.mark.parametrize("first", [1, 2])
+def test_a_caller_that_holds_more_when_backward_comes_leaves_less_to_the_model(first, budget, more):
+    """The first iteration that follows a plan is measured as well."""
+    with job(budget) as (model, optimizer, x, _):
+        for step in range(6):
+            y = model(x)
+            held = torch.empty(more if step >= first else 0, dtype=torch.uint8, device=x.device)
+            wide(y, 8).square().mean().backward()
+            del held, y
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 @pytest.mark.parametrize("share", [0.4, 0.45, 0.65])
 def test_a_graph_that_is_gone_through_twice_once(share):
     """The second backward begins with the caller's loss, under a plan that has come to its end."""

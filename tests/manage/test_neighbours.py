@@ -318,6 +318,40 @@ def test_what_another_models_guard_let_go_in_the_middle_of_an_operator_may_be_th
     twins(loop, build, budget)
 
 
+def test_what_backward_finds_to_be_stale_has_left_before_anyone_looks_at_what_there_is(monkeypatch):
+    """Otherwise a caller's part is measured with another model's copies, and its backward runs without them; next time
+    they may stay."""
+    there, left = [], []
+    before_backward = Executor.before_backward
+
+    def looked(self):
+        before_backward(self)
+        there.append(torch.accelerator.memory_allocated())
+
+    monkeypatch.setattr(Executor, "before_backward", looked)
+
+    def loop(models, optimizers, target):
+        seen = []
+        for _ in range(5):
+            loss = models[1](models[0](batch(target))).square().mean()
+            given = [p.detach() for p in models[1].parameters()]  # and may have been written to
+            there.clear()
+            before = torch.accelerator.memory_allocated()
+            loss.backward()
+            if len(there) == 2:  # else one has settled
+                assert there[0] == there[1]
+                left.append(before - there[0])
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            seen.append(loss.detach())
+            del given
+        return seen
+
+    twins(loop, two_that_are_trained, 1 << 20)
+    assert max(left) > 64 << 10, "or there was nothing that could leave"
+
+
 def test_who_runs_out_of_memory_takes_no_more_of_another_model_than_that():
     stats = twins(lambda *given: prefer(*given, steps=12), taught, 420 << 10)
     # Of 24 forwards: had it to give all whenever the policy lacks something, it would fetch half as much more.

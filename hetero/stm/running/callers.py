@@ -51,7 +51,10 @@ class CallersPart:
         self._unused = -self._room.excess(limit)
         known = plan.left[number]
         more = 0 if known is None else segment.left_bytes - known - plan.margin - drift
-        if more <= 0 or not self._room.exceeds(limit - MOST_OF_ITS_OWN * more):
+        may_pass = more > 0 and self._room.exceeds(limit - MOST_OF_ITS_OWN * more)
+        if segment.sampled:  # its peaks are read all the same, and the next plan has them
+            return more if may_pass else 0
+        if not may_pass:
             return self.look_back(plan)
         self._watch(plan, position)
         return more

@@ -265,7 +265,7 @@ class Executor:
             return
         self._activations.close_gone()
         segment.left_bytes, _ = self._collector.asked_non_model_bytes()
-        if plan is None or segment.sampled:
+        if plan is None:
             return
         more = self._caller.begin_backward(
             segment, plan, number=self._course.number, position=self._course.callers, drift=self._growth.drift

@@ -168,6 +168,12 @@ class Segments:
                 self._executor.finish_segment()
             self._executor.release_cap()
 
+    def follow_unknown_writes(self) -> None:
+        """A backward of the process begins: copies whose home may have been written unseen do not stay."""
+        with self._lock:
+            if not self._backwards:
+                self._residency.follow_unknown_writes(self._tensors)
+
     @contextlib.contextmanager
     def backward(self, *, captures: bool, keeps_graph: bool) -> Iterator[None]:
         """Surrounds every backward of the process, whether or not it reaches this model."""
@@ -175,8 +181,6 @@ class Segments:
         with self._lock:
             self._executor.take_from_caller()
             take_away_what_is_over()
-            if not self._backwards:
-                self._residency.follow_unknown_writes(self._tensors)
             for tensor in self._tensors:
                 tensor.paths.note_backward()
                 if tensor.paths.lead_home:
