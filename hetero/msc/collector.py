@@ -252,8 +252,12 @@ class MemStatsCollector:
 
     def note_given(self) -> None:
         """Others on the device have made room, with what they may have there again."""
-        if self._relieving and self.is_sampling:
+        if not self.is_sampling:
+            return
+        if self._relieving:
             self._period.lost_own = True
+        else:
+            self._period.others_gave = True
 
     def note_relieved_by_others(self) -> None:
         """Another manager, whose guard is around this one's operators as well, has made room for the one that runs

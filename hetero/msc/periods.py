@@ -100,7 +100,8 @@ class Period:
     ``used_bytes``: on the device when the operator began, ``asked_bytes`` of them asked for; ``peak_bytes``: at most
     until the period's end, ``excess_bytes`` of them not asked for; ``non_model_bytes``: at most of what is no model
     data and was asked for. ``relieved``: it ran out of memory until copies were evicted in its middle; ``lost_own``:
-    among them what will be there again, which it had saved itself or others have.
+    among them what will be there again, which it had saved itself or others have. ``others_gave``: before it began,
+    other managers made room, with what they may have there again.
 
     ``reached``: the sampling moment, where times are measured; until ``begin`` the host issued ``issued`` transfers.
     ``seconds``: its own time ([Note: own time]). ``waits`` and ``gradients``: in the order in which they came;
@@ -128,6 +129,7 @@ class Period:
     non_model_bytes: int = -1
     relieved: bool = False
     lost_own: bool = False
+    others_gave: bool = False
     host_model_bytes: int = -1
     host_bytes: int = -1
     seconds: float = 0.0

@@ -137,7 +137,7 @@ class StatefulTensorMgr:
             self.collector,
             lock=self.lock,
             device_budget=config.device_budget,
-            ask=lambda nbytes, urgent: ask(self, nbytes, urgent=urgent),
+            ask=self._ask,
             tell=lambda: note_relieved(self),
         )
         planner = PlanMaker(
@@ -316,6 +316,13 @@ class StatefulTensorMgr:
             return self.relief.give(nbytes, urgent=urgent)
         finally:
             self.lock.release()
+
+    def _ask(self, nbytes: int, urgent: bool) -> int:
+        """Of other managers of the device; returns how many bytes they have given."""
+        given = ask(self, nbytes, urgent=urgent)
+        if given:
+            self.collector.note_given()
+        return given
 
     def note_relieved_by_others(self) -> None:
         """`hetero.stm.neighbours`"""

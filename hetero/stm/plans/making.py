@@ -127,9 +127,10 @@ class PlanMaker:
             bounds=tuple(rows.bounds),
             operands=tuple(rows.operands),
             undisturbed=tuple(
-                None if actions.evict or actions.fetch else [self._tensors[index] for index in indices]
-                for indices, actions in zip(rows.operands, schedule.actions, strict=True)
+                None if looks or actions.evict or actions.fetch else [self._tensors[x] for x in indices]
+                for indices, looks, actions in zip(rows.operands, rows.looks, schedule.actions, strict=True)
             ),
+            looks=tuple(rows.looks),
             limits=tuple(rows.limits),
             non_model=tuple(rows.non_model),
             margin=margin,

@@ -23,8 +23,9 @@ class CyclePlan:
     """A schedule and where its segments lie in it.
 
     ``operands[i]``, ``limits[i]``, ``non_model[i]``: of moment i; a limit is for all model data, gradients on their
-    way included; non-model bytes are those in use when the operator begins, and asked for. ``undisturbed[i]``: its
-    operands if the schedule asks for nothing there, else None. ``margin``: kept free of everything; ``excess``: kept
+    way included; non-model bytes are those in use when the operator begins, and asked for. ``looks[i]``: other
+    managers gave room for it, and may have to again. ``undisturbed[i]``: its operands if the schedule asks for nothing
+    there, and nobody has to look, else None. ``margin``: kept free of everything; ``excess``: kept
     for what is in use and nobody has asked for (`hetero.stm.plans.samples.Samples`). ``device_homes``: tensors that
     live on the device and take ``home_bytes[i]`` there; the trace, which is about the others, does not know them.
     ``whole_gradients[i]``: what gradients would take, did everything live there. ``first_saved``: the trace's numbers
@@ -38,6 +39,7 @@ class CyclePlan:
     keys: Keys
     bounds: tuple[int, ...]
     operands: tuple[tuple[int, ...], ...]
+    looks: tuple[bool, ...]
     undisturbed: tuple[list[ManagedTensor] | None, ...]
     limits: tuple[int, ...]
     non_model: tuple[int, ...]

@@ -309,10 +309,12 @@ class Executor:
     def _change_layout(self, operands: list[ManagedTensor], indices: tuple[int, ...], name: object) -> None:
         growth = self._growth
         actions = self._course.advance(indices)
+        plan = self._course.plan
         if (self._course.has_strayed or self._course.saves_otherwise) and not self._guarding.is_on:
             self._guarding.from_here()  # it may take more than was measured, in operators that nobody sees as well
         self._backlog.forget_overtaken(actions)
         looks = bool(actions.evict or actions.fetch or self._collector.is_sampling)
+        looks = looks or (plan is not None and plan.looks[self._course.current])
         if looks and growth.has_grown() and not self._guarding.is_on and not self._is_step:
             self._guarding.from_here()
         self._backlog.evict(actions.evict)
@@ -321,7 +323,7 @@ class Executor:
         limit = self._limit()
         room = limit - self._gradient_room()
         self._room.trim(room, keep=indices)
-        if self._course.plan is not None and self._room.exceeds(limit):
+        if plan is not None and self._room.exceeds(limit):
             self._activations.shed(self._room.excess(limit))
         self._residency.wanted = frozenset(indices)
         try:
@@ -329,7 +331,7 @@ class Executor:
             coming = growth.still_to_come(self._course.current)
             if not self._guarding.is_on and self._room.exceeds(limit + growth.excess - coming):
                 self._guarding.from_here()  # the operands alone pass it: what the operator itself needs may not fit
-            if fetched and self._course.plan is not None:
+            if fetched and plan is not None:
                 self._collector.count_unplanned(
                     max(0, fetched - sum(index in indices for index in actions.fetch))
                 )

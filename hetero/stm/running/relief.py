@@ -73,8 +73,6 @@ class Relief:
                     self._residency.evict_idle()
                 if freed == 0:  # what others have to fetch again is no less
                     freed = self._ask(max(1, self._budget // _PORTIONS), True)
-                    if freed:
-                        self._collector.note_given()
                 if freed:
                     self._tell()
             self._accelerator.release_cached()
