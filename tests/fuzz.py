@@ -37,6 +37,7 @@ from node_numbers import number_apart
 from random_graphs import KINDS, WIDTH, Graph, Net, Node
 from torch import nn
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 from twins import assert_same, plain
 
 import hetero
@@ -102,6 +103,10 @@ ITERATION: dict[str, tuple[Any, ...]] = {
     "look": (False, False, True),
     "retain": (*[False] * 7, True),
     "closure": (*[False] * 7, True),
+    "called": (*["as it is"] * 9, "checkpointed", "reentrant", "saved on cpu"),
+    "freezes": (*[False] * 5, True),  # the first half of the parameters, as long as it lasts
+    "scaled": (*[False] * 5, True),
+    "input": (*[False] * 5, True),  # has a gradient as well
 }
 KEYWORDS: dict[str, tuple[Any, ...]] = {
     "policy": ("opt", "opt", "opt", "cost-opt", "lru", "fifo"),
@@ -111,6 +116,19 @@ KEYWORDS: dict[str, tuple[Any, ...]] = {
     "activations": (True, True, True, False),
     "device_homes": (True, True, True, False),
     "speculate": (None, True, False),
+}
+
+
+def _on_cpu(model, x):
+    with torch.autograd.graph.save_on_cpu():
+        return model(x)
+
+
+CALLS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "as it is": _call,
+    "checkpointed": lambda model, x: checkpoint(model, x, use_reentrant=False),
+    "reentrant": lambda model, x: checkpoint(model, x, use_reentrant=True),
+    "saved on cpu": _on_cpu,
 }
 SHARES = (0.35, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.6, 4.0)  # of the unmanaged peak, as a budget
 LINKS = (*[{"bandwidth": "100GiB/s", "latency": "1us"}] * 4, {"bandwidth": "200MiB/s", "latency": "100us"})
@@ -125,7 +143,11 @@ AVOIDED: tuple[Callable[[SimpleNamespace, str], bool], ...] = (
     lambda how, words: how.penalizes != (how.rows == (24,)),
     lambda how, words: how.asks != (how.rows == (250,)),
     # torch has no gradients of gradients through reentrant checkpoints.
-    lambda how, words: how.penalizes and "checkpoint" in words,
+    lambda how, words: how.penalizes and ("checkpoint" in words or how.called == "reentrant"),
+    # They go through a graph once, and what no input leads to has no gradient.
+    lambda how, words: how.called == "reentrant" and (how.retain or not how.input),
+    # A scaler has no closures.
+    lambda how, words: how.scaled and how.closure,
 )
 
 
@@ -203,6 +225,7 @@ class Run:
         self.managers: list[hetero.Manager] = []
         self.held: list[torch.Tensor] = []  # graphs
         self.averages: nn.Module | None = None
+        self.scaler = torch.amp.GradScaler(target.type, init_scale=256.0, growth_interval=3)
         torch.manual_seed(program.seed)
         self.models = nn.ModuleList(build_model(*spec) for spec in program.models)
         self.models.to("cpu" if keywords else target)
@@ -250,13 +273,17 @@ class Run:
         how = SimpleNamespace(**({key: values[0] for key, values in ITERATION.items()} | how))
         chosen = sorted({index % len(self.models) for index in how.models})
         model = nn.Sequential(*[self.models[index] for index in chosen])
-        parameters = list(model.parameters())
+        parameters, call = list(model.parameters()), CALLS[how.called]
+        frozen = [p for p in parameters[: len(parameters) // 2] if p.requires_grad and how.freezes]
+        for p in frozen:
+            p.requires_grad_(False)
 
         def backward():
             for _ in range(how.micro):
                 x = batch(self.target, rng.choice(how.rows))
+                x.requires_grad_(how.input)
                 with torch.autocast(self.target.type, torch.bfloat16, enabled=how.autocast):
-                    loss = sum(model(x).float() for _ in range(how.forwards)).square().mean()
+                    loss = sum(call(model, x).float() for _ in range(how.forwards)).square().mean()
                 self.note("loss", loss)
                 with torch.no_grad():
                     if how.asks:
@@ -268,19 +295,30 @@ class Run:
                         g.float().square().sum().to(x.device) for g in gradients if g is not None
                     )
                 for retains in [*[True] * how.retain, False]:
-                    loss.backward(retain_graph=retains)
+                    (self.scaler.scale(loss) if how.scaled else loss).backward(retain_graph=retains)
+                self.note("input's gradient", x.grad)
             return loss
 
         if not how.closure:
             backward()
+        if how.scaled and (how.clip or how.look):
+            for index in chosen:
+                self.scaler.unscale_(self.optimizers[index])
         if how.clip:
             self.note("norm", nn.utils.clip_grad_norm_(parameters, 1e-2))
         if how.look:
             self.note("gradients", [p.grad for p in parameters])
         for index in chosen:
-            self.optimizers[index].step(backward if how.closure else None)
+            if how.scaled:
+                self.scaler.step(self.optimizers[index])
+            else:
+                self.optimizers[index].step(backward if how.closure else None)
             if how.zero != "never":
                 self.optimizers[index].zero_grad(set_to_none=how.zero == "none")
+        if how.scaled:
+            self.scaler.update()
+        for p in frozen:
+            p.requires_grad_()
 
     # Incidents, between iterations.
 
@@ -357,6 +395,21 @@ class Run:
         finally:
             net.fail_at = None
 
+    def freeze(self, rng):
+        p = rng.choice(list(self.models.parameters()))
+        p.requires_grad_(not p.requires_grad)
+
+    def schedule(self, rng):
+        for group in rng.choice(self.optimizers).param_groups:
+            group["lr"] *= 0.5
+
+    def evaluate_averages(self, rng):
+        self.average(rng)
+        there = copy.deepcopy(self.models.state_dict())
+        self.models.load_state_dict(self.averages.state_dict())
+        self.evaluate(rng)
+        self.models.load_state_dict(there)
+
     def hook(self, rng):
         if trained := [p for p in self.models.parameters() if p.requires_grad]:
             rng.choice(trained).register_hook(lambda g: g * 0.5)
@@ -371,6 +424,7 @@ class Run:
 INCIDENTS = (
     *("adversaries", "mixed", "mixed", "mixed", "evaluate", "evaluate", "threads", "hold", "unhold"),
     *("average", "rewind", "trim", "close_and_manage", "fail", "hook", "look"),
+    *("freeze", "schedule", "evaluate_averages"),
 )
 
 # -- comparing ------------------------------------------------------------------------------------------------

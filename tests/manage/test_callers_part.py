@@ -187,6 +187,20 @@ def test_a_caller_that_holds_more_when_backward_comes_leaves_less_to_the_model(f
             optimizer.zero_grad()
 
 
+@pytest.mark.parametrize(("budget", "times"), [(420 << 10, 6), (560 << 10, 8), (620 << 10, 8)])
+def test_a_loss_after_one_forward_is_measured_where_two_had_one(budget, times):
+    """Each forward is known by then, and so is the backward: all but what comes between them."""
+    with job(budget) as (model, optimizer, x, _):
+        for step in range(8):
+            if step < 4:
+                loss = (model(x) + model(x)).square().mean()
+            else:
+                loss = wide(model(x), times).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 @pytest.mark.parametrize("share", [0.4, 0.45, 0.65])
 def test_a_graph_that_is_gone_through_twice_once(share):
     """The second backward begins with the caller's loss, under a plan that has come to its end."""

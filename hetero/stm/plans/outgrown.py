@@ -82,7 +82,8 @@ class Outgrown:
         return is_due
 
     def doubt(self, keys: Hashable) -> None:
-        """Its operators have taken more than was measured of them: it is to be measured again."""
+        """Its operators have taken more than was measured of them, or what is between them has not been measured: it
+        is to be measured again."""
         self._unsure.add(keys)
 
     def is_unsure(self, keys: Hashable) -> bool:

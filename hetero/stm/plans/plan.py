@@ -57,6 +57,16 @@ class CyclePlan:
     left: tuple[int | None, ...]
     places: tuple[int, ...]
 
+    @property
+    def knows_callers_part(self) -> bool:
+        """Each forward that has a backward after it here has been measured with one after it. It may be known from
+        iterations alone that have several forwards for a backward, whose loss comes after the last of them."""
+        following = zip(self.keys, self.keys[1:], self.left, strict=False)
+        return not any(
+            left is None and key.phase is Phase.FORWARD and after.phase is Phase.BACKWARD
+            for key, after, left in following
+        )
+
     @functools.cached_property
     def positions(self) -> dict[tuple[int, ...], list[int]]:
         """Moments with these operands, ascending."""

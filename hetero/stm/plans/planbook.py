@@ -115,6 +115,8 @@ class PlanBook:
             self.samples.keep_longer(keys)
             self._make_all({keys: self.margin + self._kept_free.pop(keys, 0)}, thorough=False)
             self.last = self._plans[keys]
+            if not self.last.knows_callers_part:
+                self.outgrown.doubt(keys)
             self._hasty[keys] = _UNTIL_TIMED
         else:
             self._make_if_outgrown(keys, segments)
