@@ -388,19 +388,23 @@ def _fused_sgd(model):
 
 
 @pytest.mark.parametrize(
-    ("make_optimizer", "share"),
+    ("make_optimizer", "share", "rows"),
     [
-        *[(make, share) for make in (adamw, _fused_adamw) for share in (1.14, 1.16, 1.18)],
-        *[(_fused_sgd, share) for share in (1.18, 1.22, 1.26)],
+        *[(make, share, (8, 8)) for make in (adamw, _fused_adamw) for share in (1.14, 1.16, 1.18)],
+        *[(_fused_sgd, share, (8, 8)) for share in (1.18, 1.22, 1.26)],
+        *[(adamw, share, (64, 63)) for share in (1.18, 1.22, 1.26)],
     ],
 )
-def test_of_several_forwards_for_one_backward_all_fit_if_the_first_does(make_optimizer, share):
-    """Less is free as they begin. To leave between two of them would add up gradients in another order."""
+def test_of_several_forwards_for_one_backward_all_fit_if_the_first_does(make_optimizer, share, rows):
+    """Less is free as they begin. To leave between two of them would add up gradients in another order. ``rows``: of a
+    batch, and of the last one of an epoch."""
 
     def penalised(model, optimizer, target):
         seen = []
-        for _ in range(16):
-            x, real, made = (batch(target).requires_grad_() for _ in range(3))  # forwards of one kind
+        for number in range(16):
+            count = rows[number in (7, 11)]
+            # Forwards of one kind.
+            x, real, made = (batch(target, count).requires_grad_() for _ in range(3))
             slope = torch.autograd.grad(model(x).sum(), x, create_graph=True)[0]
             optimizer.zero_grad()
             loss = model(made).mean() - model(real).mean() + (slope.norm(dim=1) - 1).square().mean()

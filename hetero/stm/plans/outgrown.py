@@ -86,6 +86,10 @@ class Outgrown:
         is to be measured again."""
         self._unsure.add(keys)
 
+    def doubt_again(self, keys: Hashable) -> None:
+        """As `doubt`, where measuring has told nothing; not for ever."""
+        self._is_due(keys, is_next=False)
+
     def is_unsure(self, keys: Hashable) -> bool:
         """How much it takes is not known before it has been measured again."""
         return keys in self._unsure

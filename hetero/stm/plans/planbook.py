@@ -217,7 +217,15 @@ class PlanBook:
         """What was kept free meanwhile need not be, as far as it has been measured now, after a forward."""
         self.outgrown.note_measured(keys)
         grown = self.samples.add_again(segments)
-        self._make_all({keys: max(self.margin, self._plans[keys].margin - grown)})
+        margins = {keys: max(self.margin, self._plans[keys].margin - grown)}
+        # It may begin as others do, whose plan it then follows until it is known for what it is.
+        forwards = {key for key in keys if key.phase is Phase.FORWARD}
+        for other, plan in self._plans.items():
+            if not forwards.isdisjoint(other):
+                margins.setdefault(other, plan.margin)
+        self._make_all(margins)
+        if not self._plans[keys].knows_callers_part:  # what was measured was not comparable
+            self.outgrown.doubt_again(keys)
 
     # -- what is asked --------------------------------------------------------------------------------
 

@@ -54,10 +54,10 @@ class CallersPart:
         may_pass = more > 0 and self._room.exceeds(limit - MOST_OF_ITS_OWN * more)
         if segment.sampled:  # its peaks are read all the same, and the next plan has them
             return more if may_pass else 0
-        if not may_pass:
-            return self.look_back(plan)
-        self._watch(plan, position)
-        return more
+        if may_pass:
+            self._watch(plan, position)
+            return more
+        return self.look_back(plan)
 
     def begin_after_drift(self, plan: CyclePlan, *, position: int) -> None:
         """A forward ends, with its last moment ``position``, that kept more than was measured: its caller may take more

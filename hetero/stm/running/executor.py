@@ -267,6 +267,8 @@ class Executor:
         segment.left_bytes, _ = self._collector.asked_non_model_bytes()
         if plan is None:
             return
+        if plan.left[self._course.number] is None:  # nobody knows what its loss takes
+            self._guarding.set(True)
         more = self._caller.begin_backward(
             segment, plan, number=self._course.number, position=self._course.callers, drift=self._growth.drift
         )
@@ -313,8 +315,8 @@ class Executor:
         if (self._course.has_strayed or self._course.saves_otherwise) and not self._guarding.is_on:
             self._guarding.from_here()  # it may take more than was measured, in operators that nobody sees as well
         self._backlog.forget_overtaken(actions)
-        looks = bool(actions.evict or actions.fetch or self._collector.is_sampling)
-        looks = looks or (plan is not None and plan.looks[self._course.current])
+        gave = plan is not None and plan.looks[self._course.current]
+        looks = bool(gave or actions.evict or actions.fetch or self._collector.is_sampling)
         if looks and growth.has_grown() and not self._guarding.is_on and not self._is_step:
             self._guarding.from_here()
         self._backlog.evict(actions.evict)

@@ -168,19 +168,20 @@ class Segments:
                 self._executor.finish_segment()
             self._executor.release_cap()
 
-    def follow_unknown_writes(self) -> None:
-        """A backward of the process begins: copies whose home may have been written unseen do not stay."""
+    def take_from_caller(self) -> None:
+        """A backward of the process begins: the caller's part is over, and copies whose home may have been written
+        unseen do not stay."""
         with self._lock:
+            self._executor.take_from_caller()
+            take_away_what_is_over()
             if not self._backwards:
                 self._residency.follow_unknown_writes(self._tensors)
 
     @contextlib.contextmanager
     def backward(self, *, captures: bool, keeps_graph: bool) -> Iterator[None]:
-        """Surrounds every backward of the process, whether or not it reaches this model."""
+        """Surrounds every backward of the process, whether or not it reaches this model; after `take_from_caller`."""
         # Only at home does autograd read parameters, and add to gradients, without telling us.
         with self._lock:
-            self._executor.take_from_caller()
-            take_away_what_is_over()
             for tensor in self._tensors:
                 tensor.paths.note_backward()
                 if tensor.paths.lead_home:

@@ -130,7 +130,7 @@ class Check:
         coming = [*self._since, kind]
         for plan in self._stm.plans:
             for known in before_each_backward(plan.keys):
-                if any(known[begin : begin + len(coming)] == coming for begin in range(len(known))):
+                if any(_are_covered(coming, known[begin:]) for begin in range(len(known))):
                     self._since = coming
                     return True
         return False
@@ -180,6 +180,13 @@ class Check:
             model_bytes = self._stm.ledger.device_bytes
             self._stm.plans.note_settled(self._last, peak - self._limit, model_bytes=model_bytes)
         self._seen_peak = peak
+
+
+def _are_covered(coming: Sequence[ForwardKind], known: Sequence[ForwardKind]) -> bool:
+    """The ``known`` ones begin so, each at least as large."""
+    return len(coming) <= len(known) and all(
+        kind == other or _is_covered(kind, other) for kind, other in zip(coming, known, strict=False)
+    )
 
 
 def _is_covered(kind: ForwardKind, known: ForwardKind) -> bool:
