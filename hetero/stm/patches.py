@@ -200,7 +200,7 @@ def _announced_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
     look_again()
     with contextlib.ExitStack() as stack:
         for listener in listeners:  # before the first of them looks at what there is on the device
-            listener.take_from_caller()
+            listener.prepare_backward()
         for listener in listeners:
             stack.enter_context(listener.backward(captures=captures, keeps_graph=keeps_graph))
         try:

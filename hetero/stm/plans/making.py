@@ -127,10 +127,12 @@ class PlanMaker:
             bounds=tuple(rows.bounds),
             operands=tuple(rows.operands),
             undisturbed=tuple(
-                None if looks or actions.evict or actions.fetch else [self._tensors[x] for x in indices]
-                for indices, looks, actions in zip(rows.operands, rows.looks, schedule.actions, strict=True)
+                None if gave or actions.evict or actions.fetch else [self._tensors[x] for x in indices]
+                for indices, gave, actions in zip(
+                    rows.operands, rows.others_gave, schedule.actions, strict=True
+                )
             ),
-            looks=tuple(rows.looks),
+            others_gave=tuple(rows.others_gave),
             limits=tuple(rows.limits),
             non_model=tuple(rows.non_model),
             margin=margin,

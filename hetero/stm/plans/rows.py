@@ -31,7 +31,7 @@ class Rows:
     limits: list[int] = field(default_factory=list)
     non_model: list[int] = field(default_factory=list)
     bounds: list[int] = field(default_factory=lambda: [0])
-    looks: list[bool] = field(default_factory=list)
+    others_gave: list[bool] = field(default_factory=list)
     guarded: list[bool] = field(default_factory=list)
 
     def add_segment(
@@ -70,7 +70,7 @@ class Rows:
             )
             self.operands.append(period.operands)
             self.limits.append(limit)
-            self.looks.append(any(p.others_gave for p in _same(measured, index)))
+            self.others_gave.append(any(p.others_gave for p in _same(measured, index)))
             self.non_model.append(max(p.asked_bytes - p.model_bytes for p in _same(measured, index)))
         self.bounds.append(len(self.moments))
         self.guarded.append(guarded)

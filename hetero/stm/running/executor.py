@@ -315,8 +315,8 @@ class Executor:
         if (self._course.has_strayed or self._course.saves_otherwise) and not self._guarding.is_on:
             self._guarding.from_here()  # it may take more than was measured, in operators that nobody sees as well
         self._backlog.forget_overtaken(actions)
-        gave = plan is not None and plan.looks[self._course.current]
-        looks = bool(gave or actions.evict or actions.fetch or self._collector.is_sampling)
+        asks = plan is not None and plan.others_gave[self._course.current]
+        looks = bool(asks or actions.evict or actions.fetch or self._collector.is_sampling)
         if looks and growth.has_grown() and not self._guarding.is_on and not self._is_step:
             self._guarding.from_here()
         self._backlog.evict(actions.evict)

@@ -168,7 +168,7 @@ class Segments:
                 self._executor.finish_segment()
             self._executor.release_cap()
 
-    def take_from_caller(self) -> None:
+    def prepare_backward(self) -> None:
         """A backward of the process begins: the caller's part is over, and copies whose home may have been written
         unseen do not stay."""
         with self._lock:
@@ -179,7 +179,7 @@ class Segments:
 
     @contextlib.contextmanager
     def backward(self, *, captures: bool, keeps_graph: bool) -> Iterator[None]:
-        """Surrounds every backward of the process, whether or not it reaches this model; after `take_from_caller`."""
+        """Surrounds every backward of the process, whether or not it reaches this model; after `prepare_backward`."""
         # Only at home does autograd read parameters, and add to gradients, without telling us.
         with self._lock:
             for tensor in self._tensors:
