@@ -208,12 +208,12 @@ class StatefulTensorMgr:
 
     def begin_outside(self) -> None:
         """Autograd records an operator outside of the model's forward."""
+        self.check_process()  # before the device's counters are read, which a child cannot do
         self.segments.begin_outside()
 
     def begin_operator(self, operands: list[ManagedTensor], name: object) -> None:
         """The pre-op sampling moment; operands are resident and in COMPUTE afterwards."""
-        if self.is_in_child:
-            raise in_child()
+        self.check_process()
         with self.lock:
             # Else another thread has settled since these parameters were looked at: they are there, as themselves.
             if self.settled is None or not self.settled.is_on:

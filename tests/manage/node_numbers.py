@@ -2,20 +2,31 @@
 
 import torch
 
+_LEAD = 100_000  # more nodes than a test makes
 
-class _ManyNodes(torch.autograd.Function):
-    """Its backward makes many nodes of a graph."""
+
+def _count_to(number: int) -> int:
+    """Make nodes on the calling thread until their numbers have come so far; returns how far that is."""
+    leaf = torch.zeros((), requires_grad=True)
+    with torch.enable_grad():
+        while (reached := leaf.view(1).grad_fn._sequence_nr()) < number:
+            for _ in range((number - reached) // 2):
+                leaf.view(1)
+    return reached
+
+
+class _InBackward(torch.autograd.Function):
+    """Its backward calls a function."""
 
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx, x, function):
+        ctx.function = function
         return x.clone()
 
     @staticmethod
     def backward(ctx, gradient):
-        with torch.enable_grad():
-            for _ in range(100_000):
-                gradient.requires_grad_().view_as(gradient)
-        return gradient
+        ctx.function()
+        return gradient, None
 
 
 def number_apart(target: torch.device, backwards_higher: bool) -> None:
@@ -23,8 +34,15 @@ def number_apart(target: torch.device, backwards_higher: bool) -> None:
 
     Autograd takes nodes by their numbers, and each thread counts its own. Where the counts pass each other is the
     history's: two unmanaged runs in one process differ in the last bit (docs/limits.md)."""
-    x = torch.zeros(1, device=target, requires_grad=True)
+    numbers = []
+
+    def in_backward(number: int) -> None:
+        _InBackward.apply(
+            torch.zeros(1, device=target, requires_grad=True), lambda: numbers.append(_count_to(number))
+        ).sum().backward()
+
     if backwards_higher:
-        _ManyNodes.apply(x).sum().backward()
+        in_backward(_count_to(0) + _LEAD)
     else:
-        _ManyNodes.backward(None, x.detach())
+        in_backward(0)
+        _count_to(numbers[0] + _LEAD)
