@@ -66,6 +66,8 @@ def test_a_plan_moves_no_more_than_it_must_and_foresees_all_of_it():
     moved = sum(period.activation_out_bytes for segment in planned for period in segment.periods)
     assert 0 < moved <= nbytes < sum(plan.trace.sizes[first:])
     assert manager._stm.plans.last.guarded == (False,) * len(plan.keys)
+    # No record lasts into the next iteration, where those of the last operator's would have to leave before the step.
+    assert all(x < first for x in plan.trace.moments[0].invalidates)
 
 
 class Adapted(nn.Module):

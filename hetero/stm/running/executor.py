@@ -153,6 +153,7 @@ class Executor:
                 self._caller.end(self._course.plan)
                 if not (self._segment.key.trains or self._segment.sampled):
                     self._caller.end_inference(self._course.plan, self._limit())
+            self._activations.close_gone()  # what the last operator has used up is not there until the next iteration
             self._collector.end_segment()
             self._cycles.end_segment(self._segment)
             self._segment = None
