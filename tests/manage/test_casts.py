@@ -93,6 +93,36 @@ def test_a_region_within_a_region_and_a_cleared_cache():
     assert_twins(lambda: Nested("linear"), steps, share=0.8)
 
 
+class AsItIs(nn.Module):
+    """A weight's cast is made first of all, as ``first`` says; then the weight is used as it is, twice, and cast."""
+
+    def __init__(self, first: str):
+        super().__init__()
+        self.first = first
+        self.before, self.linear = (nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x):
+        x = self.before(x)
+        y = None
+        match self.first:
+            case "recomputed":
+                x = checkpoint(lambda y: torch.tanh(self.linear(y)), x, use_reentrant=True)
+            case "without gradients":
+                with torch.no_grad():
+                    x = x + self.linear(x)
+            case "its own graph":
+                y = self.linear(x.detach())
+        with torch.autocast(x.device.type, enabled=self.first != "its own graph"):
+            x = x.float() @ (self.linear.weight / self.linear.weight.norm())
+        x = self.linear(x)
+        return x if y is None else x + y.detach()
+
+
+@pytest.mark.parametrize("first", ["recomputed", "without gradients", "its own graph"])
+def test_a_cast_made_before_a_weight_is_used_as_it_is_adds_its_gradient_after_that(first):
+    assert_twins(lambda: AsItIs(first), steps, share=0.8)
+
+
 def test_without_kept_casts_the_gradients_differ(monkeypatch):
     # So that the tests above cannot pass by chance.
     monkeypatch.setattr(casts, "_LOW_PRECISION", frozenset())

@@ -300,7 +300,9 @@ class Recurrent(nn.Module):
 
 
 # One backward comes through both models, and is guarded by either.
-@pytest.mark.skipif(ON_CUDA, reason="cuDNN's backward of it asks for 20 MiB at once: refused under these budgets")
+@pytest.mark.skipif(
+    ON_CUDA, reason="cuDNN's backward of it asks for 20 MiB at once: refused under these budgets"
+)
 @pytest.mark.parametrize("budget", [1700 << 10, 2120 << 10])
 def test_what_another_models_guard_let_go_in_the_middle_of_an_operator_may_be_there_again(budget):
     def build():

@@ -8,6 +8,11 @@ Autocast keeps the bytes of all casts until the region ends. Here only the autog
 dropped after each operator and made again by the next (`hetero.stm.tensors.managed`: [Note: identity]), unless somebody
 holds them (a graph whose tensors are not saved by our hooks, as of a checkpoint's recompute): then they are used again
 for as long as somebody does.
+
+Autocast makes a cast's node where the region first uses the weight, without gradients as well, and autograd goes
+through it when its turn comes: in the backward of a later forward last of all. Then all gradients of casts would wait
+on the device for the end. Here they go on at once, but for a weight that an operator takes as it is after that: three
+contributions to a gradient are added up in the order in which they come.
 """
 
 import sys
@@ -16,11 +21,12 @@ from typing import Any
 import torch
 from torch.utils.weak import TensorWeakRef
 
+from hetero.autograd import recording
 from hetero.stm.tensors.exposure import ATTRIBUTE_AND_NAME
-from hetero.stm.tensors.fetch import run_early
+from hetero.stm.tensors.fetch import run_early, run_in_turn
 from hetero.stm.tensors.managed import Cast, ManagedTensor
 
-__all__ = ["begin_region", "drop_bytes", "kept_casts"]
+__all__ = ["begin_region", "drop_bytes", "kept_casts", "note_plain_uses"]
 
 
 _region = 0
@@ -42,7 +48,7 @@ def kept_casts(
         func not in _LOW_PRECISION
         or not torch.is_autocast_enabled(device.type)
         or not torch.is_autocast_cache_enabled()
-        or not torch.is_grad_enabled()
+        or torch.is_inference_mode_enabled()
     ):
         return []
     dtype = torch.get_autocast_dtype(device.type)
@@ -57,6 +63,17 @@ def kept_casts(
             copies[id(tensor.parameter)] = _cast(tensor, identity, dtype)
             kept.append(tensor)
     return kept
+
+
+def note_plain_uses(operands: list[ManagedTensor], copies: dict[int, torch.Tensor]) -> None:
+    """An operator takes ``copies``, perhaps the identity of a parameter that has a cast."""
+    for tensor in operands:
+        cast = tensor.cast
+        if cast is not None and cast.is_early and copies.get(id(tensor.parameter)) is tensor.identity:
+            cast.is_early = False
+            value = cast.value() if isinstance(cast.value, TensorWeakRef) else cast.value
+            if value is not None:
+                run_in_turn(value, cast.turn)
 
 
 def drop_bytes(kept: list[ManagedTensor]) -> None:
@@ -80,10 +97,9 @@ def _cast(tensor: ManagedTensor, identity: torch.Tensor, dtype: torch.dtype) -> 
     kept = None if cast is None or cast.region != _region else cast.value
     value = kept() if isinstance(kept, TensorWeakRef) else kept
     if value is None or value.dtype is not dtype or not _is_of(value, identity):
-        value = identity.to(dtype)
-        tensor.cast = Cast(_region, value)
-        # As for the fetch node: else the casts' gradients all wait until the backward of a later forward is over.
-        run_early(value)
+        with recording():
+            value = identity.to(dtype)
+        tensor.cast = Cast(_region, value, run_early(value))
     elif not value.numel():
         value.data = identity.detach().to(dtype)
     return value

@@ -25,7 +25,7 @@ from hetero.errors import BudgetError
 from hetero.stm.activations.saved import may_save_again, part_saved_as_handles
 from hetero.stm.interception.arguments import tensors_in
 from hetero.stm.interception.athome import run_at_home
-from hetero.stm.interception.casts import drop_bytes, kept_casts
+from hetero.stm.interception.casts import drop_bytes, kept_casts, note_plain_uses
 from hetero.stm.interception.draws import DRAWING
 from hetero.stm.interception.inplace import writes_in_place
 from hetero.stm.interception.operands import collect, replace, replace_one, restore
@@ -134,6 +134,7 @@ def _run(
 ) -> Any:
     """``func`` with ``copies``, by id of parameter, in the place of ``operands``, which are in COMPUTE."""
     casts = kept_casts(func, operands, copies) if _is_any_autocast_enabled() else None
+    note_plain_uses(operands, copies)
     ahead = {} if in_forward else ahead_of_home(operands)
     by_name = kwargs
     draw_again = operands[0].owner.relief.random_numbers() if func in DRAWING else None

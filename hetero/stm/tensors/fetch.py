@@ -14,7 +14,7 @@ from hetero.errors import ManageError
 from hetero.stm.tensors.exposure import incoming_is_shared
 from hetero.stm.tensors.managed import ManagedTensor
 
-__all__ = ["Fetch", "make_identity", "plain", "run_early"]
+__all__ = ["Fetch", "make_identity", "plain", "run_early", "run_in_turn"]
 
 plain = torch._C.DisableTorchFunctionSubclass
 """Context in which managed parameters are ordinary tensors: without it, fetching would intercept itself."""
@@ -55,11 +55,19 @@ _apply_fetch = super(torch.autograd.function._SingleLevelFunction, Fetch).apply
 _LAST = (1 << 64) - 1
 
 
-def run_early(tensor: torch.Tensor) -> None:
+def run_early(tensor: torch.Tensor) -> int:
     """Let autograd go through the node that made ``tensor`` as soon as its gradient is complete, as it does for
-    AccumulateGrad, and not when its turn comes."""
+    AccumulateGrad, and not when its turn comes, which it returns (`run_in_turn`)."""
     node: Any = tensor.grad_fn
+    turn: int = node._sequence_nr()
     node._set_sequence_nr(_LAST)
+    return turn
+
+
+def run_in_turn(tensor: torch.Tensor, turn: int) -> None:
+    """Undo `run_early`, which has returned ``turn``."""
+    node: Any = tensor.grad_fn
+    node._set_sequence_nr(turn)
 
 
 def make_identity(tensor: ManagedTensor) -> None:

@@ -43,6 +43,8 @@ class Cast:
 
     region: int
     value: torch.Tensor | TensorWeakRef
+    turn: int  # of its node in backward, by autograd's numbers; unless `is_early`
+    is_early: bool = True
 
 
 class ManagedTensor(StatefulTensor):
