@@ -400,6 +400,7 @@ TABLES: dict[str, Callable[[Record], str]] = {
     "cuda/sweep": sweep,
     "cuda/sweep_h100": sweep,
     "cuda/sweep_resnet50": sweep,
+    "cuda/sweep_resnet50_of_8": sweep,
     "cuda/fits_gpt": fits,
     "cuda/fits_resnet50": fits,
     "cuda/overhead": overhead,

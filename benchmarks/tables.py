@@ -40,6 +40,7 @@ _OTHERS = """## Others, without a table here
 _SWEPT = {
     "cuda/sweep_h100": "The GPT on another host, with an H100",
     "cuda/sweep_resnet50": "A ResNet50 on two H200s, 64 images of 64 x 64",
+    "cuda/sweep_resnet50_of_8": "The same on one, 8 images",
 }
 # Where all of it fits, and what is trained.
 _FITS = {"cuda/fits_gpt": "the GPT", "cuda/fits_resnet50": "that ResNet50"}
