@@ -193,7 +193,9 @@ def _draw_optimizer(rng, words):
     kernels: list[dict[str, bool]] = [{"foreach": False}, {"foreach": True}]
     # In half precision SGD's fused kernel computes something else, and hetero does not choose it. No fused kernel tells
     # autograd of its writes, so that a graph from before them is walked with other weights, where it should be refused.
-    if kind in FUSED and "'hold'" not in words and (kind is not torch.optim.SGD or "'low'" not in words):
+    # And SGD's raises where some have momentum already and others get their first gradient.
+    fits = kind is not torch.optim.SGD or not ("'low'" in words or "momentum" in keywords)
+    if kind in FUSED and "'hold'" not in words and fits:
         kernels += [{}, {}, {"fused": True}]
     return kind, {"lr": rng.choice([1e-2, 1e-3]), **keywords, **rng.choice(kernels)}
 
