@@ -148,6 +148,8 @@ AVOIDED: tuple[Callable[[SimpleNamespace, str], bool], ...] = (
     lambda how, words: how.called == "reentrant" and (how.retain or not how.input),
     # A scaler has no closures.
     lambda how, words: how.scaled and how.closure,
+    # And raises where an optimizer has no gradient at all, unless that is fused, as the unmanaged one is made to be.
+    lambda how, words: how.scaled and how.freezes,
 )
 
 

@@ -259,6 +259,11 @@ class PlanBook:
         """With what is known now."""
         self._make_all({keys: self._plans[keys].margin})
 
+    def remake_in_haste(self, keys: Keys, *, for_iterations: int) -> None:
+        """With what is known now, quickly: after so many, `take_time` makes it anew."""
+        self._make_all({keys: self._plans[keys].margin}, in_haste=keys)
+        self._hasty[keys] = for_iterations
+
     def take_time(self, keys: Keys) -> None:
         """Such an iteration is over: a plan that was made in haste is made anew, if nothing else is to come first."""
         if keys in self._hasty:
@@ -286,15 +291,18 @@ class PlanBook:
         made = self._make(keys, self._plans[keys].margin, homes, costs, places, thorough=False)
         return made.trace, replace(made.schedule, fetched_bytes=made.fetched_bytes)
 
-    def _make_all(self, margins: dict[Keys, int], *, thorough: bool = True) -> None:
+    def _make_all(
+        self, margins: dict[Keys, int], *, thorough: bool = True, in_haste: Keys | None = None
+    ) -> None:
         """Make these plans, with as many of the device homes as fit in all of them. Without ``thorough`` only that of
-        the iteration under way takes its time: training waits, and most of the others may never be followed again."""
+        the iteration under way takes its time: training waits, and most of the others may never be followed again.
+        That of ``in_haste`` does not in any case: it is about to be made once more."""
         costs = self.home_costs() if self.device_homes else {}
         now = None if self.last is None else self.last.keys
         made, waiting = dict[Keys, CyclePlan](), dict(margins)
 
         def is_thorough(keys: Keys) -> bool:
-            return keys == now or (thorough and keys in margins)
+            return keys != in_haste and (keys == now or (thorough and keys in margins))
 
         while waiting:
             keys = next(iter(waiting))
