@@ -5,9 +5,10 @@ import copy
 import pytest
 import torch
 from accelerators import ON_CUDA, SEGMENTS, set_memory_limit
+from loops import batch, mlp
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from twins import device
+from twins import assert_twins, device
 
 import hetero
 
@@ -43,6 +44,26 @@ class Net(nn.Module):
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False)
         return x
+
+
+def around_the_model(model, optimizer, target):
+    seen = []
+    for _ in range(6):
+        x = batch(target, 64).requires_grad_()
+        loss = checkpoint(model, x, use_reentrant=True).square().mean()
+        loss.backward()
+        seen.append([loss.item(), x.grad.sum().item()])
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+@pytest.mark.parametrize("kib", [400, 420, 460, 480, 500, 520, 540])
+def test_a_reentrant_checkpoint_around_the_model_is_tried_again_or_refused_as_others_are(kib):
+    try:
+        assert_twins(lambda: mlp(depth=4), around_the_model, budget=kib << 10)
+    except hetero.BudgetError:  # not the device's own: it says what it would take
+        assert kib < 520
 
 
 @pytest.mark.skipif(ON_CUDA or SEGMENTS, reason="the limit is the virtual device's")

@@ -272,6 +272,13 @@ class Segments:
             self._executor.begin_segment(self._backward_key())
             self._pending_forwards.clear()
 
+    def recompute(self) -> None:
+        """A reentrant checkpoint around the whole model calls it within a backward, which no forward of ours has waited
+        for: it begins here, with its guard."""
+        with self._lock:
+            self.enter_backward()
+            self._executor.guard_backward_from_here()
+
     def _choose_keeping(self) -> None:
         """Only if each backward that runs accumulates, what autograd is given becomes a ``p.grad``."""
         self._gradients.kept.keeps = bool(self._backwards) and not any(self._backwards)
@@ -311,7 +318,7 @@ class Segments:
             return self._executor.guarded()
         if self._pending_forwards:
             return self._executor.guarded(self._backward_key())
-        return contextlib.nullcontext()  # no forward of ours waits for it
+        return self._executor.guarded_later()  # no forward of ours waits for it, but see `recompute`
 
     def _backward_key(self) -> SegmentKey:
         # One that returns gradients may be differentiated again: then much of what it makes is kept. Whether it does
