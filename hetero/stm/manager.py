@@ -8,6 +8,7 @@ plans, `Cycles` which iteration it is, `Executor` what is done at each moment of
 its own, so one lock guards every entry.
 """
 
+import contextlib
 import threading
 from collections.abc import Callable
 
@@ -210,6 +211,15 @@ class StatefulTensorMgr:
         """Autograd records an operator outside of the model's forward."""
         self.check_process()  # before the device's counters are read, which a child cannot do
         self.segments.begin_outside()
+
+    def call_within_backward(self) -> contextlib.AbstractContextManager[None]:
+        """Around a call of the model there: the backward's segment begins, if it has not, and the call is guarded as
+        that is. A reentrant checkpoint around the whole model calls it so, in a backward that no forward of ours has
+        waited for."""
+        with self.lock:
+            if self.settled is None or not self.settled.is_on:  # as in `begin_operator`
+                self.segments.enter_backward()
+            return self.executor.guarded_within()
 
     def begin_operator(self, operands: list[ManagedTensor], name: object) -> None:
         """The pre-op sampling moment; operands are resident and in COMPUTE afterwards."""

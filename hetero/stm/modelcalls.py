@@ -191,8 +191,7 @@ class ModelCalls:
                 raise refuse_export(type(model).__name__, stm.device)
             # A checkpoint around the model recomputes it within backward: that is no new forward.
             if in_backward():
-                stm.segments.recompute()
-                with scope(), saved_tensors_as_handles():
+                with scope(), stm.call_within_backward(), saved_tensors_as_handles():
                     args, kwargs = self._cast(args, kwargs)
                     return inner(*args, **kwargs)
             check_called_eagerly(model, type(model).__name__)

@@ -192,8 +192,9 @@ def _announced_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
     if in_backward():
         _note_nested(listeners)
         with contextlib.ExitStack() as stack:
-            if captures:
-                for listener in listeners:
+            for listener in listeners:
+                stack.enter_context(listener.backward_within())
+                if captures:
                     stack.enter_context(listener.capture_within())
             return _run(outputs, args, kwargs)
     keeps_graph = _keeps_graph(*args, **kwargs)

@@ -1,5 +1,6 @@
 """Memory that runs out while a checkpoint watches what operators save: an error that is true, and no wrong gradient."""
 
+import contextlib
 import copy
 
 import pytest
@@ -64,6 +65,52 @@ def test_a_reentrant_checkpoint_around_the_model_is_tried_again_or_refused_as_ot
         assert_twins(lambda: mlp(depth=4), around_the_model, budget=kib << 10)
     except hetero.BudgetError:  # not the device's own: it says what it would take
         assert kib < 520
+
+
+def in_hooks(model, optimizer, target):
+    """Backwards within one of something else, at its leaves."""
+    seen = []
+
+    def train(_):
+        with torch.enable_grad():
+            loss = model(batch(target, 64)).square().mean()
+            loss.backward()
+        seen.append(loss.item())
+
+    for _ in range(5):
+        leaves = [torch.zeros(1, device=target, requires_grad=True) for _ in range(3)]
+        for leaf in leaves:
+            leaf.register_post_accumulate_grad_hook(train)
+        sum(leaves).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+@pytest.mark.parametrize("kib", [500, 520, 540, 560, 600])
+def test_backwards_in_hooks_of_leaves_are_tried_again_each(kib):
+    assert_twins(lambda: mlp(depth=4), in_hooks, budget=kib << 10)
+
+
+def test_a_model_called_in_a_hook_leaves_the_node_that_runs_its_formula():
+    """Which one prod's backward takes is chosen by whether something tries operators again then."""
+    target = device()
+
+    def run(**keywords):
+        torch.manual_seed(0)
+        model, seen, ones = mlp(), [], torch.ones(8, 64).to(target)
+        with hetero.manage(model, device=target, **keywords) if keywords else contextlib.nullcontext():
+            for _ in range(3):
+                x = torch.randn(8, 64).to(target).requires_grad_()
+                product = (0.1 * x + 1).prod()
+                if keywords:
+                    product.register_hook(lambda gradient: model(ones).sum() * 0 + gradient)
+                product.backward()
+                seen.append(x.grad.cpu())
+        return seen
+
+    model_and_more = torch.accelerator.memory_allocated() + (3 << 20)
+    assert all(map(torch.equal, run(device_budget=model_and_more), run()))
 
 
 @pytest.mark.skipif(ON_CUDA or SEGMENTS, reason="the limit is the virtual device's")

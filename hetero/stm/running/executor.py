@@ -100,15 +100,10 @@ class Executor:
             at_once=self._guarding.is_on or (coming is not None and self._cycles.will_be_guarded(coming))
         )
 
-    def guarded_later(self) -> contextlib.AbstractContextManager[None]:
-        """Around a backward of which nobody knows yet whether it is ours: not before `guard_backward_from_here`."""
-        return self._guarding.around(at_once=False)
-
-    def guard_backward_from_here(self) -> None:
-        """The backward's segment has begun in the midst of what `guarded_later` surrounds: if it is guarded, what is
-        still to come of it is."""
-        if self._guarding.is_on:
-            self._guarding.from_here()
+    def guarded_within(self) -> contextlib.AbstractContextManager[None]:
+        """Around what runs within a backward: guarded if the segment is and nobody guards it yet. The node of the
+        backward that it runs in is not: which formula that takes would depend on it (`hetero.stm.running.guard`)."""
+        return self._guarding.around_within()
 
     def begin_segment(self, key: SegmentKey, *, is_open: bool = False) -> None:
         """A forward, backward or step begins. ``is_open``: operators of the caller's own run in it, which nobody tries

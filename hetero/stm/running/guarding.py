@@ -11,6 +11,7 @@ from typing import Any
 from hetero.devices import Accelerator
 from hetero.stm.copies.room import Room
 from hetero.stm.running.guard import arm, guarded, lifted
+from hetero.stm.running.modes import active
 from hetero.stm.running.relief import Relief
 from hetero.stm.running.retry import Retry
 from hetero.stm.running.staying import guard_caller
@@ -55,6 +56,10 @@ class Guarding:
             note_values=self._note_values,
         )
         return guarded(retry, at_once=at_once or self._accelerator.may_fail_within(self._budget))
+
+    def around_within(self) -> contextlib.AbstractContextManager[None]:
+        """What is a part of what runs: guarded if that is, where nobody on this thread guards it already."""
+        return self.around(at_once=True) if self.is_on and not active(Retry) else contextlib.nullcontext()
 
     def set(self, on: bool) -> None:
         """What begins now is guarded, or is not."""

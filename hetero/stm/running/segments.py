@@ -250,6 +250,13 @@ class Segments:
             return True
         return any(t.paths.lead_home or t.paths.lead_by_former for t in self._tensors)
 
+    def backward_within(self) -> contextlib.AbstractContextManager[None]:
+        """Surrounds a backward within another, which may have begun before anything told that it reaches this model."""
+        segment = self._executor.segment
+        if segment is None or segment.key.phase is not Phase.BACKWARD:
+            return contextlib.nullcontext()
+        return self._executor.guarded_within()
+
     @contextlib.contextmanager
     def capture_within(self) -> Iterator[None]:
         """Surrounds an ``autograd.grad`` within a backward: what it returns is no ``p.grad``, and about to be read."""
@@ -271,13 +278,6 @@ class Segments:
         if segment is None or segment.key.phase is not _BACKWARD:
             self._executor.begin_segment(self._backward_key())
             self._pending_forwards.clear()
-
-    def recompute(self) -> None:
-        """A reentrant checkpoint around the whole model calls it within a backward, which no forward of ours has waited
-        for: it begins here, with its guard."""
-        with self._lock:
-            self.enter_backward()
-            self._executor.guard_backward_from_here()
 
     def _choose_keeping(self) -> None:
         """Only if each backward that runs accumulates, what autograd is given becomes a ``p.grad``."""
@@ -318,7 +318,7 @@ class Segments:
             return self._executor.guarded()
         if self._pending_forwards:
             return self._executor.guarded(self._backward_key())
-        return self._executor.guarded_later()  # no forward of ours waits for it, but see `recompute`
+        return contextlib.nullcontext()  # no forward of ours waits for it
 
     def _backward_key(self) -> SegmentKey:
         # One that returns gradients may be differentiated again: then much of what it makes is kept. Whether it does
