@@ -3,6 +3,7 @@ parameter lives at home, so do its states, and the device need not have room for
 
 import copy
 import gc
+import threading
 
 import pytest
 import torch
@@ -101,6 +102,28 @@ def move_on_full_device(optimizer, move, target, limit):
     everything = torch.empty(left - left % 512, dtype=torch.uint8, device=target)
     move(optimizer, target)
     del everything
+
+
+def test_a_copy_that_another_thread_holds_for_a_moment_leaves_then():
+    """As autograd's does with what a backward has used."""
+    target = device()
+    gc.collect()
+    model = mlp(width=WIDTH)
+    optimizer = fused(model)
+    base = torch.accelerator.memory_allocated()
+    budget = sum(p.nbytes for p in model.parameters())
+    with hetero.manage(model, optimizer, device=target, device_budget=base + budget) as manager:
+        losses_of(model, optimizer, target, steps=2)
+        held = [tensor.data.view(-1) for tensor in manager._stm.residency.resident.values()]
+        assert held
+        set_memory_limit(base + budget)
+        holder = threading.Timer(0.005, held.clear)
+        holder.start()
+        try:
+            move_on_full_device(optimizer, over_values, target, base + budget)
+        finally:
+            set_memory_limit(256 << 20)
+            holder.join()
 
 
 def losses_of(model, optimizer, target, steps=6):

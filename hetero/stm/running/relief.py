@@ -119,6 +119,12 @@ class Relief:
     def make_room(self, nbytes: int) -> bool:
         """The caller is about to take so many bytes of the device; the lock is held. False if they pass the budget all
         the same."""
+        if self._make_room(nbytes):
+            return True
+        self.await_release()
+        return self._make_room(nbytes)
+
+    def _make_room(self, nbytes: int) -> bool:
         with plain(), self._residency.on_its_stream(), self._collector.evicting(for_operator=False):
             return self._room.make(self._accelerator.allocated_size(nbytes))
 
