@@ -23,7 +23,7 @@ from hetero.eviction import choose_placement, choose_places
 from hetero.msc import Phase, Segment
 from hetero.stm.plans.plan import CyclePlan
 from hetero.stm.plans.planbook import PlanBook
-from hetero.stm.plans.timings import AT_LAST, Keys
+from hetero.stm.plans.timings import Keys
 from hetero.stm.tensors.managed import ManagedTensor
 
 __all__ = ["HomeChoice"]
@@ -83,10 +83,10 @@ class HomeChoice:
             if book.timings.was_in_vain(keys):
                 book.places[keys] = self._choose_places(keys)
                 book.set_homes(())
+            elif book.timings.is_final(keys):
+                book.remake_in_haste(keys)  # what is chosen below has another plan
             else:
-                # It is made again for what is chosen below, and as soon as times are final.
-                is_final = book.timings.is_final(keys)
-                book.remake_in_haste(keys, for_iterations=1 if is_final else AT_LAST + 1)
+                book.remake(keys)  # under which times are taken that are to be final
         if self.updates_early() is not book.early:
             book.early = not book.early
             self._chosen.clear()

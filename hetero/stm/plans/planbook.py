@@ -259,10 +259,10 @@ class PlanBook:
         """With what is known now."""
         self._make_all({keys: self._plans[keys].margin})
 
-    def remake_in_haste(self, keys: Keys, *, for_iterations: int) -> None:
-        """With what is known now, quickly: after so many, `take_time` makes it anew."""
+    def remake_in_haste(self, keys: Keys) -> None:
+        """With what is known now, quickly: `take_time` makes it anew, if nothing else has by then."""
         self._make_all({keys: self._plans[keys].margin}, in_haste=keys)
-        self._hasty[keys] = for_iterations
+        self._hasty[keys] = 1
 
     def take_time(self, keys: Keys) -> None:
         """Such an iteration is over: a plan that was made in haste is made anew, if nothing else is to come first."""
