@@ -207,6 +207,11 @@ class StatefulTensorMgr:
 
     # -- what interception calls (`hetero.stm.tensors.owner.Owner`) ---------------------------------------
 
+    @property
+    def _is_settled(self) -> bool:
+        """Everything is there, and nothing of it is intercepted; asked with the lock held."""
+        return self.settled is not None and self.settled.is_on
+
     def begin_outside(self) -> None:
         """Autograd records an operator outside of the model's forward."""
         self.check_process()  # before the device's counters are read, which a child cannot do
@@ -217,7 +222,7 @@ class StatefulTensorMgr:
         that is. A reentrant checkpoint around the whole model calls it so, in a backward that no forward of ours has
         waited for."""
         with self.lock:
-            if self.settled is None or not self.settled.is_on:  # as in `begin_operator`
+            if not self._is_settled:
                 self.segments.enter_backward()
             return self.executor.guarded_within()
 
@@ -226,7 +231,7 @@ class StatefulTensorMgr:
         self.check_process()
         with self.lock:
             # Else another thread has settled since these parameters were looked at: they are there, as themselves.
-            if self.settled is None or not self.settled.is_on:
+            if not self._is_settled:
                 if in_backward():
                     self.segments.enter_backward()
                 self.executor.before_operator(operands, name)
@@ -348,9 +353,7 @@ class StatefulTensorMgr:
         if not self.lock.acquire(blocking=False):
             return True  # as far as anybody knows
         try:
-            is_ours = not (
-                self._closed or self.is_in_child or (self.settled is not None and self.settled.is_on)
-            )
+            is_ours = not (self._closed or self.is_in_child or self._is_settled)
             return not is_ours or self.relief.make_room(nbytes)
         finally:
             self.lock.release()
