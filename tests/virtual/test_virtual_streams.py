@@ -86,6 +86,30 @@ def test_events_measure_the_link(device: torch.device) -> None:
     torch.accelerator.current_stream().wait_event(end)
 
 
+def test_copies_follow_one_another_without_a_gap(slowest_device: torch.device) -> None:
+    """However late the stream's thread wakes up after each; so do pauses. The first copy takes a second, in which all
+    others are ordered."""
+    compute, up = torch.accelerator.current_stream(), torch.Stream(slowest_device)
+    counts = [COUNT, *[COUNT // 64] * 8]
+    pieces = [(torch.empty(n, device=slowest_device), torch.ones(n, pin_memory=True)) for n in counts]
+    uploaded, paused = ([torch.Event(slowest_device, enable_timing=True) for _ in counts] for _ in range(2))
+    up.wait_stream(compute)
+    for (x, host), event in zip(pieces, uploaded, strict=True):
+        with up:
+            x.copy_(host, non_blocking=True)
+        event.record(up)
+    compute.wait_stream(up)
+    for event in paused:
+        keep_busy(0.01)
+        event.record(compute)
+    compute.synchronize()
+    # ms, as the doubles and floats on the way have them: 64 KiB at 4 MiB/s, and 10.
+    assert uploaded[0].elapsed_time(uploaded[-1]) == pytest.approx(8 * 15.625, abs=1e-4)
+    assert paused[0].elapsed_time(paused[-1]) == pytest.approx(80.0, abs=1e-4)
+    assert uploaded[-1].elapsed_time(paused[0]) == pytest.approx(10.0, abs=1e-4)
+    assert [x.sum().item() for x, _ in pieces] == counts
+
+
 def test_an_event_waits_for_the_version_it_had_when_waited_for(slow_device: torch.device) -> None:
     stream, event = torch.Stream(slow_device), torch.Event(slow_device)
     x, host = torch.empty(COUNT, device=slow_device), torch.ones(COUNT, pin_memory=True)

@@ -46,15 +46,17 @@ void copy_async(Stream& s, const Tensor& from, const Tensor& to, const Use& sour
   hold(target.block);
   const auto direction = on_device(to) ? Direction::kToDevice : Direction::kToHost;
   const size_t nbytes = target.end - target.begin;
-  s.enqueue([=, from_block = source.block, to_block = target.block, from_at = source.block->data + source.begin,
+  const TimePoint called = std::chrono::steady_clock::now();
+  s.enqueue([=, &s, from_block = source.block, to_block = target.block, from_at = source.block->data + source.begin,
              to_at = target.block->data + target.begin] {
-    const TimePoint arrival = book_transfer(direction, nbytes);
+    const TimePoint arrival = book_transfer(direction, nbytes, std::max(called, s.reached));
     // The bytes move as late as can be, so that a missing wait shows as NaN and an early overwrite as
     // garbage.
     const auto moving = std::chrono::nanoseconds(nbytes / 8);
     std::this_thread::sleep_until(arrival - moving);
     std::memcpy(to_at, from_at, nbytes);
     std::this_thread::sleep_until(arrival);
+    s.reached = arrival;
     release(from_block);
     release(to_block);
   });
@@ -76,7 +78,8 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   InlineWork inline_work(s);
   TimePoint arrival{};
   if (over_link)
-    arrival = book_transfer(on_device(to) ? Direction::kToDevice : Direction::kToHost, to.numel() * to.itemsize());
+    arrival = book_transfer(on_device(to) ? Direction::kToDevice : Direction::kToHost, to.numel() * to.itemsize(),
+                            std::chrono::steady_clock::now());
   (on_device(to) ? alias_on_cpu(to) : to).copy_(on_device(from) ? alias_on_cpu(from) : from);
   if (over_link) {
     sleep_until(arrival);
@@ -106,7 +109,7 @@ at::Scalar local_scalar_dense(const Tensor& t) {
   Stream& s = stream(current_stream());
   record_uses(s, {use_of(t, false)});
   InlineWork inline_work(s);
-  sleep_until(book_transfer(Direction::kToHost, t.itemsize()));
+  sleep_until(book_transfer(Direction::kToHost, t.itemsize(), std::chrono::steady_clock::now()));
   at::Scalar value = at::native::_local_scalar_dense_cpu(alias_on_cpu(t));
   std::lock_guard<std::mutex> state(state_mutex());
   host_joins(s);

@@ -51,8 +51,8 @@ TimePoint Ticket::finished_at() const {
   return latest;
 }
 
-void Ticket::complete() {
-  when = std::chrono::steady_clock::now();
+void Ticket::complete(TimePoint at) {
+  when = at;
   {
     std::lock_guard<std::mutex> lock(global().completion_mutex);
     done.store(true, std::memory_order_release);
@@ -180,10 +180,11 @@ void record_event(Event& e, Stream& s) {
     e.ticket = ticket;
     if (s.id == 0) ticket->after = s.deferred;
   }
+  const TimePoint called = std::chrono::steady_clock::now();
   if (s.id == 0) {
-    ticket->complete();  // inline work is done; only the waits it is queued behind remain
+    ticket->complete(called);  // inline work is done; only the waits it is queued behind remain
   } else {
-    s.enqueue([ticket] { ticket->complete(); });
+    s.enqueue([ticket, called, &s] { ticket->complete(std::max(called, s.reached)); });
   }
 }
 
@@ -198,7 +199,10 @@ void wait_event(const Event& e, Stream& s) {
       return;
     }
   }
-  s.enqueue([ticket = e.ticket] { ticket->wait(); });
+  s.enqueue([ticket = e.ticket, &s] {
+    ticket->wait();
+    s.reached = std::max(s.reached, ticket->finished_at());
+  });
 }
 
 void keep_busy(double seconds) {
@@ -221,8 +225,9 @@ void keep_busy(double seconds) {
       t->wait();
       begin = std::max(begin, t->finished_at());
     }
-    std::this_thread::sleep_until(begin + duration_cast<TimePoint::duration>(duration<double>(seconds)));
-    ticket->complete();
+    const TimePoint end = begin + duration_cast<TimePoint::duration>(duration<double>(seconds));
+    std::this_thread::sleep_until(end);
+    ticket->complete(end);
   });
 }
 
@@ -282,12 +287,12 @@ std::pair<double, double> link() {
   return {global().bandwidth, global().latency};
 }
 
-TimePoint book_transfer(Direction d, size_t nbytes) {
+TimePoint book_transfer(Direction d, size_t nbytes, TimePoint ready) {
   using Seconds = std::chrono::duration<double>;
   auto ticks = [](double s) { return std::chrono::duration_cast<TimePoint::duration>(Seconds(std::min(s, 1e9))); };
   std::lock_guard<std::mutex> lock(global().link_mutex);
   auto& free_at = global().link_free[static_cast<int>(d)];
-  free_at = std::max(free_at, std::chrono::steady_clock::now()) + ticks(nbytes / global().bandwidth);
+  free_at = std::max(free_at, ready) + ticks(nbytes / global().bandwidth);
   return free_at + ticks(global().latency);
 }
 

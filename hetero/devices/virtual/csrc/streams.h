@@ -4,6 +4,9 @@
 // link's speed, and the list of races found. Stream 0 computes inline on the calling thread; every other
 // stream is a thread that runs queued copies in order. All host threads count as one host.
 //
+// Times are the device's: a copy begins when the link is free and what it waits for has ended, however late our thread
+// wakes up to make it. Nobody sees it end before it has been made.
+//
 // Locks: state_mutex() guards clocks, block histories, statistics and the race list, and is held only for
 // moments; Stream::exec serialises what runs inline on one stream and may be held long. Never take exec while
 // holding the state mutex, and never take the GIL while holding either.
@@ -27,11 +30,11 @@ using TimePoint = std::chrono::steady_clock::time_point;
 // The completion of everything queued on a stream up to one point.
 struct Ticket {
   std::atomic<bool> done{false};
-  TimePoint when{};                           // valid once done
+  TimePoint when{};                           // on the device; valid once done
   std::vector<std::shared_ptr<Ticket>> after;  // earlier tickets that must be complete too
   bool finished() const;
   TimePoint finished_at() const;
-  void complete();
+  void complete(TimePoint when = std::chrono::steady_clock::now());
   void wait() const;
 };
 
@@ -42,6 +45,7 @@ struct Stream {
   std::recursive_mutex exec;
   std::atomic<bool> has_deferred{false};
   std::vector<std::shared_ptr<Ticket>> deferred;  // stream 0 only: waits to honour before the next inline work
+  TimePoint reached{};  // side streams, on their own thread: when the device has done what has run so far
 
   explicit Stream(int id) : id(id) { clock.reached[id] = 1; }
   void enqueue(std::function<void()> job);  // side streams only
@@ -90,8 +94,9 @@ void forgive(Stream& s, const Epoch& earlier);
 enum class Direction { kToDevice, kToHost };
 void set_link(double bytes_per_second, double seconds);
 std::pair<double, double> link();
-// Books nbytes on the link and returns when they will have arrived. Each direction has the full bandwidth.
-TimePoint book_transfer(Direction d, size_t nbytes);
+// Books nbytes, which could go from ``ready`` on, and returns when they will have arrived. Each direction has the full
+// bandwidth.
+TimePoint book_transfer(Direction d, size_t nbytes, TimePoint ready);
 void sleep_until(TimePoint t);
 
 // Races. report_race is called with the state mutex held, the rest without.
