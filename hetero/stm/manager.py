@@ -298,7 +298,7 @@ class StatefulTensorMgr:
         with self.lock:
             if self._closed:
                 return gradient.to(tensor.parameter.device).to(tensor.parameter.dtype)
-            if self.settled is not None and self.settled.is_on:  # a graph from before: it ends at home
+            if self._is_settled:  # a graph from before: it ends at home
                 return gradient.to(tensor.home.device)
             self.segments.enter_backward()
             # Autograd may add to the gradient that the queue reads.

@@ -78,8 +78,7 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   InlineWork inline_work(s);
   TimePoint arrival{};
   if (over_link)
-    arrival = book_transfer(on_device(to) ? Direction::kToDevice : Direction::kToHost, to.numel() * to.itemsize(),
-                            std::chrono::steady_clock::now());
+    arrival = book_transfer(on_device(to) ? Direction::kToDevice : Direction::kToHost, to.numel() * to.itemsize());
   (on_device(to) ? alias_on_cpu(to) : to).copy_(on_device(from) ? alias_on_cpu(from) : from);
   if (over_link) {
     sleep_until(arrival);
@@ -109,7 +108,7 @@ at::Scalar local_scalar_dense(const Tensor& t) {
   Stream& s = stream(current_stream());
   record_uses(s, {use_of(t, false)});
   InlineWork inline_work(s);
-  sleep_until(book_transfer(Direction::kToHost, t.itemsize(), std::chrono::steady_clock::now()));
+  sleep_until(book_transfer(Direction::kToHost, t.itemsize()));
   at::Scalar value = at::native::_local_scalar_dense_cpu(alias_on_cpu(t));
   std::lock_guard<std::mutex> state(state_mutex());
   host_joins(s);

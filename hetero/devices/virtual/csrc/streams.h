@@ -34,7 +34,7 @@ struct Ticket {
   std::vector<std::shared_ptr<Ticket>> after;  // earlier tickets that must be complete too
   bool finished() const;
   TimePoint finished_at() const;
-  void complete(TimePoint when = std::chrono::steady_clock::now());
+  void complete(TimePoint at = std::chrono::steady_clock::now());
   void wait() const;
 };
 
@@ -96,7 +96,7 @@ void set_link(double bytes_per_second, double seconds);
 std::pair<double, double> link();
 // Books nbytes, which could go from ``ready`` on, and returns when they will have arrived. Each direction has the full
 // bandwidth.
-TimePoint book_transfer(Direction d, size_t nbytes, TimePoint ready);
+TimePoint book_transfer(Direction d, size_t nbytes, TimePoint ready = std::chrono::steady_clock::now());
 void sleep_until(TimePoint t);
 
 // Races. report_race is called with the state mutex held, the rest without.
