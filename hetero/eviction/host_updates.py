@@ -5,13 +5,19 @@ is there; or, ``early``, each from the moment its gradient is there. Of several,
 the device goes first, and then the one that is needed first. Until the step, each begins with copying what it
 overwrites.
 
+[Note: whose turn it is] What was updated early is confirmed after the step in its turn, behind updates that are needed
+sooner and have yet to be made. Copies need not wait for that; but one that is ordered behind others that have yet to
+begin does, so that it does not go before them.
+
 [Note: what begins early] A copy is worthless from the gradient on, and whoever used the tensor again before the step
 would find neither the old value nor the right new one: the executor takes such an update back. So one that is used
 again, or has more than one gradient in an iteration, is updated in the step.
 """
 
 import heapq
+from collections import deque
 from collections.abc import Collection, Iterator
+from itertools import takewhile
 from math import inf
 
 from hetero.eviction.model import Trace, Updates
@@ -43,7 +49,8 @@ class HostUpdates:
 
     Attributes:
         ranks: of each tensor, its place in the order of first use.
-        done: when each tensor was, or will be, updated last; those are missing of which nobody can say yet.
+        done: when each tensor was, or will be, updated last, or later confirmed; those are missing of which nobody can
+            say yet.
         due: when the next begins, of those whose gradients will be there; inf without any.
     """
 
@@ -64,6 +71,9 @@ class HostUpdates:
         self._begins_later: set[int] = set()
         self._last_landing: dict[int, float] = {}
         self.done: dict[int, float] = {}
+        # Since the step, by rank, [Note: whose turn it is]: what is updated and not confirmed; what had not begun then.
+        self._unconfirmed: dict[int, None] = {}
+        self._unbegun: deque[int] = deque()
 
     def land(self, x: int, time: float) -> bool:
         """Its gradient will be at home. True: it will be updated from then on, whenever its turn comes."""
@@ -84,6 +94,9 @@ class HostUpdates:
                 if x not in self._early:
                     self._begin_later(max(clock, landing.get(x, clock)), x)
             self._has_stepped = True
+            self._unbegun = deque(x for x in updates.tensors if x in self._begins_later)
+            self._unconfirmed = {x: None for x in updates.tensors if self.done.get(x, inf) <= clock}
+            self._confirm(max(clock, self._free))
             return
         free = max(self._free, clock)
         for x, seconds in zip(updates.tensors, updates.seconds, strict=True):
@@ -94,28 +107,53 @@ class HostUpdates:
         """It is to be updated, and has not been by ``clock``."""
         return x in self._begins_later or self.done.get(x, 0.0) > clock
 
+    def is_to_come(self, x: int, clock: float) -> bool:
+        """Before `queue`: its update will not have been made by ``clock``."""
+        return x not in self._early or x in self._begins_later or self.done.get(x, 0.0) > clock
+
+    def is_unconfirmed(self, x: int) -> bool:
+        """[Note: whose turn it is]"""
+        return x in self._unconfirmed
+
+    def turn(self, x: int) -> float | None:
+        """When it is updated, and confirmed; None: nobody can say yet."""
+        return None if x in self._unconfirmed else self.done.get(x)
+
     def finish(self, clock: float) -> float:
         """When everything is done that has been queued, if that is later than ``clock``; early, nobody waits."""
         return clock if self._updates.early else max(clock, self._free)
 
     def begin_until(self, clock: float) -> Iterator[tuple[float, int]]:
-        """What the host begins up to ``clock``: when it will have been done, and which."""
+        """What the host begins up to ``clock``, and what is confirmed behind that: when it will be done, and which."""
         while self.due <= clock:
-            yield self._begin_next()
+            yield from self._begin_next()
 
     def begin(self, x: int) -> Iterator[tuple[float, int]]:
         """As `begin_until`, up to ``x``."""
-        while x not in self.done and self.due < inf:
-            yield self._begin_next()
+        while self.turn(x) is None and self.due < inf:
+            yield from self._begin_next()
 
     def _begin_later(self, time: float, x: int) -> None:
         self.done.pop(x, None)
+        self._unconfirmed.pop(x, None)
         self._begins_later.add(x)
         heapq.heappush(self._landing, (time, x))
         if not (self._first or self._other):
             self.due = max(self._free, self._landing[0][0])
 
-    def _begin_next(self) -> tuple[float, int]:
+    def _confirm(self, time: float) -> list[tuple[float, int]]:
+        """What has begun will have been done by ``time``: what has its turn then, as `begin_until`."""
+        unbegun = self._unbegun
+        while unbegun and unbegun[0] not in self._begins_later:
+            unbegun.popleft()
+        first = self.ranks[unbegun[0]] if unbegun else len(self.ranks)
+        confirmed = list(takewhile(lambda x: self.ranks[x] < first, self._unconfirmed))
+        for x in confirmed:
+            del self._unconfirmed[x]
+            self.done[x] = time
+        return [(time, x) for x in confirmed]
+
+    def _begin_next(self) -> list[tuple[float, int]]:
         now, landing, first, other = self.due, self._landing, self._first, self._other
         while landing and landing[0][0] <= now:
             x = heapq.heappop(landing)[1]
@@ -131,4 +169,4 @@ class HostUpdates:
             self.due = self._free
         else:
             self.due = max(self._free, landing[0][0]) if landing else inf
-        return self._free, x
+        return [(self._free, x), *self._confirm(self._free)]

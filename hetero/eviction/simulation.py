@@ -7,8 +7,9 @@ operator waits for its operands. A written-back copy occupies memory until the t
 the oldest write backs only as long as its capacity demands it. Gradients go home by the same link, in the middle of a
 period, and are waited for when too many are on their way. The host updates one tensor after another, each when its
 gradient is there; a tensor that waits for its update is fetched when that is done, and fetches that could start
-meanwhile go first. Copies that are renewed before the step (`hetero.eviction.places`) displace no planned ones, so
-that no moment holds more than its capacity. It assumes a valid schedule.
+meanwhile go first (but `hetero.eviction.host_updates`, [Note: whose turn it is]). Copies that are renewed before the
+step (`hetero.eviction.places`) displace no planned ones, so that no moment holds more than its capacity. It assumes a
+valid schedule.
 """
 
 import heapq
@@ -217,23 +218,23 @@ class _Run:
 
     def _update(self, queue: HostUpdates) -> None:
         """The optimizer has stepped."""
+        waiting = [x for x in self.places if x not in self.on_order and queue.is_to_come(x, self.clock)]
         queue.queue(self.clock)
         self._issue(len(self.places))  # all of which are filled anew
-        for x in self.places:
-            if x not in self.on_order and (x not in queue.done or queue.done[x] > self.clock):
-                self._expect(x)
+        for x in waiting:
+            self._expect(x)
 
     def _expect(self, x: int) -> None:
         """A copy of what its update makes of it."""
         self.on_order[x] = 0
         assert self.host is not None
-        if x in self.host.done:
-            self._order([(self.host.done[x], x)])
+        if (ready := self.host.turn(x)) is not None:
+            self._order([(ready, x)])
 
     def _order(self, updated: Iterable[tuple[float, int]]) -> None:
         """It is known when they are."""
         for ready, x in updated:
-            if x in self.on_order:
+            if self.on_order.get(x) == 0:
                 self.orders += 1
                 self.on_order[x] = self.orders
                 heapq.heappush(self.ordered, (ready, self.orders, x))
@@ -371,7 +372,7 @@ class _Run:
             issued += issue
             if issued > free:
                 free = issued
-            if host is not None and host.is_late(x, clock):
+            if host is not None and (host.is_late(x, clock) or (self.on_order and host.is_unconfirmed(x))):
                 self._expect(x)
                 continue
             if x in saved:  # home is current only once the write back has ended

@@ -165,15 +165,25 @@ class UpdateQueue:
             self._changed.wait_for(lambda: self._current is not attempt)
 
     def upload_after(self, update: Update, upload: Callable[[], torch.Event]) -> bool:
-        """Let the thread start ``upload`` as soon as ``update`` is done, or tried; False if it is done already."""
+        """Let the thread start ``upload`` as soon as ``update`` is done, or tried; False if it is done already. Of what
+        was tried and waits for its turn it is started at once, but not before what was asked for earlier."""
         with self._changed:
             if update.done:
                 return False
-            if isinstance(update, Attempt) and update.tentative and update.was_tried:
+            if isinstance(update, Attempt) and update.was_tried and self._may_upload(update):
                 update.arrival, update.again = upload(), upload
             else:
                 update._upload = upload
             return True
+
+    def _may_upload(self, attempt: Attempt) -> bool:
+        """Nobody is about to say that its trial was wrong, nor would it overtake another."""
+        if attempt.tentative:
+            return True
+        current = self._current
+        if current is attempt or (current is not None and current._upload is not None):
+            return False
+        return all(one._upload is None for one in self._waiting)
 
     def upload_again(self, attempt: Attempt) -> None:
         """Its trial was wrong: what was uploaded is worthless. For the queue's thread, when ``attempt`` runs."""

@@ -243,6 +243,17 @@ def naive_ends(updates, landings, stepped):
     return done
 
 
+def naive_turns(updates, ends, *, begun, stepped):
+    """When each has its turn: what was updated before the step, of those that had ``begun``, behind whoever was being
+    updated when it came, and behind the others that come first; the rest once they are done."""
+    running = max([stepped, *(ends[x] for x in begun)])
+    turns = {}
+    for rank, x in enumerate(updates.tensors):
+        before = [ends[y] for y in updates.tensors[:rank] if y not in begun]
+        turns[x] = max([running, *before]) if x in begun and ends[x] <= stepped else ends[x]
+    return turns
+
+
 @given(data=st.data(), count=st.integers(1, 6), stepped=st.integers(8, 20), copies=st.booleans())
 def test_the_host_against_a_naive_one(data, count, stepped, copies):
     """Gradients land while backward runs; copying what is overwritten takes time until the step, and none after it."""
@@ -265,8 +276,12 @@ def test_the_host_against_a_naive_one(data, count, stepped, copies):
         assert host.land(x, time)
     ended = {x: end for end, x in host.begin_until(stepped - 0.25)}
     host.queue(float(stepped))
-    ended |= {x: end for end, x in host.begin_until(1e9)}
-    assert ended == naive_ends(updates, landings, stepped)
+    later = {x: end for end, x in host.begin_until(1e9)}
+    ends = naive_ends(updates, landings, stepped)
+    assert ended == {x: ends[x] for x in ended}
+    turns = naive_turns(updates, ends, begun=ended, stepped=stepped)
+    assert later == {x: turns[x] for x in later}
+    assert host.done == turns
 
 
 def test_copies_of_what_is_overwritten_lengthen_a_step_whose_host_is_the_slowest():

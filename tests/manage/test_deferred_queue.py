@@ -12,7 +12,7 @@ from torch import nn
 from twins import adamw, device
 
 import hetero
-from hetero.stm.deferred import Update, UpdateQueue
+from hetero.stm.deferred import Attempt, Update, UpdateQueue
 
 pytestmark = pytest.mark.usefixtures("late_queue")
 
@@ -72,6 +72,49 @@ def test_a_queue_runs_everything_once_and_what_is_waited_for_first():
     queue.finish_all()
     assert done == [3, 0, 1, 2, 4]
     assert all(update.done for update in updates)
+    queue.close()
+
+
+class Tried:
+    """What an attempt does early: nothing, and at once."""
+
+    def can_begin(self):
+        return True
+
+    def can_end(self):
+        return True
+
+    def perform(self):
+        pass
+
+
+def test_what_was_tried_is_uploaded_before_its_turn_unless_another_was_asked_for_first():
+    """The thread is kept busy by one update; the two behind it have been tried already."""
+    queue, uploaded = UpdateQueue(), []
+    attempts = [Attempt(Tried(), rank) for rank in range(2)]
+    for attempt in attempts:
+        queue.try_early(attempt)
+    while not all(attempt.was_tried for attempt in attempts):
+        time.sleep(1e-4)
+    begun, may_end = threading.Event(), threading.Event()
+
+    def run():
+        begun.set()
+        may_end.wait()
+
+    busy = Update(run)
+    attempts[0].confirm(lambda: queue.upload_again(attempts[0]))  # its trial was wrong
+    attempts[1].confirm(lambda: None)
+    queue.submit([busy, *attempts])
+    begun.wait()
+    assert queue.upload_after(attempts[0], lambda: uploaded.append(0) or "arrival")
+    assert uploaded == [0]  # at once: home is what it will be, if the trial is right
+    assert queue.upload_after(busy, lambda: uploaded.append("busy") or "arrival")
+    assert queue.upload_after(attempts[1], lambda: uploaded.append(1) or "arrival")
+    assert uploaded == [0]
+    may_end.set()
+    queue.finish_all()
+    assert uploaded == [0, "busy", 0, 1]
     queue.close()
 
 
