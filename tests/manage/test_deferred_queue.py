@@ -107,12 +107,13 @@ def test_what_was_tried_is_uploaded_before_its_turn_unless_another_was_asked_for
     attempts[1].confirm(lambda: None)
     queue.submit([busy, *attempts])
     begun.wait()
-    assert queue.upload_after(attempts[0], lambda: uploaded.append(0) or "arrival")
-    assert uploaded == [0]  # at once: home is what it will be, if the trial is right
-    assert queue.upload_after(busy, lambda: uploaded.append("busy") or "arrival")
-    assert queue.upload_after(attempts[1], lambda: uploaded.append(1) or "arrival")
-    assert uploaded == [0]
-    may_end.set()
+    try:
+        for name, update in ((0, attempts[0]), ("busy", busy), (1, attempts[1])):
+            assert queue.upload_after(update, lambda name=name: uploaded.append(name) or "arrival")
+        # At once: home is what it will be, if the trial is right.
+        assert uploaded == [0]
+    finally:
+        may_end.set()
     queue.finish_all()
     assert uploaded == [0, "busy", 0, 1]
     queue.close()
