@@ -238,3 +238,69 @@ def test_a_graph_that_is_gone_through_twice_once(share):
         return seen
 
     assert_twins(lambda: mlp(depth=2), loop, share=share)
+
+
+@pytest.mark.parametrize("budget", [400 << 10, 500 << 10])
+def test_a_loss_that_keeps_some_and_takes_more_before_backward_passes_the_budget_once(budget):
+    """It begins to keep some and to take more in the seventh iteration (docs/limits.md)."""
+    target = device()
+    torch.manual_seed(0)
+    model = mlp()
+    optimizer = adamw(model)
+    before = torch.accelerator.memory_allocated()
+    over = {}
+    with hetero.manage(model, optimizer, device=target, device_budget=before + budget, device_homes=False):
+        kept = []
+        for step in range(14):
+            loss = model(batch(target)).square().mean()
+            if step >= 6:
+                kept = [torch.empty(64 << 10, dtype=torch.uint8, device=target)]
+                for_a_while = torch.empty(200 << 10, dtype=torch.uint8, device=target)
+                more = torch.accelerator.memory_allocated() - before - budget
+                if more > 0:
+                    over[step] = more
+                del for_a_while
+            loss.backward()
+            kept.clear()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(over) <= 1, over
+
+
+class Hooked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.hook = mlp(depth=6), None
+
+    def forward(self, x):
+        for place, layer in enumerate(self.body):
+            x = layer(x)
+            if self.hook is not None and place == self.place:
+                self.hook_handle = x.register_hook(self.hook)
+        return x
+
+
+@pytest.mark.parametrize("at", [5, 9])
+@pytest.mark.parametrize("share", [0.4, 0.48])
+def test_a_graph_that_a_backward_has_kept_and_left_by_an_exception(share, at):
+    def loop(model, optimizer, target):
+        seen, model.place = [], 16
+
+        def hook(gradient):
+            model.hook_handle.remove()
+            raise ValueError("of the user's")
+
+        for step in range(at + 2):
+            model.hook = hook if step == at else None
+            loss = model(batch(target, 300)).square().mean()
+            try:
+                loss.backward(retain_graph=step == at)
+            except ValueError:
+                optimizer.zero_grad()
+                loss.backward()
+            seen.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    assert_twins(Hooked, loop, share=share)

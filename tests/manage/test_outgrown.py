@@ -9,7 +9,7 @@ import torch
 from accelerators import GAPS, clear_races, races
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loops import mlp, train
+from loops import batch, mlp, train
 from torch import nn
 from torch.nn.utils import prune
 from twins import adamw, assert_same, assert_twins, device, plain, unmanaged
@@ -534,3 +534,43 @@ def test_what_grows_from_one_forward_to_the_next_finds_its_room_in_the_middle_of
                 torch.accelerator.reset_peak_memory_stats()
             model(x)
             assert torch.accelerator.max_memory_allocated() <= budget + GAPS
+
+
+class WithMore(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.extra, self.more = mlp(), nn.Linear(64, 64), False
+
+    def forward(self, x):
+        x = self.body(x)
+        return self.extra(x) if self.more else x
+
+
+def test_growth_in_an_iteration_that_has_become_longer_is_no_other_kinds():
+    target = device()
+    torch.manual_seed(0)
+    model = WithMore()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    budget = (
+        torch.accelerator.memory_allocated() + int(0.8 * sum(p.nbytes for p in model.parameters())) + 200_000
+    )
+    held = []
+
+    def once(rows, more, keep=0):
+        model.more = more
+        if keep:
+            held.append(torch.ones(keep // 4).to(target))
+        model(batch(target, rows)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with hetero.manage(model, optimizer, device=target, device_budget=budget, device_homes=False) as manager:
+        for _ in range(12):
+            once(32, False)
+        once(8, False)
+        once(8, True, keep=60_000)  # while its plan is verified: it becomes longer, and holds more
+        held.clear()
+        once(32, True)  # the other kind, which holds nothing more, misses a fetch
+        once(32, False)
+        margins = {plan.keys[0].elements // 64: plan.margin for plan in manager._stm.plans}
+    assert margins[32] == 0, margins

@@ -9,12 +9,14 @@ from accelerators import ON_CUDA, SEGMENTS
 from blocks import Block
 from hypothesis import given
 from hypothesis import strategies as st
+from loops import batch, mlp
 from torch import nn
 from twins import adamw, assert_twins, device
 
 import hetero
 from hetero.eviction import Actions
 from hetero.stm.plans.departures import Departures
+from hetero.stm.plans.planbook import PlanBook
 from hetero.stm.running.course import in_the_end
 
 WIDTH = 64
@@ -332,3 +334,41 @@ def test_however_an_iteration_changes_it_is_measured_seldom(iterations):
         lost = [row for row in iterations[before + 1 : after + 1] if isinstance(row, int)]
         in_vain = [row for row in iterations[before + 1 : after + 1] if not isinstance(row, int)]
         assert sum(max(row, 2) for row in lost) >= 16 << times or len(in_vain) >= 8 << times
+
+
+class OncePerStep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.extra, self.is_first = mlp(), nn.Linear(64, 64), False
+
+    def forward(self, x):
+        x = self.body(x)
+        return self.extra(x) if self.is_first else x
+
+
+def test_who_does_more_in_the_first_micro_batch_is_not_measured_for_ever(monkeypatch):
+    learned = []
+    learn = PlanBook.learn
+
+    def learns(self, keys, segments):
+        known = learn(self, keys, segments)
+        learned.append((known, all(segment.sampled for segment in segments)))
+        return known
+
+    monkeypatch.setattr(PlanBook, "learn", learns)
+
+    def loop(model, optimizer, target):
+        seen = []
+        for _ in range(12):
+            for number in range(2):
+                model.is_first = number == 0
+                loss = model(batch(target)).square().mean()
+                loss.backward()
+                seen.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    assert_twins(OncePerStep, loop)
+    assert sum(known for known, _ in learned) <= 4, learned
+    assert not all(sampled for _, sampled in learned), "each iteration is measured"

@@ -74,6 +74,10 @@ class Outgrown:
             return 0
         return max(seen.drift, min(_SPARE * seen.drift, room() // 2))
 
+    def forget_seen(self, *, trains: bool) -> None:
+        """The iteration is over, and a plan is made of what was measured of it: nothing has to be kept free beside."""
+        self._seen[trains] = _Seen()
+
     def _is_due(self, keys: Hashable, *, is_next: bool) -> bool:
         self._times[keys, is_next] += 1
         is_due = self._times[keys, is_next].bit_count() == 1

@@ -107,6 +107,7 @@ class PlanBook:
                     self.timings.forget(keys)
                     self._verified.discard(keys)
                     self._make_all({keys: self._plans[keys].margin})
+                    self.outgrown.forget_seen(trains=_trains(keys))
                     return True
                 if self.outgrown.is_unsure(keys) or self._have_passed(segments):
                     self._learn_growth(keys, segments)
@@ -118,6 +119,7 @@ class PlanBook:
             if not self.last.knows_callers_part:
                 self.outgrown.doubt(keys)
             self._hasty[keys] = _UNTIL_TIMED
+            self.outgrown.forget_seen(trains=_trains(keys))
         else:
             self._make_if_outgrown(keys, segments)
         return False

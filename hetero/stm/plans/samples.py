@@ -5,6 +5,7 @@ again because an iteration has outgrown them (`hetero.stm.plans.outgrown`). The 
 its list, because what follows a plan has other things on the device.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
@@ -139,12 +140,16 @@ class Samples(Mapping[SegmentKey, Sequence[Segment]]):
     def take_longer(self, segments: Sequence[Segment]) -> bool:
         """They are of an iteration with all that is known of such ones, and more: then they take its place, because a
         plan serves also who leaves out some of it. Else nothing changes."""
-        if not _are_longer(segments, [self._kept[segment.key][-1] for segment in segments]):
+        # A key may come several times, as micro-batches do: the longest of them counts, and is to be the last.
+        found: dict[SegmentKey, list[Segment]] = defaultdict(list)
+        for segment in sorted(segments, key=lambda segment: len(segment.periods)):
+            found[segment.key].append(segment)
+        if not _are_longer([those[-1] for those in found.values()], [self._kept[key][-1] for key in found]):
             return False
         self._peaks.clear()
         for segment in segments:
             _read_events(segment)
-            self._kept[segment.key] = [segment]
+        self._kept.update(found)
         return True
 
     def keep_longer(self, keys: Sequence[SegmentKey]) -> None:

@@ -55,8 +55,9 @@ class CallersPart:
         if segment.sampled:  # its peaks are read all the same, and the next plan has them
             return more if may_pass else 0
         if may_pass:
+            looked = self.look_back(plan)  # before the watch begins: what has passed by now is no part of it
             self._watch(plan, position)
-            return more
+            return max(more, looked)
         return self.look_back(plan)
 
     def begin_after_drift(self, plan: CyclePlan, *, position: int) -> None:

@@ -316,9 +316,10 @@ class Segments:
         segment = self._executor.segment
         if segment is not None and segment.key.phase is Phase.BACKWARD:
             return self._executor.guarded()
-        if self._pending_forwards:
+        # Without a forward that waits for it, it may go through a graph that a failure has left behind.
+        if self._pending_forwards or self._activations.has_records:
             return self._executor.guarded(self._backward_key())
-        return contextlib.nullcontext()  # no forward of ours waits for it
+        return contextlib.nullcontext()  # nothing of ours waits for it
 
     def _backward_key(self) -> SegmentKey:
         # One that returns gradients may be differentiated again: then much of what it makes is kept. Whether it does
