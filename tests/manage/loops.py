@@ -11,6 +11,18 @@ def mlp(width: int = 64, depth: int = 4) -> nn.Module:
     return nn.Sequential(*layers)
 
 
+class WithMore(nn.Module):
+    """`mlp`, with one layer behind it where ``more`` is true."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.extra, self.more = mlp(), nn.Linear(64, 64), False
+
+    def forward(self, x):
+        x = self.body(x)
+        return self.extra(x) if self.more else x
+
+
 def batch(target, rows=8, width=64):
     return torch.randn(rows, width).to(target)
 

@@ -9,7 +9,7 @@ import torch
 from accelerators import GAPS, clear_races, races
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loops import batch, mlp, train
+from loops import WithMore, batch, mlp, train
 from torch import nn
 from torch.nn.utils import prune
 from twins import adamw, assert_same, assert_twins, device, plain, unmanaged
@@ -534,16 +534,6 @@ def test_what_grows_from_one_forward_to_the_next_finds_its_room_in_the_middle_of
                 torch.accelerator.reset_peak_memory_stats()
             model(x)
             assert torch.accelerator.max_memory_allocated() <= budget + GAPS
-
-
-class WithMore(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.extra, self.more = mlp(), nn.Linear(64, 64), False
-
-    def forward(self, x):
-        x = self.body(x)
-        return self.extra(x) if self.more else x
 
 
 def test_growth_in_an_iteration_that_has_become_longer_is_no_other_kinds():

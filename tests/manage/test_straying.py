@@ -1,6 +1,7 @@
 """Iterations that leave out some of what was planned, or have more in them: experts without tokens, layers dropped."""
 
 import gc
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from accelerators import ON_CUDA, SEGMENTS
 from blocks import Block
 from hypothesis import given
 from hypothesis import strategies as st
-from loops import batch, mlp
+from loops import WithMore, losses
 from torch import nn
 from twins import adamw, assert_twins, device
 
@@ -336,14 +337,12 @@ def test_however_an_iteration_changes_it_is_measured_seldom(iterations):
         assert sum(max(row, 2) for row in lost) >= 16 << times or len(in_vain) >= 8 << times
 
 
-class OncePerStep(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.extra, self.is_first = mlp(), nn.Linear(64, 64), False
+class MoreAtFirst(WithMore):
+    """In the first of two micro-batches, as a model that does something once for all of them."""
 
     def forward(self, x):
-        x = self.body(x)
-        return self.extra(x) if self.is_first else x
+        self.more = not self.more
+        return super().forward(x)
 
 
 def test_who_does_more_in_the_first_micro_batch_is_not_measured_for_ever(monkeypatch):
@@ -357,18 +356,6 @@ def test_who_does_more_in_the_first_micro_batch_is_not_measured_for_ever(monkeyp
 
     monkeypatch.setattr(PlanBook, "learn", learns)
 
-    def loop(model, optimizer, target):
-        seen = []
-        for _ in range(12):
-            for number in range(2):
-                model.is_first = number == 0
-                loss = model(batch(target)).square().mean()
-                loss.backward()
-                seen.append(loss.detach())
-            optimizer.step()
-            optimizer.zero_grad()
-        return seen
-
-    assert_twins(OncePerStep, loop)
+    assert_twins(MoreAtFirst, partial(losses, steps=12, micro_batches=2))
     assert sum(known for known, _ in learned) <= 4, learned
     assert not all(sampled for _, sampled in learned), "each iteration is measured"

@@ -52,13 +52,13 @@ class CallersPart:
         known = plan.left[number]
         more = 0 if known is None else segment.left_bytes - known - plan.margin - drift
         may_pass = more > 0 and self._room.exceeds(limit - MOST_OF_ITS_OWN * more)
-        if segment.sampled:  # its peaks are read all the same, and the next plan has them
+        if segment.sampled:  # its peaks are read all the same
             return more if may_pass else 0
-        if may_pass:
-            looked = self.look_back(plan)  # before the watch begins: what has passed by now is no part of it
-            self._watch(plan, position)
-            return max(more, looked)
-        return self.look_back(plan)
+        looked = self.look_back(plan)  # before a watch begins: what has passed by now is no part of it
+        if not may_pass:
+            return looked
+        self._watch(plan, position)
+        return max(more, looked)
 
     def begin_after_drift(self, plan: CyclePlan, *, position: int) -> None:
         """A forward ends, with its last moment ``position``, that kept more than was measured: its caller may take more
