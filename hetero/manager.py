@@ -429,7 +429,7 @@ def _make_plain(manager: stm.StatefulTensorMgr) -> None:
 
 def _abandon(manager: stm.StatefulTensorMgr, properties: DeviceProperties) -> None:
     """A manager was dropped with its model: nothing of it may stay, on the device or in torch."""
-    if manager.is_in_child:
+    if manager.standing.is_in_child:
         return  # neither is there
     # Python's collector runs on any thread, in the middle of anything. What holds the lock may wait for this thread,
     # and what the queue's thread is doing cannot be ended from within.

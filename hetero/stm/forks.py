@@ -20,12 +20,10 @@ __all__ = ["Forkable", "in_child", "watch"]
 class Forkable(Protocol):
     """A manager, as a fork sees it (`hetero.stm.manager.StatefulTensorMgr`)."""
 
-    is_in_child: bool
-
     def begin_fork(self) -> None:
         """Finish what is under way, take the locks and let nothing begin until `end_fork`."""
 
-    def end_fork(self) -> None:
+    def end_fork(self, *, in_child: bool) -> None:
         """In parent and child: go on."""
 
 
@@ -53,15 +51,13 @@ def _before() -> None:
         manager.begin_fork()
 
 
-def _after_in_parent() -> None:
+def _after(*, in_child: bool) -> None:
     while _forking:
-        _forking.pop().end_fork()
+        _forking.pop().end_fork(in_child=in_child)
 
 
-def _after_in_child() -> None:
-    for manager in _forking:
-        manager.is_in_child = True
-    _after_in_parent()
-
-
-os.register_at_fork(before=_before, after_in_parent=_after_in_parent, after_in_child=_after_in_child)
+os.register_at_fork(
+    before=_before,
+    after_in_parent=lambda: _after(in_child=False),
+    after_in_child=lambda: _after(in_child=True),
+)

@@ -170,7 +170,7 @@ class ModelCalls:
 
         @functools.wraps(inner)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if stm.is_in_child:
+            if stm.standing.is_in_child:
                 stm.check_process()
             if compiled.is_outdated:
                 compiled.follow()
@@ -191,7 +191,7 @@ class ModelCalls:
                 raise refuse_export(type(model).__name__, stm.device)
             # A checkpoint around the model recomputes it within backward: that is no new forward.
             if in_backward():
-                with scope(), stm.call_within_backward(), saved_tensors_as_handles():
+                with scope(), stm.uses.within_backward(), saved_tensors_as_handles():
                     args, kwargs = self._cast(args, kwargs)
                     return inner(*args, **kwargs)
             check_called_eagerly(model, type(model).__name__)
@@ -224,7 +224,7 @@ class ModelCalls:
                 check_called_eagerly(part, name)
                 return inner(*args, **kwargs)
             stm, settled, compiled = calls._stm, calls._settled, calls._compiled
-            if stm.is_in_child:
+            if stm.standing.is_in_child:
                 stm.check_process()
             if compiled.is_outdated:
                 compiled.follow()

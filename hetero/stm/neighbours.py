@@ -1,7 +1,7 @@
 """Managers that share a device: room that one lacks and another can do without, or the caller.
 
 Owns who they are, and the question. Invariant: none waits for another, so that two which ask each other at once do not
-wait for ever. What may leave is each one's own matter (`StatefulTensorMgr.give`).
+wait for ever. What may leave is each one's own matter (`hetero.stm.sharing`).
 """
 
 from typing import Protocol
@@ -14,7 +14,7 @@ __all__ = ["Neighbour", "ask", "join", "make_room", "managed_devices", "note_rel
 
 
 class Neighbour(Protocol):
-    """A manager, as others on its device see it (`hetero.stm.manager.StatefulTensorMgr`)."""
+    """A manager, as others on its device see it (`hetero.stm.sharing.Sharing`)."""
 
     device: torch.device
 

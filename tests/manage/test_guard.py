@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from twins import assert_same, assert_twins, device, plain
 
 import hetero
-from hetero.stm.manager import StatefulTensorMgr
 from hetero.stm.running import guard
 from hetero.stm.running.retry import Retry
+from hetero.stm.uses import Uses
 
 WIDTH = 64
 
@@ -418,7 +418,7 @@ def test_after_an_interrupt_between_the_begin_of_an_operator_and_its_end_no_oper
     target = device()
     model = activations()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
-    begin = StatefulTensorMgr.begin_operator
+    begin = Uses.begin_operator
     with hetero.manage(model, optimizer, device=target, device_budget="8MiB") as manager:
         steps(model, optimizer, target, 2)
 
@@ -426,7 +426,7 @@ def test_after_an_interrupt_between_the_begin_of_an_operator_and_its_end_no_oper
             begin(self, operands, name)
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(StatefulTensorMgr, "begin_operator", interrupted)
+        monkeypatch.setattr(Uses, "begin_operator", interrupted)
         with pytest.raises(KeyboardInterrupt):
             model(torch.randn(4, WIDTH, device=target))
         monkeypatch.undo()

@@ -12,9 +12,9 @@ from twins import assert_same, assert_twins, device
 
 import hetero
 from hetero.stm import patches
-from hetero.stm.manager import StatefulTensorMgr
 from hetero.stm.settled.parameters import OwnParameters
 from hetero.stm.settled.state import Settled
+from hetero.stm.uses import Uses
 
 PATIENCE = 60.0  # who hangs fails, and does not stop the suite
 
@@ -161,7 +161,7 @@ def test_nobody_leaves_once_another_thread_has_been_let_in(monkeypatch, inputs):
 @pytest.mark.usefixtures("homes_on_device")
 def test_an_operator_outside_of_any_forward_begins_while_another_thread_settles(monkeypatch):
     """It has looked at its parameters; when it has its turn, they live on the device, where they are stepped."""
-    begin_operator, settle, may, settled = StatefulTensorMgr.begin_operator, Settled._settle, [], []
+    begin_operator, settle, may, settled = Uses.begin_operator, Settled._settle, [], []
     monkeypatch.setattr(Settled, "_settle", lambda self, kind: bool(may) and settle(self, kind))
 
     def loop(model, optimizer, target):
@@ -185,7 +185,7 @@ def test_an_operator_outside_of_any_forward_begins_while_another_thread_settles(
 
         train(4)
         with torch.no_grad(), monkeypatch.context() as patch:
-            patch.setattr(StatefulTensorMgr, "begin_operator", beginning)
+            patch.setattr(Uses, "begin_operator", beginning)
             seen.append(model.first[0](x.to(target)))
         train(2)
         return seen

@@ -203,7 +203,7 @@ def _unpack(packed: Any) -> Any:
     if type(packed) is _Handle:
         with plain():
             managed = packed.tensor
-            copy = managed.owner.load_saved(managed, packed.version)
+            copy = managed.owner.uses.load_saved(managed, packed.version)
             if copy.dtype is not packed.dtype:
                 assert packed.layout is not None
                 return copy.to(packed.dtype).as_strided(*packed.layout)

@@ -296,7 +296,7 @@ def _substituting(
             if tensor not in operands:
                 operands.append(tensor)
         for tensor in operands:
-            tensor.owner.note_unguarded()
+            tensor.owner.uses.note_unguarded()
         # Modes would make the compiler run everything eagerly, which is not the same arithmetic.
         outside = not in_scope() and keeps_its_type(operands)
         given = full_copies(operands) if outside else substituted(operands, label)

@@ -84,7 +84,7 @@ def outside(
     )
     if not records:
         return _NOTHING
-    owner.begin_outside()
+    owner.uses.begin_outside()
     return part_saved_as_handles()
 
 
@@ -106,7 +106,7 @@ def _run_on_device(
                 return _run(func, operands, copies, args, kwargs, in_forward=in_forward)
     # As `substituted` does it, written out: every operator of a managed model comes here.
     try:
-        owner.begin_operator(operands, func)
+        owner.uses.begin_operator(operands, func)
     except BudgetError as error:
         if not in_forward:
             note_outside(error)
@@ -116,11 +116,11 @@ def _run_on_device(
         for tensor in operands:
             parameter = tensor.parameter
             copy = tensor.identity if parameter.requires_grad else tensor.data
-            copies[id(parameter)] = owner.copy_for(tensor) if copy is None else copy
+            copies[id(parameter)] = owner.uses.copy_for(tensor) if copy is None else copy
         del copy
         return _run(func, operands, copies, args, kwargs, in_forward=in_forward)
     finally:
-        owner.end_operator(operands)
+        owner.uses.end_operator(operands)
 
 
 def _run(
@@ -204,7 +204,7 @@ class substituted:
         self._begun: list[tuple[Owner, list[ManagedTensor]]] = []
         try:
             for owner, group in _by_owner(operands):
-                owner.begin_operator(group, name)
+                owner.uses.begin_operator(group, name)
                 self._begun.append((owner, group))
         except BaseException:
             self.__exit__()
@@ -212,14 +212,14 @@ class substituted:
 
     def __enter__(self) -> dict[int, torch.Tensor]:
         try:
-            return {id(tensor.parameter): tensor.owner.copy_for(tensor) for tensor in self._operands}
+            return {id(tensor.parameter): tensor.owner.uses.copy_for(tensor) for tensor in self._operands}
         except BaseException:
             self.__exit__()
             raise
 
     def __exit__(self, *_: object) -> None:
         for owner, group in self._begun:
-            owner.end_operator(group)
+            owner.uses.end_operator(group)
 
 
 def _by_owner(operands: list[ManagedTensor]) -> list[tuple[Owner, list[ManagedTensor]]]:

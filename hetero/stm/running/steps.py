@@ -4,27 +4,25 @@ Owns the difference between a step of ours and a kept one: by a method that some
 is torch's alone, at home. The iteration ends with it all the same.
 """
 
-from collections.abc import Callable
-
 import torch
 
 from hetero.stm.running.segments import Segments
-from hetero.stm.tensors.owner import SettledState
+from hetero.stm.standing import Standing
 
 __all__ = ["Steps"]
 
 
 class Steps:
-    """Of one manager. ``settled``: its settled state, once there is one.
+    """Of one manager.
 
     Attributes:
         running: the optimizer of ours whose step runs.
         are_kept: the last one came by a method from before.
     """
 
-    def __init__(self, segments: Segments, settled: Callable[[], SettledState | None]) -> None:
+    def __init__(self, segments: Segments, standing: Standing) -> None:
         self._segments = segments
-        self._settled = settled
+        self._standing = standing
         self.running: torch.optim.Optimizer | None = None
         self.are_kept = False
 
@@ -34,7 +32,7 @@ class Steps:
 
     def begin_kept(self, optimizer: torch.optim.Optimizer) -> None:
         """A step of ``optimizer`` begins. Nobody tells if it fails: then the next segment ends it, incomplete."""
-        settled = self._settled()
+        settled = self._standing.settled
         if settled is None or settled.optimizer is not optimizer:
             return
         self.are_kept = self.running is not optimizer
@@ -45,7 +43,7 @@ class Steps:
 
     def end_kept(self, optimizer: torch.optim.Optimizer) -> None:
         """It has ended, and what it has written has been noted."""
-        settled = self._settled()
+        settled = self._standing.settled
         is_ours = settled is not None and settled.optimizer is optimizer
         if is_ours and self.are_kept and self._segments.is_in_step:
             self._segments.end_step(complete=True)

@@ -75,7 +75,7 @@ class Settled:
         self.forwards = 0
         self.running: list[int] = []
         self._without_state: set[int] = set()  # parameters that have been stepped, and need none
-        stm.settled = self
+        stm.standing.settled = self
         stm.home_choice.everything_fits = lambda: self._fitting.growth() is not None
 
     # -- the model's forward --------------------------------------------------------------------------

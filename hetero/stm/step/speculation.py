@@ -89,7 +89,7 @@ class Speculation:
         if allowed:
             # Weakly, for the reason that `DeviceHomes` has; what is pending can be taken back without us.
             me, expectation = weakref.ref(self), self.expectation
-            stm.try_early = lambda tensor, gradient: (
+            stm.uses.try_early = lambda tensor, gradient: (
                 None if (here := me()) is None else here.try_early(tensor, gradient)
             )
             stm.residency.orders.roll_back = lambda tensor: _roll_back(stm, expectation, tensor)

@@ -47,7 +47,7 @@ class Fetch(torch.autograd.Function):
             )
         is_shared = incoming_is_shared(gradient)
         with plain():
-            return ctx.tensor.owner.hand_over(ctx.tensor, gradient, is_shared=is_shared), None
+            return ctx.tensor.owner.uses.hand_over(ctx.tensor, gradient, is_shared=is_shared), None
 
 
 # Straight to the C implementation: `Function.apply` itself is intercepted (`hetero.stm.patches`).

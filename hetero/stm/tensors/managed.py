@@ -277,7 +277,7 @@ class ManagedTensor(StatefulTensor):
         return (0 if self.data is None else self.data._version) + self.home._version - self._loaded_version
 
     def view_of(self, copy: torch.Tensor, layout: Layout | None) -> torch.Tensor:
-        """``copy``, as `Owner.load_saved` returned it, seen as ``layout``, or as it is, for backward."""
+        """``copy``, as `UseOwner.load_saved` returned it, seen as ``layout``, or as it is, for backward."""
         view = self._view
         if (
             view is not None

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hetero.stm.tensors.managed import ManagedTensor
     from hetero.stm.tensors.onlookers import Onlookers
 
-__all__ = ["GradientOwner", "HomeOwner", "Owner", "Relief", "SettledState", "StepOwner"]
+__all__ = ["GradientOwner", "HomeOwner", "Owner", "Relief", "SettledState", "StepOwner", "UseOwner"]
 
 
 class SettledState(Protocol):
@@ -135,34 +135,8 @@ class Relief(Protocol):
         """What to say of an operator that has failed with the allocator's ``error``, and is not tried again."""
 
 
-class Owner(Protocol):
-    """The manager behind a tensor, as interception sees it (`hetero.stm.manager.StatefulTensorMgr`)."""
-
-    device: torch.device
-    settled: SettledState | None
-
-    @property
-    def lock(self) -> contextlib.AbstractContextManager[bool]:
-        """Of the manager's bookkeeping, for its own thread again and again."""
-
-    @property
-    def homes(self) -> HomeOwner:
-        """Who is asked before anybody reads or writes a home."""
-
-    @property
-    def steps(self) -> StepOwner:
-        """Who is told of steps."""
-
-    @property
-    def grads(self) -> GradientOwner:
-        """Who is asked before anybody touches ``p.grad``."""
-
-    @property
-    def relief(self) -> Relief:
-        """Who is asked when the device has no memory left."""
-
-    def note_part(self, part: nn.Module) -> None:
-        """A module of the model has been called by itself."""
+class UseOwner(Protocol):
+    """What operators and backward do with parameters (`hetero.stm.uses.Uses`)."""
 
     def begin_outside(self) -> None:
         """Autograd records an operator outside of the model's forward: unless one has begun, this begins one."""
@@ -179,9 +153,6 @@ class Owner(Protocol):
     def copy_for(self, tensor: "ManagedTensor") -> torch.Tensor:
         """What the operator receives instead of the parameter."""
 
-    def check_process(self) -> None:
-        """Raises in a forked child, which can neither reach the device nor write homes."""
-
     def hand_over(
         self, tensor: "ManagedTensor", gradient: torch.Tensor, *, is_shared: bool
     ) -> torch.Tensor | None:
@@ -190,3 +161,43 @@ class Owner(Protocol):
 
     def load_saved(self, tensor: "ManagedTensor", version: int) -> torch.Tensor:
         """Backward is about to read a saved copy."""
+
+
+class Owner(Protocol):
+    """The manager behind a tensor, as interception sees it (`hetero.stm.manager.StatefulTensorMgr`)."""
+
+    device: torch.device
+
+    @property
+    def settled(self) -> SettledState | None:
+        """Who knows whether everything fits, once somebody looks after that."""
+
+    @property
+    def lock(self) -> contextlib.AbstractContextManager[bool]:
+        """Of the manager's bookkeeping, for its own thread again and again."""
+
+    @property
+    def homes(self) -> HomeOwner:
+        """Who is asked before anybody reads or writes a home."""
+
+    @property
+    def uses(self) -> UseOwner:
+        """Who is told of operators, and asked by backward."""
+
+    @property
+    def steps(self) -> StepOwner:
+        """Who is told of steps."""
+
+    @property
+    def grads(self) -> GradientOwner:
+        """Who is asked before anybody touches ``p.grad``."""
+
+    @property
+    def relief(self) -> Relief:
+        """Who is asked when the device has no memory left."""
+
+    def note_part(self, part: nn.Module) -> None:
+        """A module of the model has been called by itself."""
+
+    def check_process(self) -> None:
+        """Raises in a forked child, which can neither reach the device nor write homes."""

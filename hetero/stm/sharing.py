@@ -1,0 +1,83 @@
+"""What one manager does for others on its device, and they for it (`hetero.stm.neighbours` says who they are)."""
+
+import threading
+
+import torch
+
+from hetero.msc import MemStatsCollector
+from hetero.stm import neighbours
+from hetero.stm.running.relief import Relief
+from hetero.stm.standing import Standing
+
+__all__ = ["Sharing"]
+
+
+class Sharing:
+    """Of one manager (`hetero.stm.neighbours.Neighbour`), of which none waits for another's lock."""
+
+    def __init__(
+        self,
+        standing: Standing,
+        collector: MemStatsCollector,
+        *,
+        lock: threading.RLock,
+        device: torch.device,
+    ) -> None:
+        self.device = device
+        self._standing = standing
+        self._collector = collector
+        self._lock = lock
+
+    def join(self, relief: Relief) -> None:
+        """From now on others may ask; ``relief`` lets go of what they get."""
+        self._relief = relief
+        neighbours.join(self)
+
+    # -- what others ask ------------------------------------------------------------------------------------
+
+    @property
+    def is_closed(self) -> bool:
+        """It manages nothing any more."""
+        return self._standing.is_closed
+
+    def give(self, nbytes: int, *, urgent: bool) -> int:
+        """Let so many bytes leave, or as many as can; returns how many have. None, if it is busy on another thread."""
+        if not self._lock.acquire(blocking=False):
+            return 0
+        try:
+            if self._standing.is_closed or self._standing.is_in_child:
+                return 0
+            settled = self._standing.settled
+            if settled is not None and settled.is_on and not (urgent and settled.make_way()):
+                return 0
+            return self._relief.give(nbytes, urgent=urgent)
+        finally:
+            self._lock.release()
+
+    def make_room(self, nbytes: int) -> bool:
+        """Let as much leave as keeps the budget with so many bytes more; False if that is not enough."""
+        if not self._lock.acquire(blocking=False):
+            return True  # as far as anybody knows
+        try:
+            standing = self._standing
+            is_ours = not (standing.is_closed or standing.is_in_child or standing.is_settled)
+            return not is_ours or self._relief.make_room(nbytes)
+        finally:
+            self._lock.release()
+
+    def note_relieved_by_others(self) -> None:
+        """Another has made room for the operator that runs now, which may be one of this one's."""
+        self._collector.note_relieved_by_others()
+
+    # -- what others are asked ------------------------------------------------------------------------------
+
+    def ask(self, nbytes: int, urgent: bool) -> int:
+        """For so many bytes; returns how many they have given."""
+        given = neighbours.ask(self, nbytes, urgent=urgent)
+        if given:
+            self._collector.note_given()
+        return given
+
+    def tell(self) -> None:
+        """That room was made here in the middle of an operator."""
+        neighbours.note_relieved(self)
