@@ -1,6 +1,7 @@
 """What the user changes, or looks at, while everything fits: the same numbers, and the settled state only where it is
 right."""
 
+import contextlib
 import copy
 import gc
 import io
@@ -152,6 +153,32 @@ def test_a_smaller_share_of_the_device():
             step(model, optimizer, target)
             assert is_intercepted(model)
         assert torch.accelerator.max_memory_allocated() <= (600 << 10) + GAPS
+
+
+def test_what_is_saved_for_backward_is_no_longer_kept_on_the_host_by_the_caller():
+    """The same inputs, and the same operators: what forward leaves on the device is many times as much."""
+    budget = 16 << 20
+
+    def train(model, optimizer, target, *, on_cpu):
+        with torch.autograd.graph.save_on_cpu() if on_cpu else contextlib.nullcontext():
+            loss = model(batch(target, rows=4096)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    def loop(model, optimizer, target):
+        return [train(model, optimizer, target, on_cpu=on) for on in (True, False, True) for _ in range(6)]
+
+    assert_twins(mlp, loop, budget=budget)
+    model, optimizer, manager, target = managed_mlp(budget)
+    with manager:
+        for on_cpu in (True, False):
+            torch.accelerator.reset_peak_memory_stats()
+            for _ in range(6):
+                train(model, optimizer, target, on_cpu=on_cpu)
+            assert manager.plan.everything_fits == on_cpu
+            assert torch.accelerator.max_memory_allocated() <= budget + GAPS
 
 
 @pytest.mark.skipif(ON_CUDA, reason=ON_HOST)

@@ -23,7 +23,7 @@ import itertools
 import math
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,20 @@ from torch import nn
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.managed import ManagedTensor
 
-__all__ = ["Signatures", "count_elements", "counts_by_elements", "is_no_larger", "may_record"]
+__all__ = [
+    "Signatures",
+    "count_elements",
+    "counts_by_elements",
+    "is_no_larger",
+    "may_record",
+    "without_training",
+]
+
+
+# The caller's own for tensors that are saved, or None.
+_saving_hooks: Callable[[bool], tuple[Any, Any] | None] = vars(torch._C._autograd)[
+    "_top_saved_tensors_default_hooks"
+]
 
 
 class _Elements(int):
@@ -62,11 +75,14 @@ class Signatures:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *more: object
     ) -> tuple[object, ...]:
         """Of a call of ``model``, told by ``more`` as well; hashable. The second is what autocast casts to there, or
-        False."""
+        False; the third, who else keeps what is saved for backward, if anybody does: `torch.autograd.graph.save_on_cpu`
+        leaves little of it on the device."""
         device_type = self._device_type
+        hooks = _saving_hooks(True) if torch.is_grad_enabled() else None
         state = (
             model.training,
             torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type),
+            None if hooks is None else getattr(hooks[0], "__qualname__", type(hooks[0])),
         )
         found = (*state, _shapes(args), (tuple(kwargs), _shapes(kwargs.values())) if kwargs else (), *more)
         if found in self._known:
@@ -131,6 +147,12 @@ _MOST_REMEMBERED = 1 << 12  # of those that count as others: these are looked fo
 def counts_by_elements(signature: object) -> bool:
     """[Note: boxes]: what was measured of such calls is no bound for others that count alike."""
     return isinstance(signature, tuple) and any(isinstance(part, _Elements) for part in signature)
+
+
+def without_training(signature: tuple[object, ...]) -> tuple[object, ...]:
+    """``signature`` without what makes no difference to a call that records nothing: the model's mode, and what would
+    be saved."""
+    return signature[1], *signature[3:]
 
 
 def is_no_larger(call: tuple[object, ...], known: tuple[object, ...]) -> bool:

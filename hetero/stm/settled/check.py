@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hetero.devices import Accelerator
-from hetero.stm.interception.signatures import is_no_larger
+from hetero.stm.interception.signatures import is_no_larger, without_training
 from hetero.stm.manager import StatefulTensorMgr
 from hetero.stm.plans.fits import ForwardKind, Growth, KindGrowth, before_each_backward
 from hetero.stm.settled.attempts import Attempts
@@ -196,8 +196,8 @@ def _is_covered(kind: ForwardKind, known: ForwardKind) -> bool:
     known_trains, known_signature = known
     if not (isinstance(signature, tuple) and isinstance(known_signature, tuple)):
         return False
-    if not trains and known_trains:  # the first part is the model's mode
-        signature, known_signature = signature[1:], known_signature[1:]
+    if not trains and known_trains:
+        signature, known_signature = without_training(signature), without_training(known_signature)
     elif trains != known_trains:
         return False
     return is_no_larger(signature, known_signature)
