@@ -10,7 +10,7 @@ from accelerators import ON_CUDA, SEGMENTS
 from blocks import Block
 from hypothesis import given
 from hypothesis import strategies as st
-from loops import WithMore, losses
+from loops import WithMore, batch, losses
 from torch import nn
 from twins import adamw, assert_twins, device
 
@@ -359,3 +359,44 @@ def test_who_does_more_in_the_first_micro_batch_is_not_measured_for_ever(monkeyp
     assert_twins(MoreAtFirst, partial(losses, steps=12, micro_batches=2))
     assert sum(known for known, _ in learned) <= 4, learned
     assert not all(sampled for _, sampled in learned), "each iteration is measured"
+
+
+def test_a_graph_that_is_kept_leaves_less_room_for_copies():
+    """And what backward makes beside it, once one has failed amid it."""
+
+    def build():
+        parts = [part for _ in range(3) for part in (nn.Linear(64, 64), nn.GELU(), nn.BatchNorm1d(64))]
+        return nn.Sequential(*parts)
+
+    def loop(model, optimizer, target):
+        seen, fails = [], False
+
+        def fail(gradient):
+            nonlocal fails
+            if fails:
+                fails = False
+                raise ArithmeticError
+
+        def watch(module, inputs, output):
+            output.register_hook(fail)
+
+        handle = model[0].register_forward_hook(watch)
+        for iteration in range(12):
+            for micro_batch in range(3):
+                keeps = iteration in (5, 9) and micro_batch == 0
+                loss, fails = model(batch(target, 300)).square().mean(), keeps
+                if keeps:
+                    with pytest.raises(ArithmeticError):
+                        loss.backward(retain_graph=True)
+                    model.zero_grad()  # how much has been added to gradients is undefined
+                loss.backward()
+                seen.append(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        handle.remove()
+        return seen
+
+    def sgd(model):
+        return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, foreach=False)
+
+    assert_twins(build, loop, share=0.8, make_optimizer=sgd)

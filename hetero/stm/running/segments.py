@@ -322,8 +322,10 @@ class Segments:
         return contextlib.nullcontext()  # nothing of ours waits for it
 
     def _backward_key(self) -> SegmentKey:
-        # One that returns gradients may be differentiated again: then much of what it makes is kept. Whether it does
-        # comes last (`hetero.stm.plans.fits` reads it there).
+        # What forward saved leaves as one goes on, unless the graph is kept. One that returns gradients may be
+        # differentiated again: then much of what it makes is kept. Whether it does comes last (`hetero.stm.plans.fits`
+        # reads it there).
         forwards = self._pending_forwards
         elements = sum([key.elements for key in forwards])
-        return SegmentKey(Phase.BACKWARD, True, (*forwards, any(self._backwards)), elements)
+        signature = (*forwards, self._graph_is_kept, any(self._backwards))
+        return SegmentKey(Phase.BACKWARD, True, signature, elements)
