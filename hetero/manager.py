@@ -226,7 +226,9 @@ class Manager:
             self._detach()
             raise
         # Whoever drops the model without closing: identities hold parameters where Python's collector cannot see it.
-        self._abandon = weakref.finalize(self, _abandon, self._stm, self._properties)
+        self._abandon = weakref.finalize(
+            self, _abandon, self._stm, self._properties, self._settled.abandonment()
+        )
         self._abandon.atexit = False
 
     # -- what users call ------------------------------------------------------------------------------
@@ -427,25 +429,28 @@ def _make_plain(manager: stm.StatefulTensorMgr) -> None:
         tensor.forget_home()
 
 
-def _abandon(manager: stm.StatefulTensorMgr, properties: DeviceProperties) -> None:
+def _abandon(
+    manager: stm.StatefulTensorMgr, properties: DeviceProperties, abandon: Callable[[], None]
+) -> None:
     """A manager was dropped with its model: nothing of it may stay, on the device or in torch."""
     if manager.standing.is_in_child:
         return  # neither is there
     # Python's collector runs on any thread, in the middle of anything. What holds the lock may wait for this thread,
     # and what the queue's thread is doing cannot be ended from within.
     if manager.updates.is_here() or not manager.lock.acquire(blocking=False):
-        _thread.start_new_thread(_let_go, (manager, properties))
+        _thread.start_new_thread(_let_go, (manager, properties, abandon))
         return
     try:
-        _let_go(manager, properties)
+        _let_go(manager, properties, abandon)
     finally:
         manager.lock.release()
 
 
-def _let_go(manager: stm.StatefulTensorMgr, properties: DeviceProperties) -> None:
+def _let_go(
+    manager: stm.StatefulTensorMgr, properties: DeviceProperties, abandon: Callable[[], None]
+) -> None:
     with manager.lock:
-        if manager.settled is not None:
-            manager.settled.abandon()
+        abandon()
         manager.close()
         properties.detach()
         _make_plain(manager)

@@ -47,6 +47,41 @@ def test_a_part_that_is_kept_keeps_no_model():
     assert kept(torch.randn(2, 8)).is_cpu
 
 
+class KeepsWhatItSaw(nn.Sequential):
+    def forward(self, x):
+        self.seen = self[0](x)  # with its graph
+        return self[1](self.seen)
+
+
+def trained(part, target, budget, *, closes):
+    """Weak references to a model whose optimizer has a hook that knows it, and to a weight."""
+    model = part(nn.Linear(64, 64), nn.Linear(64, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    optimizer.register_step_post_hook(lambda *_: model)  # to average it, say
+    manager = hetero.manage(model, optimizer, device=target, device_budget=budget)
+    for _ in range(3):
+        two_steps(model, optimizer, target)
+    assert manager.plan.everything_fits == (budget > 1 << 20)
+    if closes:
+        manager.close()
+    return weakref.ref(model), weakref.ref(model[0].weight)
+
+
+@pytest.mark.parametrize("closes", [False, True])
+@pytest.mark.parametrize("budget", [60 << 10, 4 << 20], ids=["moves", "fits"])
+@pytest.mark.parametrize("part", [nn.Sequential, KeepsWhatItSaw])
+def test_an_optimizers_hook_that_knows_the_model_keeps_nothing(part, budget, closes):
+    target = device()
+    gc.collect()
+    before = torch.accelerator.memory_allocated()
+    gone = trained(part, target, before + budget, closes=closes)
+    wait_for_backward_ends(target)
+    for _ in range(3):  # the first lets go of the manager
+        gc.collect()
+    assert [there() for there in gone] == [None, None]
+    assert torch.accelerator.memory_allocated() == before
+
+
 @pytest.fixture
 def closings(monkeypatch):
     """The threads that end management."""

@@ -76,7 +76,10 @@ class Settled:
         self.running: list[int] = []
         self._without_state: set[int] = set()  # parameters that have been stepped, and need none
         stm.standing.settled = self
-        stm.home_choice.everything_fits = lambda: self._fitting.growth() is not None
+        fitting = weakref.ref(self._fitting)  # see `Standing.settled`
+        stm.home_choice.everything_fits = lambda: (
+            (there := fitting()) is not None and there.growth() is not None
+        )
 
     # -- the model's forward --------------------------------------------------------------------------
 
@@ -258,11 +261,17 @@ class Settled:
         self._parameters.close()
         self.onlookers.close()
 
-    def abandon(self) -> None:
-        """The manager is gone, with its model."""
-        if self.is_on:
-            settled_now.discard(self)
-            if self._own_step is not None:
-                self._own_step.end()
-            self._parameters.abandon()
-            self.is_on = False
+    def abandonment(self) -> Callable[[], None]:
+        """What to do when the manager is gone with its model, and this with it. It has no optimizer, which may have the
+        model; one that somebody else has has what is to be ended of a step."""
+        parameters, own_step = (
+            self._parameters,
+            None if self._own_step is None else weakref.ref(self._own_step),
+        )
+
+        def abandon() -> None:
+            if own_step is not None and (there := own_step()) is not None:
+                there.end()
+            parameters.abandon()
+
+        return abandon

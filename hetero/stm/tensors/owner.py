@@ -44,9 +44,6 @@ class SettledState(Protocol):
     def make_way(self) -> bool:
         """Intercept again, now and for good, for a manager that lacks room; False if that cannot be now."""
 
-    def abandon(self) -> None:
-        """The manager is gone."""
-
 
 class HomeOwner(Protocol):
     """What the user and torch may do with homes (`hetero.stm.homeaccess.HomeAccess`)."""
