@@ -17,6 +17,7 @@ from hetero.stm.deferred import UpdateQueue
 from hetero.stm.gradients.memory import owns_memory
 from hetero.stm.gradients.offload import Gradients
 from hetero.stm.interception.parameter import is_managed, managed_of
+from hetero.stm.interception.transforms import is_transforming, outside_transforms
 from hetero.stm.running.executor import Executor
 from hetero.stm.running.segments import Segments
 from hetero.stm.standing import Standing
@@ -79,6 +80,10 @@ class Uses:
     def begin_operator(self, operands: list[ManagedTensor], name: object) -> None:
         """The pre-op sampling moment; operands are resident and in COMPUTE afterwards."""
         self._standing.check_process()
+        if is_transforming():  # within a forward of ours: what is fetched is not part of it
+            with outside_transforms():
+                self.begin_operator(operands, name)
+            return
         with self._lock:
             # Else another thread has settled since these parameters were looked at: they are there, as themselves.
             if not self._standing.is_settled:
@@ -105,7 +110,7 @@ class Uses:
         if not tensor.parameter.requires_grad:
             return tensor.data
         if tensor.identity is None:
-            with self._lock:
+            with self._lock, outside_transforms():
                 make_identity(tensor)
         assert tensor.identity is not None
         return tensor.identity

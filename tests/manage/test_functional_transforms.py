@@ -1,8 +1,11 @@
 """``torch.func`` on a managed model: what it gives unmanaged."""
 
+from functools import partial
+
 import pytest
 import torch
-from loops import backward, mlp
+import torch.nn.functional as F
+from loops import backward, losses, mlp
 from torch import nn
 from torch.func import functional_call, grad, vmap
 from twins import assert_twins, device
@@ -128,3 +131,29 @@ def test_gradients_of_several_outputs_at_once_are_refused_and_training_goes_on()
 
     assert_twins(mlp, loop, share=0.6)
     assert len(refused) == 4
+
+
+class Maps(nn.Module):
+    """Its forward is a function of one sample, or of one of a row of them, for all."""
+
+    def __init__(self, randomness="error", depth=1):
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.frozen = nn.Parameter(torch.randn(64), requires_grad=False)
+        self.randomness, self.depth = randomness, depth
+
+    def forward(self, x):
+        one = self.of_one
+        for _ in range(self.depth):
+            one = vmap(one, randomness=self.randomness)
+        return one(x.unflatten(0, (-1,) + (2,) * (self.depth - 1))).reshape(x.shape)
+
+    def of_one(self, row):
+        hidden = self.first(row).relu() * self.frozen @ self.last.weight
+        return F.dropout(self.last(hidden), 0.0 if self.randomness == "error" else 0.5)
+
+
+@pytest.mark.parametrize("share", [0.6, 4.0])
+@pytest.mark.parametrize("build", [Maps, partial(Maps, "different"), partial(Maps, depth=2)])
+def test_vmap_within_the_models_forward(build, share):
+    assert_twins(build, partial(losses, steps=6), share=share)
