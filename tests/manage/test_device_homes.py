@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from loops import ACTIONS, backward, batch, losses, mixed_loop, mlp, square_loss, train, two_optimizers
 from residents import living, managed_mlp, step
+from torch import nn
 from twins import adamw, assert_same, assert_twins, device
 
 import hetero
@@ -379,3 +380,53 @@ def test_gradients_that_plans_do_not_know_of_are_guarded_until_they_do(monkeypat
         news.clear()
         backward(model, target)
         assert news == [False, False]
+
+
+def test_they_can_leave_amid_an_iteration_whichever_it_is():
+    """After a step they are the same bytes, and another tensor: nobody but us has either."""
+    model, optimizer, manager, target = managed_mlp("64MiB", speculate=False)
+    manager._stm.settled.forbid()
+    with manager:
+        for _ in range(6):
+            loss = model(batch(target)).square().mean()
+            copies = list(manager._stm.residency.resident.values())
+            assert not [tensor.name for tensor in copies if tensor.is_held()]
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert living(manager)
+
+
+@pytest.mark.skipif(ON_CUDA, reason="a real allocator's cap is on segments")
+def test_a_loss_that_takes_more_at_times_makes_them_leave():
+    def loop(model, optimizer, target):
+        seen = []
+        for iteration in range(24):
+            y = model(batch(target))
+            loss = y.square().mean()
+            if iteration % 10 == 9:
+                loss = loss + (y.repeat(100, 1) * 2).exp().mean()
+            loss.backward()
+            seen.append(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    def narrow():
+        return nn.Sequential(
+            *[part for _ in range(6) for part in (nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))]
+        )
+
+    def sgd(model):
+        return torch.optim.SGD(model.parameters(), lr=1e-2, foreach=False)
+
+    target = device()
+    gc.collect()
+    torch.manual_seed(0)
+    model = narrow()
+    optimizer = sgd(model)
+    with hetero.manage(model, optimizer, device=target, device_budget=970444):
+        managed = loop(model, optimizer, target)
+    torch.manual_seed(0)
+    model = narrow().to(target)
+    assert_same(managed, loop(model, sgd(model), target), "losses")

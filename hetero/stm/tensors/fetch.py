@@ -77,5 +77,4 @@ def make_identity(tensor: ManagedTensor) -> None:
         identity = _apply_fetch(tensor.parameter, tensor)
     run_early(identity)
     tensor.paths.add_fetch_node(identity.grad_fn)
-    tensor.identity = identity
-    tensor.data = identity.detach()
+    tensor.take_identity(identity)

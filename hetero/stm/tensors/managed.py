@@ -250,6 +250,11 @@ class ManagedTensor(StatefulTensor):
 
     # -- the device copy ------------------------------------------------------------------------------
 
+    def take_identity(self, identity: torch.Tensor) -> None:
+        """Operators receive ``identity``, which is the copy, from now on."""
+        self.identity, self.data = identity, identity.detach()
+        self._view = None  # of the former ``data``, which would count as somebody else's
+
     def attach(self, copy: torch.Tensor) -> None:
         """``copy`` is the device copy from now on."""
         self._view = None
