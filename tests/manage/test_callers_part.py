@@ -304,3 +304,51 @@ def test_a_graph_that_a_backward_has_kept_and_left_by_an_exception(share, at):
         return seen
 
     assert_twins(Hooked, loop, share=share)
+
+
+@pytest.mark.parametrize("more", ["takes", "keeps"])
+@pytest.mark.parametrize("share", [0.9, 0.95])
+def test_what_a_loss_takes_now_and_then_is_kept_free_once_an_iteration_that_is_planned_has_told_of_it(
+    share, more
+):
+    """However often it came before where everything fits, and nobody sees how much it takes; iterations between do not
+    have it."""
+
+    def train(model, optimizer, target, budget=None):
+        passed, most = [], 0
+        for iteration in range(64):
+            y = model(batch(target))
+            torch.accelerator.reset_peak_memory_stats()  # of what the model takes the manager knows
+            loss = y.square().mean()
+            if iteration % 10 == 9:
+                if more == "keeps":
+                    loss = loss + (2 * y.repeat(100, 1)).exp().mean()
+                with torch.no_grad():
+                    y.repeat(200, 1).mul(2)
+            loss.backward()
+            most = max(most, torch.accelerator.max_memory_allocated())
+            if budget is not None and torch.accelerator.max_memory_allocated() > budget:
+                passed.append(iteration)
+            optimizer.step()
+            optimizer.zero_grad()
+        return passed if budget else most
+
+    def sgd(model):
+        return torch.optim.SGD(model.parameters(), lr=1e-2, foreach=False)
+
+    def build():
+        torch.manual_seed(0)
+        return mlp(depth=6)
+
+    target = device()
+    base = fresh_memory()
+    model = build().to(target)
+    budget = base + int(share * (train(model, sgd(model), target) - base))
+    del model
+    fresh_memory()
+    model = build()
+    optimizer = sgd(model)
+    with hetero.manage(model, optimizer, device=target, device_budget=budget):
+        passed = train(model, optimizer, target, budget)
+    assert passed[0] == 9
+    assert passed[-1] <= 29

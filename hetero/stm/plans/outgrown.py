@@ -13,6 +13,10 @@ __all__ = ["Outgrown"]
 
 _SPARE = 2  # times as much as was seen is kept free for what may grow on, so that this stays rare
 
+# What passed the budget, or would have: an iteration that followed its plan; only the next one's; one that nobody
+# intercepted, of which no more is known than that, so that the first that follows a plan has to tell how much it takes.
+_NOW, _NEXT, _ELSEWHERE = "now", "next", "elsewhere"
+
 
 @dataclass(slots=True)
 class _Seen:
@@ -33,7 +37,7 @@ class Outgrown:
     def __init__(self) -> None:
         self.trains = False
         self._seen = {False: _Seen(), True: _Seen()}
-        self._times: Counter[tuple[Hashable, bool]] = Counter()
+        self._times: Counter[tuple[Hashable, str]] = Counter()
         self._unsure: set[Hashable] = set()
         self._elsewhere: dict[Hashable, int] = {}
 
@@ -56,7 +60,7 @@ class Outgrown:
     def keep_free_elsewhere(self) -> dict[Hashable, int]:
         """An iteration is over: how many more bytes plans should keep free for what `note_elsewhere` was told."""
         noted, self._elsewhere = self._elsewhere, {}
-        return {keys: nbytes for keys, nbytes in noted.items() if self._is_due(keys, is_next=False)}
+        return {keys: nbytes for keys, nbytes in noted.items() if self._is_due(keys, _ELSEWHERE)}
 
     def keep_free(self, keys: Hashable, *, trains: bool, missed: bool, room: Callable[[], int]) -> int:
         """The iteration, one that ``trains`` or does not, is over: how many more bytes its plan should keep free, or 0.
@@ -69,7 +73,7 @@ class Outgrown:
         """
         seen, self._seen[trains] = self._seen[trains], _Seen()
         if seen.passes_budget:
-            return max(0, seen.drift) if self._is_due(keys, is_next=seen.is_next) else 0
+            return max(0, seen.drift) if self._is_due(keys, _NEXT if seen.is_next else _NOW) else 0
         if not (missed and seen.drift > 0):
             return 0
         return max(seen.drift, min(_SPARE * seen.drift, room() // 2))
@@ -78,9 +82,9 @@ class Outgrown:
         """The iteration is over, and a plan is made of what was measured of it: nothing has to be kept free beside."""
         self._seen[trains] = _Seen()
 
-    def _is_due(self, keys: Hashable, *, is_next: bool) -> bool:
-        self._times[keys, is_next] += 1
-        is_due = self._times[keys, is_next].bit_count() == 1
+    def _is_due(self, keys: Hashable, where: str) -> bool:
+        self._times[keys, where] += 1
+        is_due = self._times[keys, where].bit_count() == 1
         if is_due:
             self._unsure.add(keys)
         return is_due
@@ -92,7 +96,7 @@ class Outgrown:
 
     def doubt_again(self, keys: Hashable) -> None:
         """As `doubt`, where measuring has told nothing; not for ever."""
-        self._is_due(keys, is_next=False)
+        self._is_due(keys, _NOW)
 
     def is_unsure(self, keys: Hashable) -> bool:
         """How much it takes is not known before it has been measured again."""
