@@ -78,7 +78,8 @@ class Signatures:
         False; the third, who else keeps what is saved for backward, if anybody does: `torch.autograd.graph.save_on_cpu`
         leaves little of it on the device."""
         device_type = self._device_type
-        hooks = _saving_hooks(True) if torch.is_grad_enabled() else None
+        # Dynamo, which is about to be told that a call of ours cannot be compiled, does not know them.
+        hooks = _saving_hooks(True) if torch.is_grad_enabled() and not torch.compiler.is_compiling() else None
         state = (
             model.training,
             torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type),
