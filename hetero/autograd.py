@@ -1,10 +1,17 @@
 """Where autograd is, and in what mode."""
 
 import contextlib
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-__all__ = ["in_backward", "outside_inference", "recording"]
+__all__ = ["in_backward", "outside_inference", "recording", "saving_hooks"]
+
+saving_hooks: Callable[[bool], tuple[Any, Any] | None] = vars(torch._C._autograd)[
+    "_top_saved_tensors_default_hooks"
+]
+"""The innermost ``saved_tensors_hooks`` on this thread, or None; given True, also while something is traced."""
 
 
 def in_backward() -> bool:

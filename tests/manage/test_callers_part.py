@@ -351,4 +351,4 @@ def test_what_a_loss_takes_now_and_then_is_kept_free_once_an_iteration_that_is_p
     with hetero.manage(model, optimizer, device=target, device_budget=budget):
         passed = train(model, optimizer, target, budget)
     assert passed[0] == 9
-    assert passed[-1] <= 29
+    assert passed[-1] <= 29  # settled twice, the second time after some iterations without, and once planned

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from hetero.autograd import saving_hooks
 from hetero.devices import storage_of
 from hetero.stm.activations.offload import Activations
 from hetero.stm.activations.records import Saved
@@ -62,7 +63,7 @@ class _Outer:
 def saved_tensors_as_handles(activations: Activations | None = None) -> Iterator[None]:
     """Within it, parameters are saved as handles, and other tensors, if ``activations`` are to move, as records
     ([Note: outer hooks])."""
-    outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    outer = saving_hooks(True)
     pack = _packer(activations) if outer is None else _outer_packer(*outer)
     with torch.autograd.graph.saved_tensors_hooks(pack, _never_compiled(_unpack)):
         yield
@@ -83,7 +84,7 @@ _are_hooks_allowed: Callable[[], bool] = vars(torch._C._autograd)["_saved_tensor
 def may_save_again() -> bool:
     """An operator that failed, after autograd had saved its operands, may be run again: nobody but us has seen them. A
     checkpoint counts what is saved, and would give what comes later the tensors of what came before."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = saving_hooks(True)
     return hooks is None or hasattr(hooks[0], _SEES_ALL)
 
 

@@ -23,12 +23,13 @@ import itertools
 import math
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from hetero.autograd import saving_hooks
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.managed import ManagedTensor
 
@@ -39,12 +40,6 @@ __all__ = [
     "is_no_larger",
     "may_record",
     "without_training",
-]
-
-
-# The caller's own for tensors that are saved, or None.
-_saving_hooks: Callable[[bool], tuple[Any, Any] | None] = vars(torch._C._autograd)[
-    "_top_saved_tensors_default_hooks"
 ]
 
 
@@ -79,7 +74,7 @@ class Signatures:
         leaves little of it on the device."""
         device_type = self._device_type
         # Dynamo, which is about to be told that a call of ours cannot be compiled, does not know them.
-        hooks = _saving_hooks(True) if torch.is_grad_enabled() and not torch.compiler.is_compiling() else None
+        hooks = saving_hooks(True) if torch.is_grad_enabled() and not torch.compiler.is_compiling() else None
         state = (
             model.training,
             torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type),

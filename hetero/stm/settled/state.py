@@ -264,10 +264,8 @@ class Settled:
     def abandonment(self) -> Callable[[], None]:
         """What to do when the manager is gone with its model, and this with it. It has no optimizer, which may have the
         model; one that somebody else has has what is to be ended of a step."""
-        parameters, own_step = (
-            self._parameters,
-            None if self._own_step is None else weakref.ref(self._own_step),
-        )
+        parameters = self._parameters
+        own_step = None if self._own_step is None else weakref.ref(self._own_step)
 
         def abandon() -> None:
             if own_step is not None and (there := own_step()) is not None:
