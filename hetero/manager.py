@@ -4,9 +4,6 @@ Owns what is changed on the user's objects and its undoing. Invariant: `manage` 
 everything as it was; after `Manager.close` nothing shows that it was there.
 """
 
-import _thread
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,13 +23,14 @@ from hetero.devices import (
 )
 from hetero.devices.accelerator import ALLOCATION_GRANULARITY
 from hetero.devices.host import host_memory_total
+from hetero.dropped import make_plain, weakly, when_dropped
 from hetero.errors import ConfigError
 from hetero.eviction import Policy, resolve_policy
 from hetero.msc import unseen
 from hetero.report import MemoryStats, Plan, collect_stats, describe_plan, plot_stats
 from hetero.stm import patches
 from hetero.stm.interception.compiled import CompiledCalls
-from hetero.stm.interception.functions import give_back, take_over
+from hetero.stm.interception.functions import take_over
 from hetero.stm.interception.parts import forget_model, note_model
 from hetero.stm.interception.whereabouts import DeviceProperties
 from hetero.stm.modelcalls import ModelCalls
@@ -194,7 +192,7 @@ class Manager:
                 optimizer,
                 self._stm,
                 accelerator,
-                note_states=_weakly(self._take_optimizer_states),
+                note_states=weakly(self._take_optimizer_states),
                 kept_ids=self._homes.kept_ids,
                 uses_device=config.device_homes,
                 speculates=config.speculate,
@@ -206,8 +204,8 @@ class Manager:
             step=self._host_step,
             compiled=self._compiled,
             allowed=config.device_homes,
-            rest=_weakly(self._rest),
-            wake=_weakly(self._wake),
+            rest=weakly(self._rest),
+            wake=weakly(self._wake),
         )
         self._calls = ModelCalls(
             model,
@@ -218,18 +216,14 @@ class Manager:
             has_optimizer=optimizer is not None,
             keeps=self,
         )
-        self._stm.note_part = _weakly(self._calls.add_part)
-        self._compiled.release, self._compiled.wrap = _weakly(self._calls.unwrap), _weakly(self._calls.wrap)
+        self._stm.note_part = weakly(self._calls.add_part)
+        self._compiled.release, self._compiled.wrap = weakly(self._calls.unwrap), weakly(self._calls.wrap)
         try:
             self._attach()
         except BaseException:
             self._detach()
             raise
-        # Whoever drops the model without closing: identities hold parameters where Python's collector cannot see it.
-        self._abandon = weakref.finalize(
-            self, _abandon, self._stm, self._properties, self._settled.abandonment()
-        )
-        self._abandon.atexit = False
+        self._abandon = when_dropped(self, self._stm, self._properties, self._settled.abandonment())
 
     # -- what users call ------------------------------------------------------------------------------
 
@@ -367,7 +361,7 @@ class Manager:
         forget_model(self._model)
         if self._host_step is not None:
             self._host_step.detach()
-        _make_plain(self._stm)
+        make_plain(self._stm)
         self._homes.give_back()
         if self._optimizer is not None:
             self._homes.send_states(self._optimizer)
@@ -409,49 +403,3 @@ class Manager:
 
 def _no_manager() -> None:
     """What a copy of a `Manager` is."""
-
-
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """As ``method``, without keeping its object."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> None:
-        if (present := reference()) is not None:
-            present(*args)
-
-    return call
-
-
-def _make_plain(manager: stm.StatefulTensorMgr) -> None:
-    """Parameters are `nn.Parameter` again, wherever their bytes are."""
-    for tensor in manager.tensors:
-        give_back(tensor.parameter)
-        tensor.forget_home()
-
-
-def _abandon(
-    manager: stm.StatefulTensorMgr, properties: DeviceProperties, abandon: Callable[[], None]
-) -> None:
-    """A manager was dropped with its model: nothing of it may stay, on the device or in torch."""
-    if manager.standing.is_in_child:
-        return  # neither is there
-    # Python's collector runs on any thread, in the middle of anything. What holds the lock may wait for this thread,
-    # and what the queue's thread is doing cannot be ended from within.
-    if manager.updates.is_here() or not manager.lock.acquire(blocking=False):
-        _thread.start_new_thread(_let_go, (manager, properties, abandon))
-        return
-    try:
-        _let_go(manager, properties, abandon)
-    finally:
-        manager.lock.release()
-
-
-def _let_go(
-    manager: stm.StatefulTensorMgr, properties: DeviceProperties, abandon: Callable[[], None]
-) -> None:
-    with manager.lock:
-        abandon()
-        manager.close()
-        properties.detach()
-        _make_plain(manager)
-        patches.remove(manager.segments)
