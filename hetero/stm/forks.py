@@ -5,9 +5,11 @@ child may read is still on its way: updates are done, gradients and written copi
 
 The child has neither the parent's threads nor its device, and homes are memory that both share ([Note: slabs] in
 `hetero.devices.pinned`): a step in the child would write the parent's parameters. So it is refused, as is whatever
-else needs the device or writes homes. What the parent writes after the fork, the child sees.
+else needs the device or writes homes. What the parent writes after the fork, the child sees. What it has of the device
+it cannot give back, either: it keeps it.
 """
 
+import ctypes
 import os
 from typing import Protocol
 
@@ -53,7 +55,16 @@ def _before() -> None:
 
 def _after(*, in_child: bool) -> None:
     while _forking:
-        _forking.pop().end_fork(in_child=in_child)
+        manager = _forking.pop()
+        manager.end_fork(in_child=in_child)
+        if in_child:
+            _keep_for_good(manager)
+
+
+def _keep_for_good(manager: Forkable) -> None:
+    """In a child, though nobody else keeps it any more: torch ends a process that destroys an event of CUDA's and
+    cannot reach the device. No module has it, because modules are emptied in the end."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(manager))
 
 
 os.register_at_fork(

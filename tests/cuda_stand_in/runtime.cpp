@@ -8,6 +8,7 @@
 // No kernel can be launched: operators are given kernels of the host (kernels.cpp), which synchronize their stream and
 // then compute at once. What torch links to and is not here is generated, and aborts with its name (build.py).
 #include <cuda_runtime_api.h>
+#include <pthread.h>
 #include <sys/mman.h>
 
 #include <chrono>
@@ -129,6 +130,10 @@ cudaError_t ask(Stream& stream, uint64_t count) {
   return cudaErrorNotReady;  // which is nobody's error
 }
 
+// A child of a process that has used the device has none.
+bool is_used = false, is_forked = false;
+const int forks = pthread_atfork(nullptr, nullptr, [] { is_forked = is_used; });
+
 }  // namespace
 
 extern "C" {
@@ -140,8 +145,14 @@ cudaError_t cudaGetDeviceCount(int* count) {
   *count = visible && !*visible ? 0 : 1;
   return *count ? cudaSuccess : fail(cudaErrorNoDevice);
 }
-cudaError_t cudaGetDevice(int* index) { return *index = 0, cudaSuccess; }
-cudaError_t cudaSetDevice(int index) { return index == 0 ? cudaSuccess : fail(cudaErrorInvalidDevice); }
+cudaError_t cudaGetDevice(int* index) {
+  if (is_forked) return fail(cudaErrorInitializationError);
+  return *index = 0, cudaSuccess;
+}
+cudaError_t cudaSetDevice(int index) {
+  if (is_forked) return fail(cudaErrorInitializationError);
+  return index == 0 ? cudaSuccess : fail(cudaErrorInvalidDevice);
+}
 cudaError_t cudaDriverGetVersion(int* version) { return *version = 13000, cudaSuccess; }
 cudaError_t cudaRuntimeGetVersion(int* version) { return *version = 13000, cudaSuccess; }
 cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) { return *can = 0, cudaSuccess; }
@@ -194,6 +205,7 @@ const char* cudaGetErrorString(cudaError_t error) {
   switch (error) {
     case cudaSuccess: return "no error";
     case cudaErrorMemoryAllocation: return "out of memory";
+    case cudaErrorInitializationError: return "initialization error";
     case cudaErrorInvalidDevice: return "invalid device ordinal";
     case cudaErrorHostMemoryAlreadyRegistered: return "part or all of the requested memory range is already mapped";
     case cudaErrorHostMemoryNotRegistered: return "pointer does not correspond to a registered memory region";
@@ -207,6 +219,7 @@ const char* cudaGetErrorString(cudaError_t error) {
 
 cudaError_t cudaMalloc(void** p, size_t size) {
   Guard guard(lock());
+  is_used = true;
   auto& d = device();
   if (d.used + size > total_bytes()) return fail(cudaErrorMemoryAllocation);
   void* memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -348,6 +361,7 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* e, unsigned) {
 cudaError_t cudaEventCreate(cudaEvent_t* e) { return cudaEventCreateWithFlags(e, 0); }
 
 cudaError_t cudaEventDestroy(cudaEvent_t e) {
+  if (is_forked) return fail(cudaErrorInitializationError);
   Guard guard(lock());
   delete &of(e);
   return cudaSuccess;

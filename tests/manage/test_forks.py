@@ -1,9 +1,11 @@
 """Forked children and exported programs, with a step queued."""
 
 import copy
+import gc
 import io
 import os
 import signal
+import weakref
 
 import pytest
 import torch
@@ -116,8 +118,6 @@ def test_a_child_may_drop_the_model_and_the_parent_goes_on():
     del job
 
     def drop():
-        import gc
-
         nonlocal manager
         jobs.clear()
         manager = None
@@ -128,6 +128,29 @@ def test_a_child_may_drop_the_model_and_the_parent_goes_on():
     assert in_child(drop) == "'dropped'"
     with jobs[0].manager:
         jobs[0].steps(2)
+
+
+def test_a_child_collects_nothing_that_may_have_something_of_the_device():
+    # Its event, say: torch ends a process that destroys one and has no device.
+    gc.collect()
+    job = managed_job()
+    job.steps(2)
+    job.manager.close()
+    inner = weakref.ref(job.manager._stm)
+    gc.disable()
+    try:
+        job.itself = job  # who waits for the collector
+        del job
+
+        def collect():
+            gc.collect()
+            return inner() is None
+
+        assert in_child(collect) == "False"
+    finally:
+        gc.enable()
+    gc.collect()
+    assert inner() is None
 
 
 def test_an_error_in_the_queue_outlives_a_fork():
