@@ -132,6 +132,14 @@ ON_OUR_BEHALF = [
 ]
 
 
+# What ends that gradients are off around the user's clipping and step: by who calls it, its module and its name.
+TAKING_BACK = [
+    ("_no_grad_wrapper", "torch.autograd.grad_mode", "__exit__"),
+    ("_use_grad", "torch.autograd.grad_mode", "__init__"),
+    ("_use_grad", "torch._dynamo.decorators", "graph_break"),
+]
+
+
 @pytest.mark.skipif(ON_CUDA, reason=ON_HOST)
 @pytest.mark.parametrize("place", ON_OUR_BEHALF, ids=".".join)
 def test_an_interrupt_in_a_library_that_we_have_called_is_put_off(place):
@@ -163,6 +171,36 @@ def test_an_interrupt_in_a_library_that_we_have_called_is_put_off(place):
             iteration(twin, its, torch.device("cpu"))
     for one, other in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("place", TAKING_BACK, ids=".".join)
+def test_no_interrupt_leaves_gradients_off(place):
+    target = device()
+    model, optimizer = stepped_once()
+    left = 0
+
+    def press(frame, event, arg):
+        nonlocal left
+        if event != "call" or frame.f_back is None:
+            return
+        if (frame.f_back.f_code.co_name, frame.f_globals["__name__"], frame.f_code.co_name) == place:
+            left -= 1
+            if left == 0:
+                sys.setprofile(None)
+                signal.getsignal(signal.SIGINT)(signal.SIGINT, frame)
+
+    with hetero.manage(model, optimizer, device=target, device_budget="192KiB"):
+        for left in range(1, 5):  # one or the other of these begins it
+            sys.setprofile(press)
+            try:
+                train_until_pressed(model, optimizer, target)
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.setprofile(None)
+            assert left == 0
+            assert torch.is_grad_enabled()
+            optimizer.zero_grad()
 
 
 def test_an_interrupt_in_the_users_code_is_raised_there():

@@ -2,8 +2,9 @@
 
 Owns the process's handler of SIGINT while anything is managed. Python raises `KeyboardInterrupt` between any two
 bytecodes of the main thread, and no ``try`` closes every gap (``finally:`` itself can be interrupted). So while the
-innermost Python code that runs is ours, or a library's on our behalf, the interrupt is put off: a thread sends it again
-until it meets the user's code, torch's on the user's behalf, or the limit. Costs nothing where nobody interrupts.
+innermost Python code that runs is ours, a library's on our behalf, or torch's that takes something back, the interrupt
+is put off: a thread sends it again until it meets the user's code, torch's on the user's behalf, or the limit. Costs
+nothing where nobody interrupts.
 Invariant: whatever handler was there decides what an interrupt does, and is there again afterwards.
 
 [Note: on our behalf]
@@ -11,6 +12,11 @@ Whatever we call may be in the middle of something that we rely on: a hook that 
 has yet, a job that is not in the executor's queue yet, a dispatch mode that is off its stack. What runs for long, a
 module's forward, a backward and an optimizer's step, is the user's, whoever calls it, and we are prepared for whatever
 it raises.
+
+[Note: what torch takes back]
+``torch.no_grad`` and the like end in Python: interrupted as that begins, gradients stay off for good. By itself an
+interrupt hardly ever comes there; one that was put off comes as soon as our code is over, and what then follows in
+clipping and in an optimizer's step is exactly that (a few in a thousand with Python 3.12).
 """
 
 import _thread
@@ -23,7 +29,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import graph
+from torch.autograd import grad_mode, graph
+from torch.optim.optimizer import _use_grad_for_differentiable
 
 __all__ = ["install", "remove"]
 
@@ -31,13 +38,16 @@ __all__ = ["install", "remove"]
 # as any user's.
 _OURS = ("hetero.devices", "hetero.eviction", "hetero.msc", "hetero.stm", "hetero.manager")
 # Packages whose code is ours where we have called it ([Note: on our behalf]).
-_ON_BEHALF = sys.stdlib_module_names - {"__main__"} | {"numpy", "scipy", "torch"}
+_ON_BEHALF = sys.stdlib_module_names - {"__main__"} | {"numba", "numpy", "psutil", "scipy", "torch"}
 # But not what torch calls for the user.
 _FOR_THE_USER = (
     nn.Module._call_impl.__code__,
     graph._engine_run_backward.__code__,
     torch.optim.Optimizer.profile_hook_step(lambda optimizer: None).__code__,
 )
+# [Note: what torch takes back]; the optimizers' own goes through Dynamo, too.
+_AROUND_STEPS = _use_grad_for_differentiable(lambda: None).__code__
+_BETWEEN = ("__enter__", "__exit__")
 # Called by the interpreter when objects die: what is raised there is printed and lost.
 _SWALLOWING = ("weakref", "_weakrefset")
 _AGAIN_SECONDS = 1e-3
@@ -87,7 +97,7 @@ def _handle(number: int, frame: FrameType | None) -> Any:
 
 
 def _is_ours(frame: FrameType | None) -> bool:
-    if frame is not None and frame.f_globals.get("__name__") in _SWALLOWING:
+    if frame is not None and (frame.f_globals.get("__name__") in _SWALLOWING or _takes_back(frame)):
         return True
     while frame is not None:
         name = frame.f_globals.get("__name__") or ""
@@ -95,6 +105,21 @@ def _is_ours(frame: FrameType | None) -> bool:
             return True
         if frame.f_code in _FOR_THE_USER or name.partition(".")[0] not in _ON_BEHALF:
             return False
+        frame = frame.f_back
+    return False
+
+
+def _takes_back(frame: FrameType | None) -> bool:
+    """Torch is setting what holds for a part of the user's code, or ends that."""
+    while frame is not None:
+        name, code = frame.f_globals.get("__name__") or "", frame.f_code
+        if not name.startswith("torch._dynamo."):
+            is_torchs = name.partition(".")[0] == "torch"
+            return (
+                code is _AROUND_STEPS
+                or name == grad_mode.__name__
+                or (is_torchs and code.co_name in _BETWEEN)
+            )
         frame = frame.f_back
     return False
 
