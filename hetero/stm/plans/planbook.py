@@ -199,9 +199,13 @@ class PlanBook:
             if other in self._plans
         }
         has_news, has_larger = self.samples.take_news(), self.samples.take_larger()
+        told = self.samples.take_told()
         if (more or has_news or has_larger) and plan is not None:
-            # What a larger one has taken more was measured.
-            margins[keys] = margins.get(keys, plan.margin) + (0 if has_larger else more)
+            # What a larger one has taken more was measured; and what was kept free for what has told of itself now.
+            margin = margins.get(keys, plan.margin) + (0 if has_larger else more)
+            margins[keys] = max(self.margin, margin - told)
+            if told:
+                self._add_alike(keys, margins)
         unplanned = self.samples.take_unplanned_gradients()
         for other, their_plan in self._plans.items():
             if not unplanned.isdisjoint(other):
@@ -220,14 +224,18 @@ class PlanBook:
         self.outgrown.note_measured(keys)
         grown = self.samples.add_again(segments)
         margins = {keys: max(self.margin, self._plans[keys].margin - grown)}
-        # It may begin as others do, whose plan it then follows until it is known for what it is.
+        self._add_alike(keys, margins)
+        self._make_all(margins)
+        if not self._plans[keys].knows_callers_part:  # what was measured was not comparable
+            self.outgrown.doubt_again(keys)
+
+    def _add_alike(self, keys: Keys, margins: dict[Keys, int]) -> None:
+        """With the plans of those that have forwards in common: an iteration may begin as they do, and then follows
+        theirs until it is known for what it is."""
         forwards = {key for key in keys if key.phase is Phase.FORWARD}
         for other, plan in self._plans.items():
             if not forwards.isdisjoint(other):
                 margins.setdefault(other, plan.margin)
-        self._make_all(margins)
-        if not self._plans[keys].knows_callers_part:  # what was measured was not comparable
-            self.outgrown.doubt_again(keys)
 
     # -- what is asked --------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ again because an iteration has outgrown them (`hetero.stm.plans.outgrown`). The 
 its list, because what follows a plan has other things on the device.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
@@ -15,6 +15,7 @@ from hetero.stm.plans.rows import non_model_peak
 __all__ = ["Samples"]
 
 _MOST_AT_ONCE = 8  # of one key in one iteration
+_MUCH = 4  # one part in so many of what was known
 
 
 class Samples(Mapping[SegmentKey, Sequence[Segment]]):
@@ -35,6 +36,8 @@ class Samples(Mapping[SegmentKey, Sequence[Segment]]):
         # Segments that gradients are there to see begin: of earlier micro-batches, of a loop that drops them late.
         self._with_gradients: set[SegmentKey] = set()
         self._unplanned_gradients: set[SegmentKey] = set()  # of these, those that plans do not know of yet
+        self._grown: Counter[SegmentKey] = Counter()  # times that `note_callers` was told of little more
+        self._told = 0
         self._has_news = False
         self._has_larger = False
         self.excess = 0
@@ -66,6 +69,26 @@ class Samples(Mapping[SegmentKey, Sequence[Segment]]):
         """So much is in use that nobody has asked for, more than a plan has room for."""
         self.excess = max(self.excess, nbytes)
         self._has_news = True
+
+    def note_callers(self, key: SegmentKey, nbytes: int) -> bool:
+        """So many bytes were beside model data after such a forward, in its caller's own part, which passed the budget.
+        True if that is news, and plans are to be made anew: not for ever, where it grows on by little."""
+        kept = self._kept.get(key)
+        if kept is None:
+            return False
+        last = kept[-1].periods[-1]
+        known = non_model_peak(kept, len(kept[-1].periods) - 1)
+        if nbytes <= known:
+            return False
+        if _MUCH * (nbytes - known) < known:
+            self._grown[key] += 1
+            if self._grown[key].bit_count() > 1:
+                return False
+        self._told = max(self._told, nbytes - known)
+        last.non_model_bytes = nbytes
+        self._has_news = True
+        self._peaks.clear()
+        return True
 
     def suffice(self, keys: Sequence[SegmentKey]) -> bool:
         """An iteration of these can be planned."""
@@ -107,6 +130,11 @@ class Samples(Mapping[SegmentKey, Sequence[Segment]]):
         """Something is known that was not when plans were made."""
         news, self._has_news = self._has_news, False
         return news
+
+    def take_told(self) -> int:
+        """By how many bytes what `note_callers` was told is more than what was known."""
+        told, self._told = self._told, 0
+        return told
 
     def take_unplanned_gradients(self) -> AbstractSet[SegmentKey]:
         """Plans with any of these are to be made anew."""
@@ -175,6 +203,8 @@ class Samples(Mapping[SegmentKey, Sequence[Segment]]):
             del self._kept[key]
         for key in self._before.keys() - keys:
             del self._before[key]
+        for key in self._grown.keys() - keys:
+            del self._grown[key]
         self._outdated &= keys
         self._with_gradients &= keys
         self._peaks.clear()

@@ -2,12 +2,14 @@
 
 Owns what is seen of it where it was planned for, and nothing of ours runs that could make room: what it holds when a
 backward is called, and, where that is more than was measured, the peak of what follows. Says so to
-`hetero.stm.plans.outgrown`; who leaves is `hetero.stm.running.executor`'s.
+`hetero.stm.plans.samples`, of that moment alone, or, where it was known there, to `hetero.stm.plans.outgrown`; who
+leaves is `hetero.stm.running.executor`'s.
 """
 
+import bisect
 from collections.abc import Callable
 
-from hetero.msc import Segment
+from hetero.msc import Segment, SegmentKey
 from hetero.msc.peaks import PeakKeeper
 from hetero.stm.copies.room import Room
 from hetero.stm.plans.outgrown import Outgrown
@@ -21,7 +23,8 @@ MOST_OF_ITS_OWN = 8
 
 class CallersPart:
     """Of one manager's iterations. ``budget``: of the device. ``note_excess``: told what plans should keep for what the
-    allocator adds by itself."""
+    allocator adds by itself. ``note_peak``: told what was there beside model data after a forward with that key; true
+    if that is news."""
 
     def __init__(
         self,
@@ -30,14 +33,18 @@ class CallersPart:
         outgrown: Outgrown,
         budget: int,
         note_excess: Callable[[int], None],
+        note_peak: Callable[[SegmentKey, int], bool],
     ) -> None:
         self._room = room
         self._peaks = peaks
         self._outgrown = outgrown
         self._budget = budget
         self._note_excess = note_excess
+        self._note_peak = note_peak
         self._unused = 0  # of what the plan left to model data after the last forward
+        self._passed = 0  # what `look_back` has told of the forward itself
         self._model_bytes: int | None = None  # there when the part that is watched began
+        self._position = 0  # of its forward's last moment
         self._planned = 0  # and what may have been there beside, by the plan
         self._has_drifted = False  # the forward before it kept more than was measured
 
@@ -54,11 +61,18 @@ class CallersPart:
         may_pass = more > 0 and self._room.exceeds(limit - MOST_OF_ITS_OWN * more)
         if segment.sampled:  # its peaks are read all the same
             return more if may_pass else 0
-        looked = self.look_back(plan)  # before a watch begins: what has passed by now is no part of it
+        # Before a watch begins: what has passed by now is no part of it.
+        looked = max(self._passed, self.look_back(plan, after=position))
+        self._passed = 0
         if not may_pass:
             return looked
         self._watch(plan, position)
         return max(more, looked)
+
+    def end_forward(self, plan: CyclePlan, *, position: int) -> None:
+        """A forward ends, with its last moment ``position``: what has passed the budget by now was not its caller."""
+        self._unused = -self._room.excess(plan.limits[position])
+        self._passed = self.look_back(plan)
 
     def begin_after_drift(self, plan: CyclePlan, *, position: int) -> None:
         """A forward ends, with its last moment ``position``, that kept more than was measured: its caller may take more
@@ -68,7 +82,7 @@ class CallersPart:
 
     def _watch(self, plan: CyclePlan, position: int) -> None:
         if self._model_bytes is None:
-            self._model_bytes = self._room.excess(0)
+            self._model_bytes, self._position = self._room.excess(0), position
             self._planned = self._budget - plan.limits[position] - plan.excess
             self._peaks.begin()
 
@@ -90,21 +104,25 @@ class CallersPart:
         self._peaks.end()
         more = non_model - self._planned
         passes = before + non_model + plan.excess + plan.margin > self._budget
+        if passes and self._is_news(plan, self._position, non_model):
+            return
         if passes or (has_drifted and more > 0):
             self._outgrown.note(more, passes_budget=True, is_next=not passes)
 
-    def end_inference(self, plan: CyclePlan, limit: int) -> None:
+    def end_inference(self, plan: CyclePlan, limit: int, *, position: int) -> None:
         """A forward without a backward has ended, whose plan has left so much to model data, and what the caller has
-        done with its result: the last one of several may have taken more than the one that was measured."""
+        done with its result: the last one of several may have taken more than the one that was measured. ``position``:
+        of its last moment."""
         self._unused = -self._room.excess(limit)
-        self.look_back(plan)
+        self.look_back(plan, after=position)
 
     def begin_iteration(self) -> None:
         """What was there before, between iterations, is nobody's growth."""
         self._peaks.passed(self._budget)
 
-    def look_back(self, plan: CyclePlan) -> int:
-        """If the budget was passed since this was asked before: how much more than planned there was then; else 0."""
+    def look_back(self, plan: CyclePlan, *, after: int | None = None) -> int:
+        """If the budget was passed since this was asked before: how much more than planned there was then; else 0.
+        ``after``: only the caller has run since then, after a forward with this last moment."""
         excess = self._peaks.excess()
         passed = self._peaks.passed(self._budget)
         if passed == 0:
@@ -113,5 +131,17 @@ class CallersPart:
             self._note_excess(plan.excess + passed)
             return 0
         more = passed + max(0, self._unused)
-        self._outgrown.note(more, passes_budget=True)
+        non_model = self._budget + passed - excess - self._room.excess(0)
+        if after is None or not self._is_news(plan, after, non_model):
+            self._outgrown.note(more, passes_budget=True)
         return more
+
+    def _is_news(self, plan: CyclePlan, position: int, non_model: int) -> bool:
+        """There was so much beside model data after the forward that ends there, and plans are to know. Then nothing
+        has to be kept free in the rest of the iteration, which is measured once more all the same: it may be so from
+        now on."""
+        place = bisect.bisect_right(plan.bounds, position)
+        if position + 1 != plan.bounds[place] or not self._note_peak(plan.keys[place - 1], non_model):
+            return False
+        self._outgrown.note(0, passes_budget=True)
+        return True

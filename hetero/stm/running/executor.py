@@ -78,8 +78,14 @@ class Executor:
         self._guarding = Guarding(
             accelerator, relief, self._room, plans.budget, note_values=self._note_values
         )
+        samples = plans.samples
         self._caller = CallersPart(
-            self._room, collector.peaks, plans.outgrown, plans.budget, plans.samples.note_excess
+            self._room,
+            collector.peaks,
+            plans.outgrown,
+            plans.budget,
+            samples.note_excess,
+            samples.note_callers,
         )
 
     @property
@@ -157,7 +163,9 @@ class Executor:
             if self._course.plan is not None:
                 self._caller.end(self._course.plan)
                 if not (self._segment.key.trains or self._segment.sampled):
-                    self._caller.end_inference(self._course.plan, self._limit())
+                    self._caller.end_inference(
+                        self._course.plan, self._limit(), position=self._course.callers
+                    )
             self._activations.close_gone()  # what the last operator has used up is not there until the next iteration
             self._collector.end_segment()
             self._cycles.end_segment(self._segment)
@@ -242,6 +250,8 @@ class Executor:
         beside where forward kept more, and where nothing was measured, all that can leave does."""
         plan, drift = self._plan_of_caller, self._growth.drift
         if plan is not None:
+            if not self._collector.is_sampling:
+                self._caller.end_forward(plan, position=self._course.callers)
             if drift and not self._collector.is_sampling and not plan.guarded[self._course.number]:
                 self._caller.begin_after_drift(plan, position=self._course.callers)
             if drift:
