@@ -30,6 +30,7 @@ from hetero.stm.interception.arguments import any_on
 from hetero.stm.interception.compiled import (
     SLOT,
     CompiledCalls,
+    SlotCall,
     check_called_eagerly,
     is_compiling,
     is_ours,
@@ -158,8 +159,9 @@ class ModelCalls:
             self._put(part, own, self._of_part(name, part, own))
 
     def _put(self, module: nn.Module, own: _Call | None, call: _Call) -> None:
-        set_slot(module, mark_as_ours(run_eagerly(call)))
-        self._replaced.append(_Replaced(weakref.ref(module), own, call))
+        slot_call = mark_as_ours(SlotCall(run_eagerly(call), own))
+        set_slot(module, slot_call)
+        self._replaced.append(_Replaced(weakref.ref(module), own, slot_call))
 
     # -- what they do ---------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import torch
 from accelerators import ON_CUDA, STEPS_AT_HOME
 from loops import batch, mlp, train
 from torch import nn
+from torch.nn.utils import parametrizations
 from twins import adamw, assert_same, assert_twins, device, managed, plain, unmanaged
 
 import hetero
@@ -63,6 +64,40 @@ def test_deepcopy_and_pickle_of_a_managed_model_are_plain_models():
         return seen
 
     assert_twins(mlp, loop, share=0.9)
+
+
+class CopiesAll(nn.Linear):
+    def __deepcopy__(self, memo):
+        twin = self.__new__(type(self))
+        twin.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return twin
+
+
+COPYING_ALL = {
+    "weight_norm": lambda: parametrizations.weight_norm(nn.Linear(64, 64)),
+    "spectral_norm": lambda: parametrizations.spectral_norm(nn.Linear(64, 64)),
+    "its own": lambda: CopiesAll(64, 64),
+    "a part": lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(64, 64)), *mlp(depth=3)),
+}
+
+
+@pytest.mark.parametrize("kind", COPYING_ALL)
+def test_a_copy_of_a_module_that_copies_all_it_has_computes_with_its_own_parameters(kind):
+    """As `torch.nn.utils.parametrize` makes them: torch's modules leave the call that we replace out of copies."""
+
+    def loop(model, optimizer, target):
+        seen = [train(model, optimizer, target, 2)]
+        twin = copy.deepcopy(model)
+        seen.append(train(model, optimizer, target, 2))
+        torch.manual_seed(1)
+        x = torch.randn(8, 64)
+        twin.cpu()(x).square().mean().backward()
+        assert all(p.grad is not None for p in twin.parameters())
+        assert all(p.grad is None for p in model.parameters())
+        seen.append([twin(x), [p.grad for p in twin.parameters()]])
+        return seen
+
+    assert_twins(COPYING_ALL[kind], loop, share=0.9)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])

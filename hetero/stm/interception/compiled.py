@@ -12,6 +12,7 @@ Compile per block: all of a region's parameters are on the device at once, in fo
 """
 
 import contextlib
+import copy
 import functools
 import sys
 from collections.abc import Callable, Iterator
@@ -37,6 +38,7 @@ from hetero.stm.tensors.managed import ManagedTensor
 __all__ = [
     "SLOT",
     "CompiledCalls",
+    "SlotCall",
     "check_called_eagerly",
     "compile_module",
     "is_compiling",
@@ -53,12 +55,29 @@ _FAST_IN_EVAL = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 # Not torch._dynamo, which takes longer to load than everything else of hetero.
 _FRAMES: Any = torch._C._dynamo.eval_frame
 
-SLOT = "_compiled_call_impl"  # torch's own slot for a replaced call; it is not copied nor pickled
+SLOT = (
+    "_compiled_call_impl"  # torch's own slot for a replaced call; modules leave it out of copies and pickles
+)
 _IS_OURS = "_is_ours"  # of a call there that does not make its module a compiled one
 
 
 # Those that are attached: torch tells which module is compiled, not whose model it belongs to.
 _ATTACHED: "Living[CompiledCalls]" = Living()
+
+
+class SlotCall(functools.partial[Any]):
+    """What we put into a module's slot, where ``own`` was. Modules that `torch.nn.utils.parametrize` has changed are
+    copied with all they have: a copy gets ``own``, because ours would compute with the original's parameters."""
+
+    own: Callable[..., Any] | None
+
+    def __new__(cls, call: Callable[..., Any], own: Callable[..., Any] | None) -> "SlotCall":
+        slot_call = super().__new__(cls, call)
+        slot_call.own = own
+        return slot_call
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any] | None:
+        return copy.deepcopy(self.own, memo)
 
 
 def compile_module(module: nn.Module, compile: Callable[[], None]) -> None:
@@ -86,7 +105,7 @@ def run_eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def mark_as_ours(call: Callable[..., Any]) -> Callable[..., Any]:
+def mark_as_ours(call: SlotCall) -> SlotCall:
     """``call``, in a module's slot, does not make it a compiled one (`hetero.stm.modelcalls`)."""
     setattr(call, _IS_OURS, True)
     return call
@@ -155,13 +174,16 @@ class CompiledCalls:
             own = submodule.__dict__.get(SLOT)
             inner = own or submodule._call_impl
             label = f"compiled {name or type(submodule).__name__}"
-            call = _substituting(
+            substituting = _substituting(
                 submodule,
                 label,
                 inner,
                 inference_only=isinstance(submodule, _FAST_IN_EVAL),
                 is_paused=lambda: self._is_paused,
             )
+            call = SlotCall(substituting, own)
+            # What torch.compiler.disable(recursive=False) does, without loading the compiler.
+            substituting._torchdynamo_disable = call._torchdynamo_disable = True  # type: ignore[attr-defined]
             set_slot(submodule, call)
             self._wrapped.append((submodule, own, call))
 
@@ -220,12 +242,13 @@ class CompiledCalls:
         self.is_outdated = True
         own = submodule.__dict__.get(SLOT)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def following(*args: Any, **kwargs: Any) -> Any:
             self.follow()  # which takes this away
             return submodule(*args, **kwargs)
 
         if not any(wrapped is submodule for wrapped, _, _ in self._wrapped):
-            self._wrapped.append((submodule, own, mark_as_ours(run_eagerly(call))))
+            call = mark_as_ours(SlotCall(run_eagerly(following), own))
+            self._wrapped.append((submodule, own, call))
             if not self._is_paused:
                 set_slot(submodule, call)
 
@@ -319,8 +342,6 @@ def _substituting(
                 for module, key, parameter in places:
                     module._parameters[key] = parameter
 
-    # What torch.compiler.disable(recursive=False) does, without loading the compiler.
-    call._torchdynamo_disable = True  # type: ignore[attr-defined]
     return call
 
 
