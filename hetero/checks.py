@@ -37,6 +37,11 @@ def check_manageable(
                 f"{type(module).__name__} copies the model to several devices or processes, and hetero is for one: "
                 "manage the module inside it (.module), and call that"
             )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ManageError(
+                f"{module.original_name} is a TorchScript module, whose operators run where nothing of Python can "
+                "bring their parameters: manage the module that it was made from, and export that when it is trained"
+            )
     if optimizer is None:
         return
     if not isinstance(optimizer, torch.optim.Optimizer):

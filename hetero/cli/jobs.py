@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hetero.errors import ConfigError
 from hetero.stm.updates.kernels import split
 
-__all__ = ["LossOf", "as_if_managed", "checked_loss", "read_job", "recipe_of"]
+__all__ = ["LossOf", "as_if_managed", "checked_loss", "no_batches", "read_job", "recipe_of"]
 
 LossOf = Callable[[nn.Module, Any], Tensor]
 
@@ -78,9 +78,16 @@ def recipe_of(function: Callable[[], Any], target: str) -> Callable[[], tuple[An
             with as_if_managed(optimizer):
                 optimizer.step()
 
-        return step, model, optimizer, next(iter(batches))
+        for batch in batches:
+            return step, model, optimizer, batch
+        raise no_batches(target)
 
     return recipe
+
+
+def no_batches(target: str) -> ConfigError:
+    """The error for a function that returned none."""
+    return ConfigError(f"{target} returned no batches: at least 1 is needed")
 
 
 def _is_of_torch(loss_fn: Any) -> bool:

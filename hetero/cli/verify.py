@@ -12,7 +12,7 @@ from rich.table import Column, Table
 from torch import Tensor, nn
 
 from hetero.cli.comparison import Difference, compare
-from hetero.cli.jobs import read_job
+from hetero.cli.jobs import no_batches, read_job
 from hetero.cli.loading import call, load_function
 from hetero.cli.output import open_console, progress
 from hetero.cli.placing import (
@@ -104,7 +104,7 @@ def _job(make: Callable[[], Any], target: str, steps: int, seed: int) -> Job:
     model, optimizer, batches, loss_fn = read_job(call(make, what=f"{target}()"), target)
     taken = call(lambda: list(itertools.islice(batches, steps)), what=f"the batches of {target}")
     if not taken:
-        raise ConfigError(f"{target} returned no batches: at least 1 is needed")
+        raise no_batches(target)
     repeated = list(itertools.islice(itertools.cycle(taken), steps))
     return Job(model=model, optimizer=optimizer, batches=repeated, loss_fn=loss_fn, seed=seed)
 

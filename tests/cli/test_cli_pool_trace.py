@@ -45,6 +45,10 @@ def data_dependent():
 
 def number():
     return 3
+
+def none():
+    model, optimizer, _ = parts()
+    return model, optimizer, [], nn.CrossEntropyLoss()
 """
 
 # At most 1024 + 2048 bytes live at once, and both fit below 3072 whichever comes first.
@@ -88,6 +92,7 @@ def test_trace_prints_the_peak_and_writes_what_is_asked(
     [
         ("number", "a recipe returns a tuple (step, *args)"),
         ("parts", "returned 3 values: expected the 4 values"),
+        ("none", "returned no batches: at least 1 is needed"),
         ("data_dependent", "trace a real step instead"),
         ("missing", "missing is not there"),
     ],

@@ -38,3 +38,10 @@ def test_one_from_before_may_only_evaluate():
             assert torch.equal(wrapper(x), model(x))
     wrapper(batch(torch.device("cpu"))).square().mean().backward()  # and afterwards it is as it was
     assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("scripted", [torch.jit.script, lambda model: nn.Sequential(torch.jit.script(model))])
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_what_torchscript_runs_cannot_be_managed(scripted):
+    with pytest.raises(hetero.ManageError, match="Linear is a TorchScript module"):
+        hetero.manage(scripted(nn.Linear(4, 4)), device=device())
