@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerators import ON_CUDA
+from equality import fresh_memory
 from sharded import assert_as_fsdp2, sharded
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import _cast_fp_tensor
@@ -454,3 +455,37 @@ def test_parts_called_by_themselves_are_refused_where_their_whole_copies_do_not_
             optimizer.step()
             optimizer.zero_grad()
         assert max(torch.accelerator.max_memory_allocated(), manager.stats.peak_device_bytes) <= budget
+
+
+@pytest.mark.parametrize("share", [0.45, 0.5, 0.55])
+def test_a_norm_is_planned_for_whichever_micro_batch_of_several_sizes_comes_first(share):
+    """What was measured as an iteration's second added its gradients to the first one's, whose norms are not taken."""
+    target = device()
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(m for _ in range(3) for m in (nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128)))
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    base = fresh_memory()
+    budget = base + int(share * sum(p.nbytes for p in model.parameters()))
+    with hetero.manage(model, optimizer, device=target, device_budget=budget, precision=LOW):
+        for iteration in range(12):
+            for rows in [16, 8] if iteration % 6 == 0 else [8]:
+                model(torch.randn(rows, 128).to(target)).float().square().mean().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert torch.accelerator.max_memory_allocated() <= budget, iteration
+
+
+@pytest.mark.parametrize("clip", [None, 1e-2])
+def test_a_norm_that_there_is_no_room_for_is_taken_at_home(clip):
+    """Its cast to float32 takes twice what the gradient does."""
+
+    def build():
+        return nn.Sequential(
+            nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1024), nn.Tanh(), nn.Linear(1024, WIDTH)
+        )
+
+    weight = 1024 * WIDTH * LOW.itemsize
+    assert_as_fsdp2(build, lambda *given: steps(*given, clip=clip), budget=weight * 5 // 2 + (40 << 10))

@@ -12,6 +12,7 @@ import torch
 from torch.utils._foreach_utils import _has_foreach_support
 
 from hetero.autograd import outside_inference
+from hetero.devices import Accelerator
 
 __all__ = ["GradientNorms"]
 
@@ -25,9 +26,11 @@ class _Norms:
 class GradientNorms:
     """The norms of one manager's gradients, of the orders that were asked for."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._device = accelerator.device
         self._taken: dict[float, _Norms] = {}
+        self._lacking: set[int] = set()  # of their gradients, none is taken: no plan has room for it
 
     def want(self, norm_type: float, dtype: torch.dtype, count: int) -> None:
         """From now on take norms of this order, of gradients of this type, for up to ``count`` parameters."""
@@ -39,8 +42,9 @@ class GradientNorms:
 
     def take(self, index: int, gradient: torch.Tensor, cast: torch.dtype | None = None) -> None:
         """``gradient``, on the device, becomes ``p.grad``: as it is, or cast to another type. One without numbers, or
-        that the cast makes smaller, is left to `get`: some norms of these torch refuses, to whoever asks for them."""
-        if not gradient.numel() or not (cast is None or _widens(gradient, cast)):
+        that the cast makes smaller, is left to `get`: some norms of these torch refuses, to whoever asks for them. So
+        is one that there is no room for."""
+        if not gradient.numel() or not (cast is None or _widens(gradient, cast)) or index in self._lacking:
             return
         for order, taken in self._taken.items():
             if (cast or gradient.dtype) == taken.values.dtype:
@@ -55,11 +59,19 @@ class GradientNorms:
             (norm,) = _norms([gradient], order, None)
             self._taken[order].values[index].copy_(norm)
 
-    def rehearse(self, gradient: torch.Tensor, cast: torch.dtype) -> None:
-        """Allocate, for a while, what `take` would: an iteration is measured before anybody has asked for norms."""
-        if not self._taken and gradient.numel() and _widens(gradient, cast):
+    def rehearse(self, index: int, gradient: torch.Tensor, cast: torch.dtype) -> None:
+        """Allocate, for a while, what `take` would: an iteration is measured before anybody has asked for norms, or
+        while ``gradient`` is added to others, whose norm is not that of what leaves. If there is no room, `take` does
+        nothing for that parameter."""
+        if not gradient.numel() or not _widens(gradient, cast):
+            return
+        try:
             with torch.no_grad():
                 _norms([gradient], 2.0, cast)
+            self._lacking.discard(index)
+        except torch.OutOfMemoryError:
+            self._accelerator.note_answered()
+            self._lacking.add(index)
 
     def knows(self, index: int, norm_type: float) -> bool:
         """That of this gradient has been taken."""

@@ -62,7 +62,7 @@ class Gradients:
         self._upcasts: dict[int, Upcast] = {}  # of gradients that come down in low precision
         self.additions = additions
         self.changes = Changes(engine, arena)
-        self.norms = GradientNorms(engine.accelerator.device)
+        self.norms = GradientNorms(engine.accelerator)
         self.kept = KeptGradients(engine, self._memory, self.changes, self.norms, meter)
         # Aliases of gradients in memory that is not torch's (NumPy's), so that nobody takes them for private.
         self._foreign: dict[int, torch.Tensor] = {}
@@ -235,14 +235,17 @@ class Gradients:
     ) -> None:
         """``gradient`` comes down into the end of ``host``'s memory, and is cast when it is waited for."""
         upcast = Upcast(event, host.untyped_storage(), gradient.dtype, host.dtype, gradient.numel())
-        if self.in_flight_limit == 0:  # a CPU's kernels cast all of it first
-            self.norms.rehearse(gradient, host.dtype)
+        self._rehearse_norm(tensor, gradient, host.dtype)
         if self._is_read_at_once(tensor):
             self.wait(tensor)
             upcast.apply(self._engine)
         else:
             self.norms.take(tensor.index, gradient, host.dtype)
             self._upcasts[tensor.index] = upcast
+
+    def _rehearse_norm(self, tensor: ManagedTensor, gradient: torch.Tensor, cast: torch.dtype) -> None:
+        if self.in_flight_limit == 0:  # a CPU's kernels cast all of it first
+            self.norms.rehearse(tensor.index, gradient, cast)
 
     def _note_download(
         self, tensor: ManagedTensor, gradient: torch.Tensor, event: torch.Event, *, is_shared: bool
@@ -272,6 +275,10 @@ class Gradients:
         """Do so; False if there is no memory for it."""
         target = tensor.parameter.grad
         assert target is not None
+        if (
+            gradient.dtype is not target.dtype
+        ):  # the same batch may be the first of its iteration another time
+            self._rehearse_norm(tensor, gradient, target.dtype)
         begun = self.additions.begin(target, gradient, self._upcasts.get(tensor.index))
         if begun is None:
             return False
