@@ -275,9 +275,7 @@ class Gradients:
         """Do so; False if there is no memory for it."""
         target = tensor.parameter.grad
         assert target is not None
-        if (
-            gradient.dtype is not target.dtype
-        ):  # the same batch may be the first of its iteration another time
+        if gradient.dtype is not target.dtype:  # another time, such a batch may be the first of its iteration
             self._rehearse_norm(tensor, gradient, target.dtype)
         begun = self.additions.begin(target, gradient, self._upcasts.get(tensor.index))
         if begun is None:

@@ -55,9 +55,7 @@ _FAST_IN_EVAL = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 # Not torch._dynamo, which takes longer to load than everything else of hetero.
 _FRAMES: Any = torch._C._dynamo.eval_frame
 
-SLOT = (
-    "_compiled_call_impl"  # torch's own slot for a replaced call; modules leave it out of copies and pickles
-)
+SLOT = "_compiled_call_impl"  # torch's own slot for a replaced call, which modules neither copy nor pickle
 _IS_OURS = "_is_ours"  # of a call there that does not make its module a compiled one
 
 

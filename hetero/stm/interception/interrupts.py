@@ -114,12 +114,8 @@ def _takes_back(frame: FrameType | None) -> bool:
     while frame is not None:
         name, code = frame.f_globals.get("__name__") or "", frame.f_code
         if not name.startswith("torch._dynamo."):
-            is_torchs = name.partition(".")[0] == "torch"
-            return (
-                code is _AROUND_STEPS
-                or name == grad_mode.__name__
-                or (is_torchs and code.co_name in _BETWEEN)
-            )
+            is_between = name.partition(".")[0] == "torch" and code.co_name in _BETWEEN
+            return is_between or name == grad_mode.__name__ or code is _AROUND_STEPS
         frame = frame.f_back
     return False
 
