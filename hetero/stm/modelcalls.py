@@ -34,7 +34,6 @@ from hetero.stm.interception.compiled import (
     check_called_eagerly,
     is_compiling,
     is_ours,
-    mark_as_ours,
     run_eagerly,
     set_slot,
 )
@@ -54,14 +53,13 @@ _Call = Callable[..., Any]
 
 class _Replaced(NamedTuple):
     module: "weakref.ref[nn.Module]"
-    own: _Call | None
-    call: _Call
+    call: SlotCall
 
     def put_back(self) -> None:
         """Unless somebody else has replaced it since."""
         module = self.module()
         if module is not None and module.__dict__.get(SLOT) is self.call:
-            set_slot(module, self.own)
+            set_slot(module, self.call.own)
 
 
 def _find(model: nn.Module, name: str) -> nn.Module | None:
@@ -97,7 +95,7 @@ class ModelCalls:
         self._keeps = keeps
         self._signatures = Signatures(stm.device.type)
         stm.cycles.coarsen = self._signatures.coarsen
-        # Each module whose call is replaced, the model first: what stood in its slot, and what does.
+        # Each module whose call is replaced, the model first, and what stands in its slot.
         self._replaced: list[_Replaced] = []
         # [Note: parts]: their names, and whether they have been called by themselves. With ``precision``, what is
         # called beside the model computes with home's values (`hetero.stm.interception.outside`).
@@ -159,9 +157,9 @@ class ModelCalls:
             self._put(part, own, self._of_part(name, part, own))
 
     def _put(self, module: nn.Module, own: _Call | None, call: _Call) -> None:
-        slot_call = mark_as_ours(SlotCall(run_eagerly(call), own))
+        slot_call = SlotCall(run_eagerly(call), own)
         set_slot(module, slot_call)
-        self._replaced.append(_Replaced(weakref.ref(module), own, slot_call))
+        self._replaced.append(_Replaced(weakref.ref(module), slot_call))
 
     # -- what they do ---------------------------------------------------------------------------------
 

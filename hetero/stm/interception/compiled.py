@@ -43,7 +43,6 @@ __all__ = [
     "compile_module",
     "is_compiling",
     "is_ours",
-    "mark_as_ours",
     "note_registered",
     "run_eagerly",
     "set_slot",
@@ -56,7 +55,6 @@ _FAST_IN_EVAL = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 _FRAMES: Any = torch._C._dynamo.eval_frame
 
 SLOT = "_compiled_call_impl"  # torch's own slot for a replaced call, which modules neither copy nor pickle
-_IS_OURS = "_is_ours"  # of a call there that does not make its module a compiled one
 
 
 # Those that are attached: torch tells which module is compiled, not whose model it belongs to.
@@ -65,13 +63,17 @@ _ATTACHED: "Living[CompiledCalls]" = Living()
 
 class SlotCall(functools.partial[Any]):
     """What we put into a module's slot, where ``own`` was. Modules that `torch.nn.utils.parametrize` has changed are
-    copied with all they have: a copy gets ``own``, because ours would compute with the original's parameters."""
+    copied with all they have: a copy gets ``own``, because ours would compute with the original's parameters.
+    ``is_compiled``: around a compiled module's call; others do not make theirs a compiled one."""
 
     own: Callable[..., Any] | None
+    is_compiled: bool
 
-    def __new__(cls, call: Callable[..., Any], own: Callable[..., Any] | None) -> "SlotCall":
+    def __new__(
+        cls, call: Callable[..., Any], own: Callable[..., Any] | None, *, is_compiled: bool = False
+    ) -> "SlotCall":
         slot_call = super().__new__(cls, call)
-        slot_call.own = own
+        slot_call.own, slot_call.is_compiled = own, is_compiled
         return slot_call
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any] | None:
@@ -103,15 +105,9 @@ def run_eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def mark_as_ours(call: SlotCall) -> SlotCall:
-    """``call``, in a module's slot, does not make it a compiled one (`hetero.stm.modelcalls`)."""
-    setattr(call, _IS_OURS, True)
-    return call
-
-
 def is_ours(call: Callable[..., Any] | None) -> bool:
-    """`mark_as_ours` has been called with it."""
-    return getattr(call, _IS_OURS, False)
+    """``call``, in a module's slot, is ours and does not make it a compiled one (`hetero.stm.modelcalls`)."""
+    return isinstance(call, SlotCall) and not call.is_compiled
 
 
 def set_slot(module: nn.Module, call: Callable[..., Any] | None) -> None:
@@ -160,7 +156,7 @@ class CompiledCalls:
         self.release: Callable[[], None] = lambda: None
         self.wrap: Callable[[], None] = lambda: None
         self.is_outdated = False
-        self._wrapped: list[tuple[nn.Module, Callable[..., Any] | None, Callable[..., Any]]] = []
+        self._wrapped: list[tuple[nn.Module, SlotCall]] = []
         # Parameters are ordinary ones on the device (`hetero.stm.settled`).
         self._is_paused = False
 
@@ -179,17 +175,17 @@ class CompiledCalls:
                 inference_only=isinstance(submodule, _FAST_IN_EVAL),
                 is_paused=lambda: self._is_paused,
             )
-            call = SlotCall(substituting, own)
+            call = SlotCall(substituting, own, is_compiled=True)
             # What torch.compiler.disable(recursive=False) does, without loading the compiler.
             substituting._torchdynamo_disable = call._torchdynamo_disable = True  # type: ignore[attr-defined]
             set_slot(submodule, call)
-            self._wrapped.append((submodule, own, call))
+            self._wrapped.append((submodule, call))
 
     def own_call(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """The user's own, if ``call`` is one of ours."""
-        for submodule, own, ours in self._wrapped:
+        for submodule, ours in self._wrapped:
             if ours is call:
-                return own or submodule._call_impl
+                return ours.own or submodule._call_impl
         return call
 
     @contextlib.contextmanager
@@ -204,7 +200,7 @@ class CompiledCalls:
             if isinstance(error, RuntimeError):
                 note_misplaced(error, self._model, device, args, kwargs)
             if type(error).__module__.startswith("torch._dynamo"):
-                known = [self._model, *(submodule for submodule, _, _ in self._wrapped)]
+                known = [self._model, *(submodule for submodule, _ in self._wrapped)]
                 for name, submodule in self._model.named_modules():
                     if _is_compiled(submodule) and submodule not in known:
                         raise _refuse_late_compile(name) from error
@@ -244,32 +240,32 @@ class CompiledCalls:
             self.follow()  # which takes this away
             return submodule(*args, **kwargs)
 
-        if not any(wrapped is submodule for wrapped, _, _ in self._wrapped):
-            call = mark_as_ours(SlotCall(run_eagerly(following), own))
-            self._wrapped.append((submodule, own, call))
+        if not any(wrapped is submodule for wrapped, _ in self._wrapped):
+            call = SlotCall(run_eagerly(following), own)
+            self._wrapped.append((submodule, call))
             if not self._is_paused:
                 set_slot(submodule, call)
 
     def pause(self) -> None:
         """Calls are the user's own until `resume`; one that somebody has wrapped since hands on."""
         self._is_paused = True
-        for submodule, own, call in self._wrapped:
+        for submodule, call in self._wrapped:
             if submodule.__dict__.get(SLOT) is call:
-                set_slot(submodule, own)
+                set_slot(submodule, call.own)
 
     def resume(self) -> None:
         """They are ours again."""
         self._is_paused = False
-        for submodule, own, call in self._wrapped:
-            if submodule.__dict__.get(SLOT) is own:
+        for submodule, call in self._wrapped:
+            if submodule.__dict__.get(SLOT) is call.own:
                 set_slot(submodule, call)
 
     def detach(self) -> None:
         """Give back the calls as they were, where nobody has replaced ours since."""
         _ATTACHED.discard(self)
-        for submodule, own, call in self._wrapped:
+        for submodule, call in self._wrapped:
             if submodule.__dict__.get(SLOT) is call:
-                set_slot(submodule, own)
+                set_slot(submodule, call.own)
         self._wrapped.clear()
 
 
