@@ -59,13 +59,14 @@ def gradient_reserves(
 ) -> list[int]:
     """For each period, room for gradients on their way.
 
-    While more are to ``come``: for two of ``largest`` bytes, so that one is copied while the next is made, or for as
-    many as there are at once (``ways``), if that is less; afterwards for what is still on its way. Never more than any
-    of the former, or this one, has to ``spare``.
+    For as many as there are at once (``ways``), in it or in the one before: a copy may take longer than most. Never for
+    more than two of ``largest`` bytes, so that one is copied while the next is made, nor for more than any period that
+    still makes some (``come``: in it or after it), or this one, has to ``spare``.
     """
-    most = max([largest, *ways])
-    reserve = max(0, min(2 * largest, most, *(left for left, more in zip(spare, come, strict=True) if more)))
+    least = min((left for left, more in zip(spare, come, strict=True) if more), default=0)
+    most = max(0, min(2 * largest, least))
+    before = [0, *ways[:-1]]
     return [
-        reserve if more else max(0, min(way, reserve, left))
-        for more, way, left in zip(come, ways, spare, strict=True)
+        min(most, max(way, late)) if more else max(0, min(way, most, left))
+        for more, way, late, left in zip(come, ways, before, spare, strict=True)
     ]

@@ -372,16 +372,23 @@ def test_on_their_way_against_a_naive_count(rows, bandwidth):
 @pytest.mark.parametrize(
     ("ways", "spare", "reserves"),
     [
-        ([0, 9, 9], [50, 50, 50], [8, 8, 8]),  # for two
-        ([0, 6, 6], [50, 50, 50], [6, 6, 6]),  # for as many as there are at once
-        ([0, 3, 3], [50, 50, 50], [4, 4, 3]),  # for one at least, while they come
-        ([0, 9, 9], [50, 5, 50], [5, 5, 5]),  # no more than the fullest period leaves
-        ([0, 9, 9], [50, 50, 2], [8, 8, 2]),
-        ([0, 9, 9], [-1, 50, 50], [0, 0, 0]),
+        ([9, 9, 0, 0], [50, 50, 50, 50], [8, 8, 8, 0]),  # for two
+        (
+            [0, 6, 0, 2],
+            [50, 50, 50, 50],
+            [0, 6, 6, 2],
+        ),  # for as many as there are at once, or were just before
+        ([9, 9, 0, 0], [50, 5, 50, 50], [5, 5, 5, 0]),  # no more than the fullest period leaves
+        ([9, 0, 9, 9], [50, 50, 50, 2], [8, 8, 8, 2]),
+        ([9, 9, 9, 9], [-1, 50, 50, 50], [0, 0, 0, 0]),
     ],
 )
 def test_room_for_gradients_of_four_bytes_on_their_way(ways, spare, reserves):
-    assert gradient_reserves(4, come=[True, True, False], ways=ways, spare=spare) == reserves
+    assert gradient_reserves(4, come=[True, True, True, False], ways=ways, spare=spare) == reserves
+
+
+def test_room_for_gradients_on_their_way_where_none_are_made():
+    assert gradient_reserves(4, come=[False, False], ways=[3, 3], spare=[50, 50]) == [0, 0]
 
 
 def test_a_few_bytes_that_are_wanting_send_few_home():
