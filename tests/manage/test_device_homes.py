@@ -321,6 +321,29 @@ def test_looking_at_states_brings_them_home_until_the_next_step():
         assert manager._stm.ledger.nbytes(Tier.DEVICE, Kind.OPTIMIZER_STATE) > 0
 
 
+@pytest.mark.parametrize("share", [0.5, 0.85])
+@pytest.mark.parametrize("extra", [0.25, 0.75])
+def test_those_whose_states_find_no_room_after_a_look_are_stepped_at_home(share, extra):
+    """The loop keeps something more from some iteration on, and looks at states after each."""
+
+    def loop(model, optimizer, target):
+        seen, kept = [], []
+        size = int(extra * sum(p.nbytes for p in model.parameters()))
+        for which in range(10):
+            result = model(batch(target))
+            if which == 7:
+                kept.append(torch.empty(size, dtype=torch.uint8, device=target))
+            loss = result.square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss.item())
+            optimizer.state_dict()
+        return seen
+
+    assert_twins(lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(16))), loop, share=share)
+
+
 def test_those_that_were_there_in_vain_leave_before_the_next_plan_is_followed(monkeypatch):
     judged = []
 

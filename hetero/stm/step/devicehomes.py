@@ -149,8 +149,12 @@ class DeviceHomes:
             self._stm.home_choice.choose_again()
         for index in [index for index in self._here if index not in wanted or index not in candidates]:
             self._send(self._here[index], groups)
-        for index in sorted(wanted & candidates.keys()):
-            if not self._bring(candidates[index], groups):
+        wants = [candidates[index] for index in sorted(wanted & candidates.keys())]
+        for place, tensor in enumerate(wants):
+            if not self._bring(tensor, groups):
+                for other in wants[place:]:  # somebody has had their states at home, and there is no room any more
+                    if other.index in self._here and not self._is_here(other, groups):
+                        self._send(other, groups)
                 break
         for index in wanted:
             is_stepped = self._stm.tensors[index].parameter.requires_grad  # a frozen one may be again
@@ -379,12 +383,19 @@ class DeviceHomes:
     def _is_timed(self, tensors: list[ManagedTensor]) -> bool:
         return self._host_bytes >= sum(tensor.home.nbytes for tensor in tensors)
 
+    def _is_here(self, tensor: ManagedTensor, groups: dict[int, Group]) -> bool:
+        """It can be stepped on the device as it is."""
+        is_there = tensor.living is not None and tensor.ready is None and not tensor.is_stale
+        states = self._states(tensor, groups)
+        return tensor.stays and is_there and all(state.device.type != "cpu" for state in states)
+
     def _bring(self, tensor: ManagedTensor, groups: dict[int, Group]) -> bool:
         """False: there is no room."""
+        if self._is_here(tensor, groups):
+            return True
         states = [state for state in self._states(tensor, groups) if state.device.type == "cpu"]
         if tensor.stays and not states:
-            is_there = tensor.living is not None and tensor.ready is None and not tensor.is_stale
-            return is_there or self._stay(tensor)
+            return self._stay(tensor)
         nbytes = sum(self._accelerator.allocated_size(state.nbytes) for state in states)
         missing = tensor.living_nbytes - tensor.nbytes(Tier.DEVICE)
         if not self._stm.residency.room.make(nbytes + missing, keep=[tensor.index]) or not self._stay(tensor):
