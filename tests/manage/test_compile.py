@@ -169,6 +169,26 @@ def test_a_part_within_a_compiled_function_is_refused(way: str) -> None:
         model.encoder(x).sum().backward()
 
 
+@pytest.mark.parametrize("budget", ["1MiB", "64MiB"])  # everything fits the larger
+@pytest.mark.parametrize("way", ["method", "in a function"])
+def test_a_step_within_a_compiled_function_is_refused_and_nothing_is_lost(way: str, budget: str) -> None:
+    target = device()
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    with hetero.manage(model, optimizer, device=target, device_budget=budget):
+        torch._dynamo.reset()
+        step = torch.compile(optimizer.step if way == "method" else lambda: optimizer.step(), backend="eager")
+        for _ in range(6):
+            model(torch.randn(2, 16, device=target)).sum().backward()
+            before = [p.detach().clone() for p in model.parameters()]
+            with pytest.raises(hetero.ManageError, match=r"outside of what torch\.compile compiles"):
+                step()
+            assert all(map(torch.equal, model.parameters(), before))
+            optimizer.step()
+            optimizer.zero_grad()
+            assert not any(map(torch.equal, model.parameters(), before))
+
+
 class Parts(nn.Module):
     def __init__(self) -> None:
         super().__init__()

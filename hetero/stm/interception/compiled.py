@@ -40,6 +40,7 @@ __all__ = [
     "CompiledCalls",
     "SlotCall",
     "check_called_eagerly",
+    "check_stepped_eagerly",
     "compile_module",
     "is_compiling",
     "is_ours",
@@ -99,9 +100,10 @@ def note_registered(parent: nn.Module, name: str, submodule: nn.Module | None) -
 
 
 def run_eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A compiler that is on leaves ``function`` itself alone, not what it calls."""
+    """A compiler that is on leaves ``function`` itself alone, wherever it is called; not what it calls."""
     action: Any = _FRAMES._FrameAction
     _FRAMES.set_code_exec_strategy(function.__code__, _FRAMES._FrameExecStrategy(action.SKIP, action.DEFAULT))
+    function.__dict__["_torchdynamo_disable"] = True  # not made part of its caller, either
     return function
 
 
@@ -134,6 +136,16 @@ def check_called_eagerly(module: nn.Module, name: str) -> None:
             f"{name} is called within a function that was compiled with it (torch.compile({name}) after "
             f"hetero.manage?): a compiled region would want all its parameters at once. Call {name}.compile() or "
             "block.compile() instead, or pass the compiled model to hetero.manage"
+        )
+
+
+@run_eagerly
+def check_stepped_eagerly() -> None:
+    """A managed optimizer is about to step: raises `ManageError` within a function that is compiled as a whole."""
+    if is_compiling():
+        raise ManageError(
+            "optimizer.step() is called within a function that was compiled with it: a compiled region would want all "
+            "parameters, gradients and states at once. Call it outside of what torch.compile compiles"
         )
 
 

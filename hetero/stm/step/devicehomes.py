@@ -152,7 +152,9 @@ class DeviceHomes:
         wants = [candidates[index] for index in sorted(wanted & candidates.keys())]
         for place, tensor in enumerate(wants):
             if not self._bring(tensor, groups):
-                for other in wants[place:]:  # somebody has had their states at home, and there is no room any more
+                for other in wants[
+                    place:
+                ]:  # somebody has had their states at home, and there is no room any more
                     if other.index in self._here and not self._is_here(other, groups):
                         self._send(other, groups)
                 break

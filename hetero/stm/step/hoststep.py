@@ -32,6 +32,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hetero.autograd import in_backward
 from hetero.devices import Accelerator
+from hetero.stm.interception.compiled import check_stepped_eagerly, run_eagerly
 from hetero.stm.interception.parameter import is_managed, managed_of
 from hetero.stm.interception.scaling import bring_home
 from hetero.stm.interception.scopes import in_scope
@@ -127,10 +128,12 @@ class HostStep:
 
         @wraps(inner)
         def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            check_stepped_eagerly()
             if not host_step._attached or host_step._step_method is not method:
                 return host_step.step(inner, args, kwargs)
             return host_step._step(inner, args, kwargs)
 
+        run_eagerly(step)
         # Schedulers wrap ``step.__func__``: only a bound method has one.
         self._step_method = method = optimizer.__dict__["step"] = types.MethodType(step, optimizer)
         self._load_hook = optimizer.register_load_state_dict_post_hook(self._after_load)
