@@ -1,4 +1,4 @@
-"""Writing a file whole or not at all.
+"""Files: what can be said of a path before any work is done, and writing one whole or not at all.
 
 Owns the one way in which traces, placements and forecasts reach the disk: a temporary file beside the target,
 renamed over it when complete. Invariant: after an error or a crash the target is what it was before, and after an
@@ -9,7 +9,25 @@ import os
 import tempfile
 from pathlib import Path
 
-__all__ = ["write_text"]
+from hetero.errors import ConfigError
+
+__all__ = ["check_readable", "check_writable", "write_text"]
+
+
+def check_readable(path: str | os.PathLike[str]) -> None:
+    """Raise `ConfigError` for a path where there is no file, or a folder."""
+    if not Path(path).is_file():
+        raise ConfigError(f"{path}: {'this is a folder' if Path(path).is_dir() else 'there is no such file'}")
+
+
+def check_writable(*paths: str | os.PathLike[str] | None) -> None:
+    """Raise `ConfigError` for a path in a folder that is missing or closed to us, or that is a folder."""
+    for path in (Path(path) for path in paths if path is not None):
+        folder = path.absolute().parent
+        if not folder.is_dir():
+            raise ConfigError(f"{path}: there is no folder {folder}; make it first")
+        if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+            raise ConfigError(f"{path} cannot be written: choose another place")
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:

@@ -282,7 +282,8 @@ class Manager:
     def plot(self, path: str) -> None:
         """Draw model and non-model data per period against the budget, as PNG, SVG or PDF by the name's ending.
 
-        Raises `ConfigError` for another ending, and before an iteration has been measured."""
+        Raises `ConfigError` for another ending, where nothing can be written, and before an iteration has been
+        measured."""
         plot_stats(self.stats, path)
 
     def close(self) -> None:

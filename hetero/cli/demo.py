@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from hetero.cli.comparison import compare
 from hetero.cli.gpt import ByteGPT, batches_of, standard_library_text
-from hetero.cli.output import check_writable, open_console, progress, write_json
+from hetero.cli.output import open_console, progress, write_json
 from hetero.cli.placing import (
     choose_device,
     keep_workspaces_small,
@@ -25,6 +25,7 @@ from hetero.cli.placing import (
 from hetero.cli.provenance import provenance
 from hetero.cli.training import Job, Outcome, train_managed, train_unmanaged
 from hetero.errors import ConfigError
+from hetero.files import check_writable
 from hetero.units import format_bytes, format_seconds, parse_budget
 
 __all__ = ["demo"]

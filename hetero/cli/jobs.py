@@ -4,6 +4,7 @@ Owns the check of that tuple, how its loss is called, the step that is traced of
 unmanaged. Trains nothing.
 """
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -39,15 +40,30 @@ def read_job(made: object, target: str) -> tuple[nn.Module, torch.optim.Optimize
                 f"{target} returned a {type(value).__name__} as {name}: expected (model, optimizer, batches, "
                 f"loss_fn), and {name} to be {wanted}"
             )
+    required = [
+        name
+        for name, parameter in inspect.signature(optimizer.step).parameters.items()
+        if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
+    if required:
+        raise ConfigError(
+            f"{target} returned a {type(optimizer).__name__}, whose step() needs {', '.join(required)}: a job has no "
+            "place for that; give an optimizer that steps without, or call hetero.manage in a loop of your own"
+        )
     return model, optimizer, batches, _criterion(loss_fn) if _is_of_torch(loss_fn) else loss_fn
 
 
 def checked_loss(loss_fn: LossOf, model: nn.Module, batch: Any) -> Tensor:
     """``loss_fn(model, batch)``; raises `ConfigError` unless that can be differentiated."""
     loss = loss_fn(model, batch)
-    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise ConfigError(f"loss_fn(model, batch) gave {what}: expected a scalar tensor with a gradient")
+        raise ConfigError(f"loss_fn(model, batch) gave {what}: expected a scalar tensor")
+    if not loss.requires_grad:
+        raise ConfigError(
+            "loss_fn(model, batch) gave a tensor that no parameter's gradient can be computed of: all parameters are "
+            "frozen, or the loss was detached or computed under no_grad"
+        )
     return loss
 
 

@@ -1,10 +1,6 @@
-"""Files that commands write, and the progress bar they show.
-
-Invariant: a path that cannot be written is refused before any work is done, and a JSON file is written whole.
-"""
+"""What commands print to, the JSON files they write, and the progress bar they show."""
 
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,28 +9,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from hetero.errors import ConfigError
 from hetero.files import write_text
 from hetero.report.text import WIDTH
 
-__all__ = ["check_writable", "open_console", "progress", "write_json"]
+__all__ = ["open_console", "progress", "write_json"]
 
 
 def open_console() -> Console:
     """Standard output; wide if it is no terminal, so that no name is cut up in a file or a pipe."""
     return Console() if sys.stdout.isatty() else Console(width=WIDTH)
-
-
-def check_writable(*paths: Path | None) -> None:
-    """Raise `ConfigError` for a path in a folder that is missing or closed to us, or that is a folder."""
-    for path in paths:
-        if path is None:
-            continue
-        folder = path.absolute().parent
-        if not folder.is_dir():
-            raise ConfigError(f"{path}: there is no folder {folder}; make it first")
-        if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-            raise ConfigError(f"{path} cannot be written: choose another place")
 
 
 def write_json(path: Path, values: dict[str, object]) -> None:

@@ -9,8 +9,9 @@ from rich.table import Table
 
 from hetero.cli.jobs import recipe_of
 from hetero.cli.loading import call, load_function
-from hetero.cli.output import check_writable, open_console, write_json
+from hetero.cli.output import open_console, write_json
 from hetero.errors import BudgetError, ConfigError
+from hetero.files import check_writable
 from hetero.forecast import MACHINES, Forecast, Host, KnownMachine, forecast
 from hetero.trace import StepTrace, trace_recipe
 from hetero.units import format_bytes, format_seconds, parse_budget, parse_bytes, parse_rate

@@ -9,8 +9,8 @@ import typer
 from rich.console import Console
 
 from hetero import pool as placement
-from hetero.cli.output import check_writable
 from hetero.errors import ConfigError
+from hetero.files import check_readable, check_writable
 from hetero.trace import read_trace
 
 __all__ = ["pool"]
@@ -34,6 +34,7 @@ def pool(
     Prints the lower bound; the footprint, ratio and time of each planner, and whether it is proven optimal; what
     PyTorch's and TensorFlow's allocators would reserve for the same, and what PyTorch's settings would save.
     """
+    check_readable(file)
     check_writable(solution, plot)
     problem, given = _read(file)
     console = Console(stderr=True)

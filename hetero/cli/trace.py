@@ -8,8 +8,8 @@ import typer
 
 from hetero.cli.jobs import recipe_of
 from hetero.cli.loading import call, load_function
-from hetero.cli.output import check_writable
 from hetero.cli.placing import choose_device
+from hetero.files import check_writable
 from hetero.trace import StepTrace, trace_recipe, write_csv, write_html, write_json
 from hetero.units import format_bytes
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from hetero.errors import ConfigError
+from hetero.files import check_writable
 from hetero.report.stats import MemoryStats
 from hetero.units import format_bytes
 
@@ -14,14 +15,15 @@ _SHADES = {"forward": "#eef4fb", "backward": "#fbf1ee", "step": "#f0f6ee"}
 
 
 def plot_stats(stats: MemoryStats, path: str | Path) -> None:
-    """Write the picture of ``stats.periods`` to ``path``. Raises `ConfigError` if nothing was measured yet, or for
-    another ending than PNG's, SVG's or PDF's."""
+    """Write the picture of ``stats.periods`` to ``path``. Raises `ConfigError` if nothing was measured yet, for
+    another ending than PNG's, SVG's or PDF's, and where nothing can be written."""
     if not stats.periods:
         raise ConfigError("nothing to plot yet: no iteration has been measured; run one training step first")
     if Path(path).suffix.lower() not in _ENDINGS:
         raise ConfigError(
             f"{str(path)!r}: the name's ending says which format; use one of {', '.join(_ENDINGS)}"
         )
+    check_writable(path)
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.5), layout="constrained")

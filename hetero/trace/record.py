@@ -28,7 +28,7 @@ from hetero.trace.steptrace import StepTrace, Storage
 
 __all__ = ["trace_loop", "trace_recipe", "trace_step"]
 
-_FALLBACK = "trace a real step instead: fake=False, with a model and batch that fit"
+_FALLBACK = "trace a real step instead (fake=False, or hetero trace --real), with a model and batch that fit"
 
 
 def trace_step(

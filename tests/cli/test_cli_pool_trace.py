@@ -177,9 +177,10 @@ def test_pool_refuses_in_one_line(tmp_path: Path, name: str, text: str, message:
 
 def test_pool_refuses_what_it_does_not_know(problem: Path, tmp_path: Path) -> None:
     assert "unknown; use one of" in RUN.invoke(app, ["pool", str(problem), "--planner", "oracle"]).stderr
-    missing = RUN.invoke(app, ["pool", str(tmp_path / "missing.csv")])
-    assert missing.exit_code == 2
-    assert "No such file" in missing.stderr
+    for name, message in (("missing.csv", "no such file"), ("missing", "no such file"), ("", "a folder")):
+        missing = RUN.invoke(app, ["pool", str(tmp_path / name)])
+        assert missing.exit_code == 2
+        assert message in missing.stderr
 
 
 def test_demo_json_is_whole_or_absent(tmp_path: Path) -> None:

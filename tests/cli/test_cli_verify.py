@@ -81,6 +81,14 @@ def tokens_and_tied_weights():
 def raises():
     raise ValueError("first line\\nsecond line")
 
+def frozen():
+    model, *others = adam()
+    return model.requires_grad_(False), *others
+
+def lbfgs():
+    model, _, *others = adam()
+    return model, torch.optim.LBFGS(model.parameters()), *others
+
 def no_scalar():
     return *adam()[:3], lambda model, batch: model(batch[0])
 
@@ -147,6 +155,8 @@ def test_different_training_exits_1_and_says_that_unmanaged_runs_differ_too(sour
         ("no_batches", "returned no batches"),
         ("raises", "raised ValueError: first line second line"),
         ("no_scalar", "gave a tensor of shape (8, 10): expected a scalar"),
+        ("frozen", "all parameters are frozen"),
+        ("lbfgs", "returned a LBFGS, whose step() needs closure"),
         ("the_same_twice", "must build them anew"),
         ("missing", "missing is not there"),
         ("not_callable", "not_callable is not a function"),

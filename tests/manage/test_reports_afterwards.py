@@ -128,6 +128,8 @@ def test_a_picture_with_another_ending_is_refused(tmp_path):
         losses(model, optimizer, manager.device, 2)
         with pytest.raises(hetero.ConfigError, match=r"\.png, \.svg, \.pdf"):
             manager.plot(str(tmp_path / "memory.xyz"))
+        with pytest.raises(hetero.ConfigError, match=r"there is no folder .*missing"):
+            manager.plot(str(tmp_path / "missing" / "memory.png"))
         manager.plot(str(tmp_path / "memory.SVG"))
     assert (tmp_path / "memory.SVG").stat().st_size > 0
 
