@@ -187,6 +187,10 @@ def test_a_step_within_a_compiled_function_is_refused_and_nothing_is_lost(way: s
             optimizer.step()
             optimizer.zero_grad()
             assert not any(map(torch.equal, model.parameters(), before))
+    model(torch.randn(2, 16)).sum().backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    step()
+    assert not any(map(torch.equal, model.parameters(), before))
 
 
 class Parts(nn.Module):

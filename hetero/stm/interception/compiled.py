@@ -140,9 +140,10 @@ def check_called_eagerly(module: nn.Module, name: str) -> None:
 
 
 @run_eagerly
-def check_stepped_eagerly() -> None:
-    """A managed optimizer is about to step: raises `ManageError` within a function that is compiled as a whole."""
-    if is_compiling():
+def check_stepped_eagerly(is_managed: Callable[[], bool]) -> None:
+    """An optimizer is about to step: raises `ManageError` if it ``is_managed``, within a function that is compiled as a
+    whole."""
+    if is_compiling() and is_managed():
         raise ManageError(
             "optimizer.step() is called within a function that was compiled with it: a compiled region would want all "
             "parameters, gradients and states at once. Call it outside of what torch.compile compiles"

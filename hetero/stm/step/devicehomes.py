@@ -152,9 +152,8 @@ class DeviceHomes:
         wants = [candidates[index] for index in sorted(wanted & candidates.keys())]
         for place, tensor in enumerate(wants):
             if not self._bring(tensor, groups):
-                for other in wants[
-                    place:
-                ]:  # somebody has had their states at home, and there is no room any more
+                # Somebody has had their states at home, and there is no room for them any more.
+                for other in wants[place:]:
                     if other.index in self._here and not self._is_here(other, groups):
                         self._send(other, groups)
                 break

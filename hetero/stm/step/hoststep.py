@@ -128,7 +128,7 @@ class HostStep:
 
         @wraps(inner)
         def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            check_stepped_eagerly()
+            check_stepped_eagerly(host_step._is_managed)
             if not host_step._attached or host_step._step_method is not method:
                 return host_step.step(inner, args, kwargs)
             return host_step._step(inner, args, kwargs)
@@ -139,6 +139,11 @@ class HostStep:
         self._load_hook = optimizer.register_load_state_dict_post_hook(self._after_load)
         self._attached = True
         self.watch()
+
+    def _is_managed(self) -> bool:
+        """By us, or settled; not when management has ended, and somebody has kept our method."""
+        settled = self._stm.settled
+        return self._attached or (settled is not None and settled.is_on)
 
     def watch(self) -> None:
         """Learn of whoever looks at ``optimizer.state`` from now on, if that can be. Its loading has put another one in
