@@ -134,9 +134,8 @@ def test_what_is_measured_again_is_not_kept_free_twice():
     kept, from_the_start = kept_for_the_caller(FIRST_WIDE), kept_for_the_caller(0)
     narrow, wide = kept[FIRST_WIDE - 1], from_the_start[-1]
     assert wide > narrow
-    assert (
-        wide <= kept[-1] <= wide + (wide - narrow) // 4
-    )  # what passes the budget by little for once may be added later
+    # What passes the budget by little for once may be added later.
+    assert wide <= kept[-1] <= wide + (wide - narrow) // 4
 
 
 @pytest.mark.parametrize("share", [0.5, 0.55])

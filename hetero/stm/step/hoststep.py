@@ -126,6 +126,7 @@ class HostStep:
         inner = optimizer.step
         host_step = self
 
+        @run_eagerly
         @wraps(inner)
         def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             check_stepped_eagerly(host_step._is_managed)
@@ -133,7 +134,6 @@ class HostStep:
                 return host_step.step(inner, args, kwargs)
             return host_step._step(inner, args, kwargs)
 
-        run_eagerly(step)
         # Schedulers wrap ``step.__func__``: only a bound method has one.
         self._step_method = method = optimizer.__dict__["step"] = types.MethodType(step, optimizer)
         self._load_hook = optimizer.register_load_state_dict_post_hook(self._after_load)
