@@ -12,7 +12,7 @@ from twins import adamw, device
 
 import hetero
 from hetero.stm.homeaccess import HomeAccess
-from hetero.stm.step import devicehomes
+from hetero.stm.step import devicesteps
 from hetero.stm.step.devicehomes import DeviceHomes
 from hetero.stm.tensors.managed import ManagedTensor
 
@@ -152,7 +152,7 @@ def test_nobody_can_wait_for_an_update_that_is_announced_and_not_queued(monkeypa
 
 
 @pytest.mark.usefixtures("homes_on_device")
-@pytest.mark.parametrize("place", [(devicehomes, "run_together"), (DeviceHomes, "bring_states_home")])
+@pytest.mark.parametrize("place", [(devicesteps, "run_together"), (DeviceHomes, "bring_states_home")])
 def test_what_lives_on_the_device_is_stepped_and_brought_home_by_one_thread_at_a_time(monkeypatch, place):
     original, locked = getattr(*place), []
 

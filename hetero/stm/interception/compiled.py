@@ -99,11 +99,18 @@ def note_registered(parent: nn.Module, name: str, submodule: nn.Module | None) -
                 calls.note_compiled(submodule)
 
 
+def _keep_apart(*calls: Any) -> None:
+    """A compiler makes them no part of their callers: what ``torch.compiler.disable(recursive=False)`` does, without
+    loading it."""
+    for call in calls:
+        call._torchdynamo_disable = True
+
+
 def run_eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
     """A compiler that is on leaves ``function`` itself alone, wherever it is called; not what it calls."""
     action: Any = _FRAMES._FrameAction
     _FRAMES.set_code_exec_strategy(function.__code__, _FRAMES._FrameExecStrategy(action.SKIP, action.DEFAULT))
-    function.__dict__["_torchdynamo_disable"] = True  # not made part of its caller, either
+    _keep_apart(function)
     return function
 
 
@@ -189,8 +196,7 @@ class CompiledCalls:
                 is_paused=lambda: self._is_paused,
             )
             call = SlotCall(substituting, own, is_compiled=True)
-            # What torch.compiler.disable(recursive=False) does, without loading the compiler.
-            substituting._torchdynamo_disable = call._torchdynamo_disable = True  # type: ignore[attr-defined]
+            _keep_apart(substituting, call)
             set_slot(submodule, call)
             self._wrapped.append((submodule, call))
 

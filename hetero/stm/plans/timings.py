@@ -80,7 +80,7 @@ class Timings:
         self._host_before: Work = (0, 0.0)
         self._copies_before: Work = (0, 0.0)
         # Bytes of parameters that the queue's thread has updated so far, and the seconds it took;
-        # `hetero.stm.step.devicehomes` sets this.
+        # `hetero.stm.step.hostrate` sets this.
         self.host_work: Callable[[], Work] = lambda: (0, 0.0)
         # Likewise of those of which it has first copied what the update overwrites, and what that took;
         # `hetero.stm.step.speculation` sets this.

@@ -1,5 +1,5 @@
 """``optimizer.step()``: captured, queued, tried early, run on the host or on the device.
 
-Read `hoststep` (what is put in its place), `capture` (what is done later), `jobs` (by whom), `devicehomes` (parameters
-stepped on the device), `speculation` (begun before it is called).
+Read `hoststep` (what is put in its place), `capture` (what is done later), `jobs` (by whom), `devicehomes` and
+`devicesteps` (parameters stepped on the device), `speculation` (begun before it is called).
 """

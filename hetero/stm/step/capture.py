@@ -23,7 +23,7 @@ import torch
 from hetero.stm.homeaccess import Arrivals
 from hetero.stm.interception.parameter import is_managed, managed_in, managed_of
 from hetero.stm.manager import StatefulTensorMgr
-from hetero.stm.step.devicehomes import DeviceUpdate
+from hetero.stm.step.devicesteps import DeviceUpdate
 from hetero.stm.step.jobs import Captured
 from hetero.stm.step.watched import WatchedState
 from hetero.stm.tensors.exposure import gradient_is_plain, gradient_is_private, state_is_private

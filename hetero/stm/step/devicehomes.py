@@ -1,16 +1,14 @@
 """Parameters that live on the device: with gradient and optimizer states, stepped there.
 
-Owns which do, how they come to and go from there, and their step. Which should is the plan's choice
-(`hetero.eviction.device_homes`); they move at a step, and home at once when memory runs short. Invariant: for the user
-nothing is elsewhere: home follows when somebody looks at it, ``p.grad`` and states likewise, and what cannot be watched
-is stepped at home.
+Owns which do, and how they come to and go from there; `hetero.stm.step.devicesteps` steps them. Which should is the
+plan's choice (`hetero.eviction.device_homes`); they move at a step, and home at once when memory runs short. Invariant:
+for the user nothing is elsewhere: home follows when somebody looks at it, ``p.grad`` and states likewise, and what
+cannot be watched is stepped at home.
 """
 
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import cast
 
 import torch
 
@@ -18,27 +16,18 @@ from hetero.devices import Accelerator, rounds_as_host
 from hetero.errors import BudgetError, ManageError
 from hetero.eviction import HomeCost
 from hetero.stm.manager import StatefulTensorMgr
+from hetero.stm.step.hostrate import HostRate
 from hetero.stm.tensors.exposure import state_is_private
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.homes import set_memory, states_beside
 from hetero.stm.tensors.hostcopies import note_at_home
 from hetero.stm.tensors.managed import ManagedTensor
 from hetero.stm.tensors.state import Tier
-from hetero.stm.updates.captured import ParameterUpdate, run_together
 from hetero.stm.updates.kernels import same_layout, will_take_fused
-from hetero.stm.updates.optimizers import Group, lacks_states, may_be_tried, may_write_to_gradients
+from hetero.stm.updates.optimizers import Group, lacks_states, may_be_tried
 from hetero.stm.updates.temporaries import is_measured, temporaries, to_undo
 
-__all__ = ["DeviceHomes", "DeviceUpdate"]
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceUpdate:
-    """A captured update of a parameter that lived on the device at the capture: ``make(parameter, gradient)``."""
-
-    tensor: ManagedTensor
-    make: Callable[[torch.Tensor, torch.Tensor], ParameterUpdate]
-
+__all__ = ["DeviceHomes"]
 
 # Steps in a row at which a parameter cannot be stepped on the device as planned, until it is planned at home.
 _PATIENCE = 3
@@ -53,6 +42,7 @@ class DeviceHomes:
         optimizer: torch.optim.Optimizer,
         stm: StatefulTensorMgr,
         accelerator: Accelerator,
+        host: HostRate,
         *,
         allowed: bool,
         stepped: Callable[[], set[int]],
@@ -62,22 +52,17 @@ class DeviceHomes:
         self._note_states = note_states
         self._stm = stm
         self._accelerator = accelerator
+        self._host = host
         self._allowed = allowed
         self._were_stepped = stepped
         self._here: dict[int, ManagedTensor] = {}
         self._refused: Counter[int] = Counter()
-        # Of the updates on the host: bytes of parameters, and the time they took.
-        self._host_bytes = 0
-        self._host_seconds = 0.0
-        self._fastest: float | None = None  # seconds a byte
         self.have_moved = False
         # Weakly: identities keep `stm` where Python's collector cannot see it, and we reach the user's optimizer.
         me = weakref.ref(self)
         stm.residency.room.send_home = lambda nbytes: 0 if (here := me()) is None else here.send_home(nbytes)
         stm.plans.home_costs = lambda: {} if (here := me()) is None else here.costs()
         stm.home_choice.send_home = lambda indices: None if (here := me()) is None else here.leave(indices)
-        stm.plans.timings.host_fastest = lambda: 0.0 if (here := me()) is None else here._fastest or 0.0
-        stm.plans.timings.host_work = lambda: (0, 0.0) if (here := me()) is None else here.host_work
 
     @property
     def names(self) -> frozenset[str]:
@@ -85,33 +70,14 @@ class DeviceHomes:
         return frozenset(tensor.name for tensor in self._here.values())
 
     @property
-    def host_work(self) -> tuple[int, float]:
-        """Bytes of parameters that the queue's thread has updated, and the seconds it took."""
-        return self._host_bytes, self._host_seconds
-
-    @property
     def stepped(self) -> set[int]:
         """Indices of the parameters whose states exist, if they need any: those that were stepped, unless somebody
         has since emptied the entry or turned on momentum."""
-        return self._with_states(self._groups())
-
-    def note_seconds(self, nbytes: int, seconds: float) -> None:
-        """The queue's thread has updated ``nbytes`` of parameters."""
-        self._host_bytes += nbytes
-        self._host_seconds += seconds
-        if nbytes:
-            rate = seconds / nbytes
-            self._fastest = rate if self._fastest is None else min(self._fastest, rate)
-
-    def seconds_for(self, nbytes: int) -> float | None:
-        """That updating ``nbytes`` of parameters on the host takes; None before as much has been timed."""
-        if self._host_bytes < max(nbytes, 1):
-            return None
-        return nbytes * self._host_seconds / self._host_bytes
+        return self._with_states(self.groups())
 
     def costs(self) -> dict[int, HomeCost]:
         """What each parameter would cost on the device; none before one round of updates has been timed."""
-        groups = self._groups()
+        groups = self.groups()
         stepped = self._with_states(groups)
         tensors = [
             tensor
@@ -123,7 +89,6 @@ class DeviceHomes:
         ]
         if not self._can_step() or not self._is_timed(tensors):
             return {}
-        seconds_per_byte = self._host_seconds / max(self._host_bytes, 1)
         costs = {}
         for tensor in tensors:
             states = self._states(tensor, groups)
@@ -132,15 +97,15 @@ class DeviceHomes:
             costs[tensor.index] = HomeCost(
                 nbytes=nbytes + tensor.living_nbytes + tensor.full_nbytes,
                 gradient_nbytes=tensor.full_nbytes,
-                step_nbytes=self._update_bytes(tensor, groups),
-                step_seconds=touched * seconds_per_byte,
+                step_nbytes=self.update_bytes(tensor, groups),
+                step_seconds=self._host.seconds_for(touched),
             )
         return costs
 
     def take(self, candidates: Mapping[int, ManagedTensor]) -> dict[int, ManagedTensor]:
         """Move those of ``candidates`` to the device that the plan wants there, and all others home. Returns which
         live there now."""
-        wanted, groups = self._stm.device_homes(), self._groups()
+        wanted, groups = self._stm.device_homes(), self.groups()
         if not self._can_step():
             candidates = {}
         elif lacking := {index for index in wanted & candidates.keys() if self._lacks_states(index, groups)}:
@@ -148,14 +113,14 @@ class DeviceHomes:
             candidates = {index: tensor for index, tensor in candidates.items() if index not in lacking}
             self._stm.home_choice.choose_again()
         for index in [index for index in self._here if index not in wanted or index not in candidates]:
-            self._send(self._here[index], groups)
+            self.send(self._here[index], groups)
         wants = [candidates[index] for index in sorted(wanted & candidates.keys())]
         for place, tensor in enumerate(wants):
             if not self._bring(tensor, groups):
                 # Somebody has had their states at home, and there is no room for them any more.
                 for other in wants[place:]:
                     if other.index in self._here and not self._is_here(other, groups):
-                        self._send(other, groups)
+                        self.send(other, groups)
                 break
         for index in wanted:
             is_stepped = self._stm.tensors[index].parameter.requires_grad  # a frozen one may be again
@@ -165,101 +130,23 @@ class DeviceHomes:
         self.note_moves()  # at once: what the books do not know of counts as the operators' own
         return dict(self._here)
 
-    def run(
-        self, updates: Iterable[DeviceUpdate], note: Callable[[ManagedTensor, ParameterUpdate], None]
-    ) -> None:
-        """Step them, and ``note`` each once it is done: it may have made a state. Those of one kin that there is room
-        for side by side take one call of step."""
-        groups = self._groups()
-        batch: list[tuple[ManagedTensor, ParameterUpdate]] = []
-        # Asked once for a batch: a real device takes long to say what is in use.
-        left = reserved = 0
-        for item in updates:
-            tensor = item.tensor
-            writes = may_write_to_gradients(self._optimizer, groups[id(tensor.parameter)])
-            copies = tensor.full_nbytes if writes else self._stm.grads.on_device_nbytes(tensor)
-            room = self._update_bytes(tensor, groups) + copies
-            if not (batch and reserved + room <= left):
-                self._run_here(batch, note)
-                if not self._stm.residency.room.make(room):
-                    self.send_home(room)
-                left, reserved = self._stm.residency.room.left(), 0
-            if not tensor.stays or tensor.living is None:  # it had to leave just now
-                self._run_at_home(item, note)
-                continue
-            if not self._is_measured():
-                if not self._try_here(item, note):
-                    self._send(tensor, groups)
-                    self._run_at_home(item, note)
-                continue
-            gradient = self._stm.grads.own(tensor) if writes else self._stm.grads.on_device(tensor)
-            update = item.make(tensor.living, gradient)
-            if batch and (update.kin is None or update.kin != batch[-1][1].kin):
-                self._run_here(batch, note)
-                left, reserved = self._stm.residency.room.left(), 0
-            batch.append((tensor, update))
-            reserved += room
-        self._run_here(batch, note)
-
-    def _run_at_home(
-        self, item: DeviceUpdate, note: Callable[[ManagedTensor, ParameterUpdate], None]
-    ) -> None:
-        """It lives there again."""
-        tensor = item.tensor
-        self._stm.homes.before_writes([tensor])
-        update = item.make(tensor.home, cast(torch.Tensor, tensor.parameter.grad))
-        update.run()
-        tensor.clock.note_write()
-        note(tensor, update)
-
-    def _try_here(self, item: DeviceUpdate, note: Callable[[ManagedTensor, ParameterUpdate], None]) -> bool:
-        """False: it takes more memory than there is, and nothing has been done. It is at home from now on."""
-        tensor = item.tensor
-        value, gradient = cast(torch.Tensor, tensor.living), self._stm.grads.own(tensor)
-        version, before = value._version, None
-        update = item.make(value, gradient)
-        try:
-            with self._accelerator.capped(self._stm.plans.budget):
-                before = gradient.clone()
-                update.run()
-        except torch.OutOfMemoryError:
-            self._accelerator.note_answered()
-            if before is not None:
-                gradient.copy_(before)
-            self._refused[tensor.index] = _PATIENCE
-            self._stm.home_choice.refuse()
-            return False
-        tensor.note_stepped(version)
-        note(tensor, update)
-        return True
-
-    def _run_here(
-        self,
-        batch: list[tuple[ManagedTensor, ParameterUpdate]],
-        note: Callable[[ManagedTensor, ParameterUpdate], None],
-    ) -> None:
-        """And leave it empty."""
-        if not batch:
-            return
-        present, batch[:] = list(batch), []
-        versions = [cast(torch.Tensor, tensor.living)._version for tensor, _ in present]
-        run_together([update for _, update in present])
-        for (tensor, update), version in zip(present, versions, strict=True):
-            tensor.note_stepped(version)
-            note(tensor, update)
+    def refuse(self, tensor: ManagedTensor) -> None:
+        """Its step takes more memory than there is: it is planned at home from now on."""
+        self._refused[tensor.index] = _PATIENCE
+        self._stm.home_choice.refuse()
 
     def is_whole(self, *, trains: bool) -> bool:
         """All that are stepped live here, with all of their states. ``trains``: some will be; where none has been since
         the states were taken away, nobody can say what the next step makes."""
         stepped = self._were_stepped()
         away = stepped - (self.stepped & self._here.keys())
-        if not (self._can_step() and self._is_measured()) or (trains and not stepped):
+        if not (self._can_step() and self.is_measured) or (trains and not stepped):
             return False
         return not any(self._stm.tensors[index].parameter.requires_grad for index in away)
 
     def missing_bytes(self) -> int:
         """Of the states that `complete` brings."""
-        groups = self._groups()
+        groups = self.groups()
         away = [self._stm.tensors[index] for index in self._were_stepped() - self._here.keys()]
         states = (state for tensor in away for state in self._states(tensor, groups))
         return sum(
@@ -268,7 +155,7 @@ class DeviceHomes:
 
     def complete(self) -> bool:
         """Bring what is not stepped any more; False if any state is left at home."""
-        groups = self._groups()
+        groups = self.groups()
         for index in self._were_stepped() - self._here.keys():
             if not self._bring(self._stm.tensors[index], groups):
                 return False
@@ -277,7 +164,7 @@ class DeviceHomes:
 
     def whole_bytes(self) -> int:
         """Of all states on the device, those included that have yet to be made."""
-        groups = self._groups()
+        groups = self.groups()
         stepped = self._with_states(groups)
         known, missing, most = 0, 0, 0.0
         for tensor in self._stm.tensors:
@@ -304,7 +191,7 @@ class DeviceHomes:
         next step brings back those that nobody holds. ``kept``: only those that somebody holds already, besides us,
         who hold those with these ids."""
         with plain():
-            groups = self._groups()
+            groups = self.groups()
             for tensor in self._here.values():
                 entry = dict.get(self._optimizer.state, tensor.parameter)
                 held = kept is None or (entry is not None and not state_is_private(entry, kept))
@@ -327,9 +214,9 @@ class DeviceHomes:
     def leave(self, indices: frozenset[int]) -> None:
         """These are not to live here any more."""
         with plain():
-            groups = self._groups()
+            groups = self.groups()
             for tensor in [tensor for index, tensor in self._here.items() if index in indices]:
-                self._send(tensor, groups)
+                self.send(tensor, groups)
                 self._stm.residency.evict(tensor)
             self.note_moves()
 
@@ -337,12 +224,12 @@ class DeviceHomes:
         """Memory runs short: free at least ``nbytes``, if there are as many; returns how many."""
         freed = 0
         with plain():
-            groups = self._groups()
+            groups = self.groups()
             for tensor in list(self._here.values()):
                 if freed >= nbytes:
                     break
                 before = self._accelerator.used_bytes()
-                self._send(tensor, groups)
+                self.send(tensor, groups)
                 self._stm.residency.evict(tensor)
                 left = before - self._accelerator.used_bytes()
                 self._stm.home_choice.lose(max(1, left))
@@ -356,6 +243,39 @@ class DeviceHomes:
             self.have_moved = False
             self._note_states()
 
+    @property
+    def is_measured(self) -> bool:
+        """What its steps take is known; else they are tried."""
+        return is_measured(self._optimizer)
+
+    def groups(self) -> dict[int, Group]:
+        """The group of each parameter, by id."""
+        return {
+            id(parameter): group for group in self._optimizer.param_groups for parameter in group["params"]
+        }
+
+    def update_bytes(self, tensor: ManagedTensor, groups: dict[int, Group]) -> int:
+        """What its update on the device allocates for a while; without a gradient yet, with one laid out like home."""
+        group = groups[id(tensor.parameter)]
+        value = tensor.living if tensor.index in self._here else None
+        value = tensor.home if value is None else value
+        with plain():
+            gradient = tensor.parameter.grad
+            entry = dict.get(self._optimizer.state, tensor.parameter)
+            is_like_home = gradient is None or same_layout(gradient, tensor.home)
+            if is_like_home and will_take_fused(self._optimizer, group, value, entry):
+                return self._accelerator.allocated_size(1)  # the number of steps
+        nbytes = temporaries(self._optimizer, group, tensor.home, tensor.full_nbytes)
+        return nbytes if self.is_measured else nbytes + to_undo(entry, tensor.full_nbytes)
+
+    def send(self, tensor: ManagedTensor, groups: dict[int, Group]) -> None:
+        """It lives at home again, with its states."""
+        self.have_moved = True
+        self._stm.residency.move_home(tensor)
+        self._stm.gradients.wait(tensor)
+        self._send_states(tensor, groups)
+        self._here.pop(tensor.index, None)
+
     # -- helpers --------------------------------------------------------------------------------------
 
     def _can_step(self) -> bool:
@@ -363,11 +283,7 @@ class DeviceHomes:
             return False  # a fused kernel will unscale ``p.grad`` in place
         # Which parameters are stepped there depends on measured speeds, and a real device rounds in its own way.
         reproducible = torch.are_deterministic_algorithms_enabled() and not rounds_as_host(self._stm.device)
-        return self._allowed and not reproducible and (self._is_measured() or may_be_tried(self._optimizer))
-
-    def _is_measured(self) -> bool:
-        """What its steps take is known; else they are tried."""
-        return is_measured(self._optimizer)
+        return self._allowed and not reproducible and (self.is_measured or may_be_tried(self._optimizer))
 
     def _with_states(self, groups: dict[int, Group]) -> set[int]:
         """`stepped`, by groups that are at hand."""
@@ -377,12 +293,12 @@ class DeviceHomes:
         parameter = self._stm.tensors[index].parameter
         group = groups.get(id(parameter))  # it may have been taken out since
         entry = dict.get(self._optimizer.state, parameter)
-        if group is None or not self._is_measured():  # of others than torch's, some have none
+        if group is None or not self.is_measured:  # of others than torch's, some have none
             return False
         return lacks_states(self._optimizer, group, entry)
 
     def _is_timed(self, tensors: list[ManagedTensor]) -> bool:
-        return self._host_bytes >= sum(tensor.home.nbytes for tensor in tensors)
+        return self._host.has_timed(sum(tensor.home.nbytes for tensor in tensors))
 
     def _is_here(self, tensor: ManagedTensor, groups: dict[int, Group]) -> bool:
         """It can be stepped on the device as it is."""
@@ -407,23 +323,9 @@ class DeviceHomes:
             try:
                 set_memory(state, state.detach().to(self._accelerator.device), f"a state of {tensor.name}")
             except ManageError:  # somebody holds it
-                self._send(tensor, groups)
+                self.send(tensor, groups)
                 break
         return True
-
-    def _update_bytes(self, tensor: ManagedTensor, groups: dict[int, Group]) -> int:
-        """What its update on the device allocates for a while; without a gradient yet, with one laid out like home."""
-        group = groups[id(tensor.parameter)]
-        value = tensor.living if tensor.index in self._here else None
-        value = tensor.home if value is None else value
-        with plain():
-            gradient = tensor.parameter.grad
-            entry = dict.get(self._optimizer.state, tensor.parameter)
-            is_like_home = gradient is None or same_layout(gradient, tensor.home)
-            if is_like_home and will_take_fused(self._optimizer, group, value, entry):
-                return self._accelerator.allocated_size(1)  # the number of steps
-        nbytes = temporaries(self._optimizer, group, tensor.home, tensor.full_nbytes)
-        return nbytes if self._is_measured() else nbytes + to_undo(entry, tensor.full_nbytes)
 
     def _stay(self, tensor: ManagedTensor) -> bool:
         try:
@@ -431,13 +333,6 @@ class DeviceHomes:
         except BudgetError:
             return False
         return True
-
-    def _send(self, tensor: ManagedTensor, groups: dict[int, Group]) -> None:
-        self.have_moved = True
-        self._stm.residency.move_home(tensor)
-        self._stm.gradients.wait(tensor)
-        self._send_states(tensor, groups)
-        self._here.pop(tensor.index, None)
 
     def _send_states(self, tensor: ManagedTensor, groups: dict[int, Group]) -> None:
         for state in self._states(tensor, groups):
@@ -447,9 +342,3 @@ class DeviceHomes:
 
     def _states(self, tensor: ManagedTensor, groups: dict[int, Group]) -> list[torch.Tensor]:
         return states_beside(self._optimizer, tensor.parameter, groups.get(id(tensor.parameter), {}))
-
-    def _groups(self) -> dict[int, Group]:
-        """The group of each parameter, by id."""
-        return {
-            id(parameter): group for group in self._optimizer.param_groups for parameter in group["params"]
-        }

@@ -38,7 +38,9 @@ from hetero.stm.interception.scaling import bring_home
 from hetero.stm.interception.scopes import in_scope
 from hetero.stm.manager import StatefulTensorMgr
 from hetero.stm.step.capture import Capture
-from hetero.stm.step.devicehomes import DeviceHomes, DeviceUpdate
+from hetero.stm.step.devicehomes import DeviceHomes
+from hetero.stm.step.devicesteps import DeviceSteps, DeviceUpdate
+from hetero.stm.step.hostrate import HostRate
 from hetero.stm.step.jobs import Captured, Surroundings, change, wait
 from hetero.stm.step.speculation import Speculation
 from hetero.stm.step.watched import WatchedState
@@ -82,18 +84,21 @@ class HostStep:
         self._stepped: set[int] = set()
         self._stepped_now: set[int] = set()
         self.capture = Capture(optimizer, manager, stepped=lambda: self._stepped, kept_ids=kept_ids)
+        host = HostRate(manager.plans.timings)
         self.device_homes = DeviceHomes(
             optimizer,
             manager,
             accelerator,
+            host,
             allowed=uses_device,
             stepped=lambda: self._stepped,
             note_states=note_states,
         )
+        self._device_steps = DeviceSteps(optimizer, manager, accelerator, self.device_homes)
         self.speculation = Speculation(
             optimizer,
             manager,
-            self.device_homes,
+            host,
             allowed=speculates is not False,
             host_share=1.0 if speculates else _SHARE_OF_HOST,
             stepped=lambda: self._stepped,
@@ -324,7 +329,7 @@ class HostStep:
         captured.sort(key=lambda item: (ranks.get(item.tensor.index, len(ranks)), item.tensor.index))
         self.speculation.end_step(captured, Surroundings.of_this_thread())
         with plain():
-            self.device_homes.run(here, self._note_update)
+            self._device_steps.run(here, self._note_update)
 
     def _note_update(self, tensor: ManagedTensor, update: ParameterUpdate) -> None:
         """One on the device is done. It may have made states: where nothing was kept so far, or of a class of the

@@ -26,8 +26,8 @@ from hetero.stm.deferred import Attempt, Update
 from hetero.stm.gradients.changes import Wish
 from hetero.stm.interception.parameter import is_managed, managed_of
 from hetero.stm.manager import StatefulTensorMgr
-from hetero.stm.step.devicehomes import DeviceHomes
 from hetero.stm.step.expectation import Expectation
+from hetero.stm.step.hostrate import HostRate
 from hetero.stm.step.jobs import Captured, Surroundings, make_update
 from hetero.stm.step.snapshots import Snapshots
 from hetero.stm.step.trials import Snapshot, Trial, complete, same_value
@@ -59,7 +59,7 @@ class Speculation:
         self,
         optimizer: torch.optim.Optimizer,
         stm: StatefulTensorMgr,
-        device_homes: DeviceHomes,
+        host: HostRate,
         *,
         allowed: bool,
         host_share: float,
@@ -69,7 +69,7 @@ class Speculation:
     ) -> None:
         self._optimizer = optimizer
         self._stm = stm
-        self._device_homes = device_homes
+        self._host = host
         self._stepped = stepped
         self._kept_ids = kept_ids
         self._watches = watches
@@ -95,10 +95,6 @@ class Speculation:
             stm.residency.orders.roll_back = lambda tensor: _roll_back(stm, expectation, tensor)
             stm.plans.timings.copy_work = self.snapshots.work
             stm.home_choice.updates_early = lambda: False if (here := me()) is None else here.is_habit
-            homes = weakref.ref(device_homes)
-            self._note = lambda nbytes, seconds: (
-                None if (here := homes()) is None else here.note_seconds(nbytes, seconds)
-            )
 
     @property
     def is_habit(self) -> bool:
@@ -167,7 +163,7 @@ class Speculation:
             uploads=stm.residency.uploads.reading(tensor),
             snapshot=Snapshot(tensor.home, entry, buffers),
             surroundings=surroundings,
-            note=self._note,
+            note=self._host.note,
             note_copies=self.snapshots.note_copies,
         )
         stm.trials.tried += 1
@@ -256,7 +252,7 @@ class Speculation:
         """What does ``item``, which the step has captured: completes its trial, if there was one."""
         attempt = item.tensor.pending
         if not isinstance(attempt, Attempt) or not attempt.tentative:
-            return make_update(self._stm.engine, item, surroundings, self._device_homes.note_seconds)
+            return make_update(self._stm.engine, item, surroundings, self._host.note)
         trial = _trial_of(attempt)
         trial.changes = item.arrivals.changes
         attempt.confirm(
@@ -298,8 +294,9 @@ class Speculation:
     def _pays(self, nbytes: int) -> bool:
         """Updates of ``nbytes`` of parameters take longer than a good part of the forward that could hide them."""
         forward = self._stm.plans.forward_seconds()
-        seconds = self._device_homes.seconds_for(nbytes)
-        return forward is not None and seconds is not None and seconds > _HIDDEN * forward
+        if forward is None or not self._host.has_timed(nbytes):
+            return False
+        return self._host.seconds_for(nbytes) > _HIDDEN * forward
 
 
 def _trial_of(attempt: Attempt) -> Trial:
