@@ -94,7 +94,7 @@ def _record(name: str, device: torch.device) -> Recorded:
         return Recorded(
             trace=cycle.trace,
             non_model_bytes=max(period.device_non_model_bytes for period in stats.periods),
-            gradient_reserve=max(cycle.gradient_reserves),
+            gradient_reserve=max(way.begin for way in cycle.gradient_reserves),
         )
 
 

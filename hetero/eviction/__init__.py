@@ -22,7 +22,7 @@ from hetero.eviction.placement import Placement, choose_placement
 from hetero.eviction.places import choose_places, renewable, spare_bytes, without_places
 from hetero.eviction.planner import plan
 from hetero.eviction.policies import resolve_policy
-from hetero.eviction.sends import gradient_reserves, on_their_way
+from hetero.eviction.sends import OnTheirWay, gradient_reserves, on_their_way
 from hetero.eviction.simulation import Simulation, simulate
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "HomeStep",
     "Links",
     "Moment",
+    "OnTheirWay",
     "Placement",
     "Policy",
     "Schedule",

@@ -121,6 +121,7 @@ class Moment:
     ``produces``: operands that come into being here, on the device, and need no fetch: they have no copy before.
     ``sends``: gradients that go home, in the order of their times, none of which is beyond ``seconds``.
     ``awaits``: those of ``Updates.places`` that it reads as well; they are no operands.
+    ``still_sending``: bytes of gradients that may be on their way as it begins; None: any number.
     """
 
     operands: tuple[int, ...]
@@ -131,6 +132,7 @@ class Moment:
     produces: tuple[int, ...] = ()
     sends: tuple[Send, ...] = ()
     awaits: tuple[int, ...] = ()
+    still_sending: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +178,10 @@ class Trace:
         if self.sending_bytes < 0:
             raise PlanError(f"{self.sending_bytes} bytes may be on their way: give 0 or more")
         for index, moment in enumerate(self.moments):
+            if moment.still_sending is not None and moment.still_sending < 0:
+                raise PlanError(
+                    f"{moment.still_sending} bytes may be on their way as moment {index} begins: give 0 or more"
+                )
             earliest = 0.0
             for send in moment.sends:
                 if not 0 <= send.tensor < len(self.sizes):

@@ -5,13 +5,22 @@ Owns the answer for gradients that leave as soon as they are made, one after ano
 
 from collections import deque
 from collections.abc import Container, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from hetero.eviction.model import Links
 
-__all__ = ["Sending", "gradient_reserves", "on_their_way"]
+__all__ = ["OnTheirWay", "Sending", "gradient_reserves", "on_their_way"]
 
 _SLOWER = 1.05  # than copies were on average, one may be
+
+
+@dataclass(frozen=True, slots=True)
+class OnTheirWay:
+    """Bytes of gradients on their way home: as a period begins, and at most in it."""
+
+    begin: int
+    most: int
 
 
 class Sending(Protocol):
@@ -23,11 +32,10 @@ class Sending(Protocol):
     def sends(self) -> Sequence[tuple[int, int, float]]: ...
 
 
-def on_their_way(periods: Sequence[Sending], links: Links, at_home: Container[int]) -> list[int]:
-    """For each period of one backward, bytes of gradients that go down at once, at most, if each leaves as soon as it
-    is made."""
+def on_their_way(periods: Sequence[Sending], links: Links, at_home: Container[int]) -> list[OnTheirWay]:
+    """For each period of one backward, what goes down at once if each gradient leaves as soon as it is made."""
     sent: deque[tuple[float, int]] = deque()
-    rows: list[int] = []
+    rows: list[OnTheirWay] = []
     clock = free = 0.0
     nbytes = 0
 
@@ -39,7 +47,7 @@ def on_their_way(periods: Sequence[Sending], links: Links, at_home: Container[in
 
     for period in periods:
         nbytes -= retire(clock)
-        most = nbytes
+        begin = most = nbytes
         for index, size, seconds in period.sends:
             if index not in at_home:
                 continue
@@ -49,24 +57,31 @@ def on_their_way(periods: Sequence[Sending], links: Links, at_home: Container[in
             sent.append((free, size))
             nbytes += size
             most = max(most, nbytes)
-        rows.append(most)
+        rows.append(OnTheirWay(begin, most))
         clock += period.seconds
     return rows
 
 
 def gradient_reserves(
-    largest: int, *, come: Sequence[bool], ways: Sequence[int], spare: Sequence[int]
-) -> list[int]:
-    """For each period, room for gradients on their way.
+    largest: int,
+    *,
+    come: Sequence[bool],
+    ways: Sequence[OnTheirWay],
+    freed: Sequence[int],
+    spare: Sequence[int],
+) -> list[OnTheirWay]:
+    """For each period, what may be on its way: as it begins, which is kept free for that, and later in it.
 
-    For as many as there are at once (``ways``), in it or in the one before: a copy may take longer than most. Never for
-    more than two of ``largest`` bytes, so that one is copied while the next is made, nor for more than any period that
-    still makes some (``come``: in it or after it), or this one, has to ``spare``.
+    A period's peak has room for the gradients that it makes. Once these are made, ``freed`` bytes of it are there for
+    what is on its way, so that no more has to be kept free than the others of ``ways`` take: what is still on its way
+    from before. Never so much that there would be room for more than two of ``largest`` bytes, one that is copied while
+    the next is made, nor more than any period that still makes some (``come``: in it or after it), or this one, has to
+    ``spare``.
     """
     least = min((left for left, more in zip(spare, come, strict=True) if more), default=0)
-    most = max(0, min(2 * largest, least))
-    before = [0, *ways[:-1]]
-    return [
-        min(most, max(way, late)) if more else max(0, min(way, most, left))
-        for more, way, late, left in zip(come, ways, before, spare, strict=True)
-    ]
+    rows = []
+    for more, way, again, left in zip(come, ways, freed, spare, strict=True):
+        most = min(2 * largest - min(again, largest), least, least if more else left)
+        kept = max(0, min(most, max(way.begin, way.most - again)))
+        rows.append(OnTheirWay(kept, kept + again))
+    return rows

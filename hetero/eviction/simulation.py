@@ -156,6 +156,8 @@ class _Run:
                     self.to_renew.clear()  # the step fetches what it has room for
                 if now == queued:
                     self._update(queue)
+            if self.sending and moment.still_sending is not None:
+                self._let_land(moment.still_sending)
             if moment.invalidates:
                 self._invalidate(moment.invalidates)
             if now == queued:
@@ -284,14 +286,21 @@ class _Run:
             busy += seconds
             sending.append((free, nbytes))
             self.sending_bytes += nbytes
-            while sending and (sending[0][0] <= clock or self.sending_bytes > most):
-                landed, gone = sending.popleft()
-                if landed > clock:
-                    clock = landed
-                self.sending_bytes -= gone
+            self.clock = clock
+            self._let_land(most)
+            clock = self.clock
         self.down_free = free
         self.clock = clock + rest
         return busy
+
+    def _let_land(self, most: int) -> None:
+        """Wait until no more than ``most`` bytes of gradients are on their way."""
+        sending = self.sending
+        while sending and (sending[0][0] <= self.clock or self.sending_bytes > most):
+            landed, gone = sending.popleft()
+            if landed > self.clock:
+                self.clock = landed
+            self.sending_bytes -= gone
 
     def _release_for(self, operands: tuple[int, ...]) -> None:
         """Place the fetches on the link that could start by now, and those of ``operands``."""

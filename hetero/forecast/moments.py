@@ -11,6 +11,7 @@ from hetero.eviction import (
     CapacityError,
     Links,
     Moment,
+    OnTheirWay,
     Send,
     Trace,
     Updates,
@@ -46,16 +47,18 @@ class StepMoments:
             free.append(self.budget - beside - gradients - period.load)
             gradients += sum(size for x, size, _ in period.sends if x in living)
         reserves = self._reserves(living, free, operands)
+        first_send = next(place for place, period in enumerate(reading.periods) if period.sends)
         moments = [
             Moment(
                 operands=operands[place],
                 seconds=period.seconds,
-                capacity=free[place] - reserves[place],
+                capacity=free[place] - reserves[place].begin,
                 dirties=produced[place],
                 produces=produced[place],
                 invalidates=ended[place],
                 sends=self._sent(period, living),
                 awaits=tuple(x for x in period.reads if x in placed),
+                still_sending=reserves[place].begin if place >= first_send else None,
             )
             for place, period in enumerate(reading.periods)
         ]
@@ -83,7 +86,7 @@ class StepMoments:
         return Trace(
             sizes=(*sizes, *(a.nbytes for a in reading.activations)),
             moments=tuple(moments),
-            sending_bytes=max(reserves),
+            sending_bytes=max(way.most for way in reserves),
             updates=self._updates(homes, places, step=len(moments) - 1, early=early),
         )
 
@@ -120,8 +123,8 @@ class StepMoments:
 
     def _reserves(
         self, living: frozenset[int], free: Sequence[int], operands: Sequence[Sequence[int]]
-    ) -> list[int]:
-        """For each period, room for gradients on their way, as in training."""
+    ) -> list[OnTheirWay]:
+        """For each period, what may be on its way, as in training."""
         periods, parameters = self.reading.periods, self.reading.parameters
         sizes = [*(p.nbytes for p in parameters), *(a.nbytes for a in self.reading.activations)]
         at_home = frozenset(range(len(parameters))).difference(living)
@@ -132,6 +135,8 @@ class StepMoments:
             max((parameters[x].gradient_bytes for x in at_home), default=0),
             come=[place in come for place in range(len(periods))],
             ways=on_their_way(periods, self.links, at_home),
+            # A period's load has all gradients that it makes, beside everything else.
+            freed=[sum(size for x, size, _ in period.sends if x in at_home) for period in periods],
             spare=spare,
         )
 

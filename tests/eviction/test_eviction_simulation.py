@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_traces import POLICIES, schedule_of, traces
@@ -79,6 +80,17 @@ def test_gradients_pay_the_latency_of_their_own_direction():
     links = Links(h2d_bandwidth=10.0, d2h_bandwidth=10.0, latency=4.0, d2h_latency=0.25)
     result = run(trace, ((), ()), start=(0,), links=links)
     assert result.step_seconds == result.d2h_seconds == lower_bound_seconds(trace, links) == 2.5
+
+
+@pytest.mark.parametrize(("still", "seconds"), [(None, 3.0), (10, 3.0), (9, 4.0), (0, 4.0)])
+def test_an_operator_waits_for_gradients_that_may_not_be_on_their_way_any_more(still, seconds):
+    moments = (
+        Moment(operands=(), seconds=1.0, capacity=0, sends=(Send(tensor=0, nbytes=10, seconds=0.0),)),
+        Moment(operands=(), seconds=2.0, capacity=0, still_sending=still),
+    )
+    trace = Trace(sizes=(10,), moments=moments, sending_bytes=20, cyclic=False)
+    links = Links(h2d_bandwidth=1.0, d2h_bandwidth=5.0)
+    assert run(trace, ((), ()), ((), ()), links=links).step_seconds == seconds
 
 
 def test_a_write_back_delays_whoever_needs_its_memory_and_nobody_else():

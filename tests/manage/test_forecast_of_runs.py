@@ -81,8 +81,16 @@ def managed(make, target, budget):
     fresh_memory()
     model, loss_of = make()
     optimizer = fused(model)
+    # The fewest bytes: here it takes longer to issue a transfer than to make most of them, so that others would move
+    # more at once; what is forecast knows of no such time.
     with hetero.manage(
-        model, optimizer, device=target, device_budget=budget, device_homes=False, speculate=False
+        model,
+        optimizer,
+        device=target,
+        device_budget=budget,
+        device_homes=False,
+        speculate=False,
+        policy="cost-opt",
     ) as manager:
         for _ in range(8):
             step(model, optimizer, loss_of, target)
@@ -102,8 +110,8 @@ def test_it_moves_what_was_forecast_within_the_budget_that_was(make):
         moved, most = managed(make, target, budget)
         assert most <= budget
         assert expected.least_budget <= budget
-        # Plans come of searches, by times that differ: not to the byte.
-        assert 0.85 * moved <= expected.moved_bytes <= 1.15 * moved
+        # Plans come of searches, by times that differ, and allocations are rounded up to 512 bytes: not to the byte.
+        assert 0.95 * moved <= expected.moved_bytes <= 1.05 * moved
 
 
 @pytest.mark.parametrize("make", [chain, gpt2])

@@ -15,14 +15,14 @@ from torch import nn
 from twins import adamw, assert_same, device, managed, unmanaged
 
 import hetero
-from hetero.eviction import Links, gradient_reserves, on_their_way
+from hetero.eviction import Links, OnTheirWay, gradient_reserves, on_their_way
 from hetero.msc import Period, PeriodTimes, Phase, Segment, SegmentKey
 from hetero.msc.periods import HandedOver
 from hetero.stm import Kind, Tier
 from hetero.stm.gradients import kept
 from hetero.stm.interception.parameter import is_managed, managed_of
 from hetero.stm.plans.homechoice import HomeChoice
-from hetero.stm.plans.rows import home_gradients, sends_to_come
+from hetero.stm.plans.rows import freed_once_made, home_gradients, sends_to_come
 
 pytestmark = pytest.mark.usefixtures("homes_on_device")
 
@@ -359,36 +359,67 @@ def test_on_their_way_against_a_naive_count(rows, bandwidth):
                 looks[-1].append((made, len(trips)))
         clock += seconds
     # As a period begins, and at each instant when one is made: those made before that have not arrived; and it.
-    expected = [
-        max(
+    there = [
+        [
             sum(n for at, arrives, n in trips[:made] if arrives > now or (at == now and place > 0))
             for place, (now, made) in enumerate(instants)
-        )
+        ]
         for instants in looks
     ]
-    assert on_their_way(times, links, at_home) == expected
+    assert on_their_way(times, links, at_home) == [OnTheirWay(nbytes[0], max(nbytes)) for nbytes in there]
+
+
+NONE, ALL = (0, 0), (9, 9)
 
 
 @pytest.mark.parametrize(
-    ("ways", "spare", "reserves"),
+    ("ways", "freed", "spare", "reserves"),
     [
-        ([9, 9, 0, 0], [50, 50, 50, 50], [8, 8, 8, 0]),  # for two
-        (
-            [0, 6, 0, 2],
-            [50, 50, 50, 50],
-            [0, 6, 6, 2],
-        ),  # for as many as there are at once, or were just before
-        ([9, 9, 0, 0], [50, 5, 50, 50], [5, 5, 5, 0]),  # no more than the fullest period leaves
-        ([9, 0, 9, 9], [50, 50, 50, 2], [8, 8, 8, 2]),
-        ([9, 9, 9, 9], [-1, 50, 50, 50], [0, 0, 0, 0]),
+        ([ALL, ALL, ALL, NONE], [0, 0, 0, 0], [50, 50, 50, 50], [(8, 8), (8, 8), (8, 8), NONE]),  # for two
+        # For as many as there are at once.
+        ([NONE, (0, 6), (6, 6), (2, 2)], [0, 0, 0, 0], [50, 50, 50, 50], [NONE, (6, 6), (6, 6), (2, 2)]),
+        # Those that a period makes have their room.
+        ([(0, 4), (4, 8), (4, 8), (4, 4)], [4, 4, 3, 0], [50, 50, 50, 50], [(0, 4), (4, 8), (5, 8), (4, 4)]),
+        ([ALL, ALL, ALL, NONE], [4, 6, 1, 0], [50, 50, 50, 50], [(4, 8), (4, 10), (7, 8), NONE]),
+        # No more than the fullest period leaves.
+        ([ALL, ALL, ALL, NONE], [0, 0, 1, 0], [50, 5, 50, 50], [(5, 5), (5, 5), (5, 6), NONE]),
+        ([ALL, NONE, ALL, ALL], [0, 0, 0, 0], [50, 50, 50, 2], [(8, 8), NONE, (8, 8), (2, 2)]),
+        ([ALL, ALL, ALL, ALL], [0, 3, 0, 0], [-1, 50, 50, 50], [NONE, (0, 3), NONE, NONE]),
     ],
 )
-def test_room_for_gradients_of_four_bytes_on_their_way(ways, spare, reserves):
-    assert gradient_reserves(4, come=[True, True, True, False], ways=ways, spare=spare) == reserves
+def test_room_for_gradients_of_four_bytes_on_their_way(ways, freed, spare, reserves):
+    come = [True, True, True, False]
+    rows = gradient_reserves(4, come=come, ways=[OnTheirWay(*way) for way in ways], freed=freed, spare=spare)
+    assert rows == [OnTheirWay(*row) for row in reserves]
 
 
 def test_room_for_gradients_on_their_way_where_none_are_made():
-    assert gradient_reserves(4, come=[False, False], ways=[3, 3], spare=[50, 50]) == [0, 0]
+    ways = [OnTheirWay(3, 3)] * 2
+    assert (
+        gradient_reserves(4, come=[False, False], ways=ways, freed=[0, 0], spare=[50, 50])
+        == [OnTheirWay(0, 0)] * 2
+    )
+
+
+HANDED_OVER = st.lists(st.tuples(st.sampled_from([0, 1, 2]), st.integers(0, 12)), max_size=3)
+
+
+@given(st.lists(st.tuples(st.integers(0, 10), HANDED_OVER), min_size=1, max_size=3), st.frozensets(INDICES))
+def test_what_is_free_again_once_gradients_are_made(periods, at_home):
+    """Of several samples of one period."""
+    samples = []
+    for peak, made in periods:
+        one = period([(index, 1, 0.0) for index, _ in made])
+        one.non_model_bytes = peak
+        one.handed_over = [HandedOver(index, 1, beside) for index, beside in made]
+        samples.append(Segment(SegmentKey(Phase.BACKWARD, True, 0), True, periods=[one]))
+    freed = freed_once_made(samples, 0, at_home)
+    most = max(peak for peak, _ in periods)
+    afterwards = [min(beside, peak) for peak, made in periods for _, beside in made]
+    if all(made and {index for index, _ in made} <= at_home for _, made in periods):
+        assert max(afterwards) + freed == most
+    else:
+        assert freed == 0
 
 
 def test_a_few_bytes_that_are_wanting_send_few_home():

@@ -70,11 +70,13 @@ class Gradients:
         self.have_graphs = False
         # How many bytes may be on their way at once; 0 hands each gradient over before the next operator runs.
         self.in_flight_limit = 0
+        # Room for them beside what operators take, bytes: for no more are on their way as an operator begins.
+        self.kept_free = 0
 
     @property
     def room_left(self) -> int:
-        """What more of them may be on their way at once, bytes."""
-        return max(0, self.in_flight_limit - self._in_flight_bytes)
+        """What of ``kept_free`` they do not take now, bytes."""
+        return max(0, self.kept_free - self._in_flight_bytes)
 
     @property
     def in_flight_bytes(self) -> int:

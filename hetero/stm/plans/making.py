@@ -13,6 +13,7 @@ from hetero.eviction import (
     CapacityError,
     HomeCost,
     Links,
+    OnTheirWay,
     Policy,
     Trace,
     Updates,
@@ -26,6 +27,7 @@ from hetero.stm.plans.lives import Lives, read_lives
 from hetero.stm.plans.plan import CyclePlan, by_first_use
 from hetero.stm.plans.rows import (
     Rows,
+    freed_once_made,
     home_gradients,
     mandatory_in,
     non_model_peak,
@@ -95,7 +97,10 @@ class PlanMaker:
         steps = [step_bytes if phase is Phase.STEP else 0 for phase in phases]
         rows = Rows(
             room=self.budget - margin - excess,
-            placed=[sum(all_of_them) for all_of_them in zip(placed, gradients, steps, strict=True)],
+            placed=[
+                there + way.begin + step for there, way, step in zip(placed, gradients, steps, strict=True)
+            ],
+            sending=gradients,
             at_home=at_home,
             elsewhere=elsewhere,
             places=places,
@@ -105,7 +110,7 @@ class PlanMaker:
         trace = Trace(
             sizes=sizes,
             moments=tuple(rows.moments),
-            sending_bytes=max(gradients),
+            sending_bytes=max(way.most for way in gradients),
             updates=None
             if timing is None
             else self._updates(timing, keys, rows.bounds, rows.operands, homes, places, early=early),
@@ -205,7 +210,7 @@ class PlanMaker:
             resident.difference_update(actions.evict)
             resident.update(actions.fetch, moment.operands)
             placed = self._beside(plan, position) + plan.home_bytes[position] + places
-            gradients = plan.gradient_reserves[position]
+            gradients = plan.gradient_reserves[position].begin
             most = max(most, placed + gradients + sum(sizes[index] for index in resident))
             resident.difference_update(moment.invalidates)
         return most
@@ -251,21 +256,22 @@ class PlanMaker:
         at_home: frozenset[int],
         timing: Timing | None,
         spare: Sequence[int],
-    ) -> list[int]:
-        """For each moment, room for gradients on their way down. ``timing`` knows how many there are at once."""
+    ) -> list[OnTheirWay]:
+        """For each moment, what may be on its way down. ``timing`` knows how much there is at once."""
         trained = [t for t in self._tensors if t.parameter.requires_grad and t.index in at_home]
         largest = max((t.device_nbytes for t in trained), default=0)
-        come, ways = list[bool](), list[int]()
+        come, ways, freed = list[bool](), list[OnTheirWay](), list[int]()
         for place, key in enumerate(keys):
             count = len(samples[key][-1].periods)
             come += sends_to_come(samples[key][-1], at_home)
+            freed += [freed_once_made(samples[key], index, at_home) for index in range(count)]
             if key.phase is not Phase.BACKWARD:
-                ways += [0] * count
+                ways += [OnTheirWay(0, 0)] * count
             elif timing is None:
-                ways += [2 * largest] * count
+                ways += [OnTheirWay(2 * largest, 2 * largest)] * count
             else:
                 ways += on_their_way(timing.periods[place], timing.links, at_home)
-        return gradient_reserves(largest, come=come, ways=ways, spare=spare)
+        return gradient_reserves(largest, come=come, ways=ways, freed=freed, spare=spare)
 
     def _spare_bytes(
         self,

@@ -10,7 +10,16 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hetero.eviction import Moment, Schedule, Trace, lower_bound, renewable, spare_bytes, without_places
+from hetero.eviction import (
+    Moment,
+    OnTheirWay,
+    Schedule,
+    Trace,
+    lower_bound,
+    renewable,
+    spare_bytes,
+    without_places,
+)
 from hetero.msc import Phase
 from hetero.stm.plans.timings import Keys
 from hetero.stm.tensors.managed import ManagedTensor
@@ -45,7 +54,7 @@ class CyclePlan:
     non_model: tuple[int, ...]
     margin: int
     excess: int
-    gradient_reserves: tuple[int, ...]
+    gradient_reserves: tuple[OnTheirWay, ...]
     trace: Trace
     schedule: Schedule
     device_homes: tuple[int, ...]

@@ -6,11 +6,11 @@ Owns what of a period an eviction planner is told: what has to be on the device,
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hetero.eviction import Moment, Send
+from hetero.eviction import Moment, OnTheirWay, Send
 from hetero.msc import Period, PeriodTimes, Phase, Segment
 from hetero.stm.plans.lives import Lives
 
-__all__ = ["Rows", "home_gradients", "mandatory_in", "non_model_peak", "sends_to_come"]
+__all__ = ["Rows", "freed_once_made", "home_gradients", "mandatory_in", "non_model_peak", "sends_to_come"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -18,11 +18,13 @@ class Rows:
     """What becomes of each measured period, in order; `hetero.stm.plans.plan.CyclePlan` says what the lists are.
 
     ``room``: bytes of the budget for model data and what was measured beside; of these, ``placed[i]`` are taken in
-    period i. ``elsewhere``: parameters that the trace's moments do not move.
+    period i, with what is kept free for gradients on their way (``sending``). ``elsewhere``: parameters that the
+    trace's moments do not move.
     """
 
     room: int
     placed: Sequence[int]
+    sending: Sequence[OnTheirWay]
     at_home: frozenset[int]
     elsewhere: frozenset[int]
     places: tuple[int, ...]
@@ -42,7 +44,7 @@ class Rows:
         times: Sequence[PeriodTimes] | None,
     ) -> None:
         """The newest of ``measured``, all of one key; ``times`` of its periods, if they are better known."""
-        guarded = False
+        guarded, is_backward = False, measured[-1].key.phase is Phase.BACKWARD
         for index, period in enumerate(measured[-1].periods):
             now = len(self.moments)
             mandatory = tuple(t for t in mandatory_in(period, lives, now) if t not in self.elsewhere)
@@ -66,6 +68,7 @@ class Rows:
                     ),
                     sends=_sends(time, self.at_home),
                     awaits=tuple(t for t in dict.fromkeys(period.operands) if t in self.places),
+                    still_sending=self.sending[now].begin if is_backward else None,
                 )
             )
             self.operands.append(period.operands)
@@ -125,6 +128,18 @@ def home_gradients(
             there |= made.keys()
             nbytes += sum(made.values())
     return rows
+
+
+def freed_once_made(samples: Sequence[Segment], index: int, at_home: Collection[int]) -> int:
+    """Of the non-model peak of period ``index``, what is free again once its gradients are on their way; 0 where that
+    is not known, or some of them stay."""
+    most = 0
+    for period in _same(samples, index):
+        made = period.handed_over
+        if not made or len(made) < len(period.sends) or any(each.index not in at_home for each in made):
+            return 0
+        most = max(most, min(period.non_model_bytes, max(each.beside_bytes for each in made)))
+    return non_model_peak(samples, index) - most
 
 
 def sends_to_come(segment: Segment, at_home: frozenset[int]) -> list[bool]:

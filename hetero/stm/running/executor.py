@@ -410,12 +410,13 @@ class Executor:
         """Before anything is known, a gradient is handed over at once: what is measured is then the operator's own
         memory. Afterwards copies may overlap, within what the plan keeps free for them here."""
         plan, gradients = self._course.plan, self._gradients
-        limit = (
-            0 if plan is None else plan.gradient_reserves[min(self._course.position, self._course.stop - 1)]
-        )
-        gradients.in_flight_limit = limit
-        if plan is not None and gradients.in_flight_bytes > limit:
-            gradients.reclaim(gradients.in_flight_bytes - limit)
+        if plan is None:
+            gradients.in_flight_limit = gradients.kept_free = 0
+            return
+        ways = plan.gradient_reserves[min(self._course.position, self._course.stop - 1)]
+        gradients.in_flight_limit, gradients.kept_free = ways.most, ways.begin
+        if gradients.in_flight_bytes > ways.begin:
+            gradients.reclaim(gradients.in_flight_bytes - ways.begin)
 
     def _gradient_room(self) -> int:
         """What has to stay free for gradients that will be on their way before the next moment."""
