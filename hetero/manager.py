@@ -71,8 +71,8 @@ def manage(
             the gradients (on the host) yourself.
         device: where operators run. Default: the machine's accelerator.
         device_budget: bytes of device memory that may be in use, activations included: an int, ``"20GiB"``,
-            ``"80%"`` of the device, or a share as a float <= 1.0. Default: what is free; 80 % of it where
-            the allocator leaves gaps, as on CUDA.
+            ``"80%"`` of the device, or a share as a float <= 1.0. Default: what is free; 80 % of all but
+            128 MiB of it where the allocator leaves gaps, as on CUDA.
         host_budget: bytes of model data in host memory (homes, gradients, optimizer states, activations that have
             left, and what ``speculate`` copies), written likewise. Default: what is free under the machine's and the
             cgroup's limits.

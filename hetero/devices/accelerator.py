@@ -34,8 +34,10 @@ __all__ = [
 ALLOCATION_GRANULARITY = 512
 # CUDA's allocator hands out blocks that are up to so much larger than what was asked for, but not for so little.
 MOST_EXCESS = LARGEST_WITHOUT_EXCESS = 1 << 20
-# What segments take over what is in use: 1.2 with budgets of some hundred MiB, less with larger ones.
+# What segments take over what is in use: 1.2 with budgets of some hundred MiB, less with larger ones; and, where there
+# are few of them, some that are hardly used, of 20 MiB each.
 _WITH_GAPS = 1.25
+_FEW_SEGMENTS = 64 << 20
 
 # Peaks that the counter had shown before it was lent to somebody else, since when we have not set it back.
 _peaks_before: dict[torch.device, int] = {}
@@ -112,6 +114,7 @@ class Accelerator:
         self._stream: Callable[[int], tuple[int, int, int]] | None = getattr(
             torch._C, f"_{self.device.type}_getCurrentStream", None
         )
+        self._gaps_failed = False
         self._cap = shared_cap(self.device, self._call, in_use=self.used_bytes, reserved=self.reserved_bytes)
 
     def _call(self, name: str, *args: object) -> Any:
@@ -247,13 +250,22 @@ class Accelerator:
         return virtual.is_in_segments()
 
     def usable_of(self, nbytes: int) -> int:
-        """Of so many bytes that are free, those that can be in use at once whatever gaps there are."""
-        return int(nbytes / _WITH_GAPS) if self.leaves_gaps else nbytes
+        """Of so many bytes that are free, those that can be in use at once whatever gaps there are and whatever kernels
+        are loaded later; of less than 256 MiB as many may fail."""
+        return int(max(nbytes - 2 * _FEW_SEGMENTS, nbytes / 2) / _WITH_GAPS) if self.leaves_gaps else nbytes
 
     def may_fail_within(self, nbytes: int) -> bool:
-        """The device has not much more than ``nbytes`` for this process, and there may be no gap that is large enough
-        although fewer are in use."""
-        return self.leaves_gaps and self.free_bytes() + self.used_bytes() < nbytes * _WITH_GAPS
+        """There may be no gap that is large enough although fewer than ``nbytes`` are in use: the device has not much
+        more for this process, or so it has been before."""
+        if not self.leaves_gaps:
+            return False
+        return (
+            self._gaps_failed or self.free_bytes() + self.used_bytes() < nbytes * _WITH_GAPS + _FEW_SEGMENTS
+        )
+
+    def note_gaps_failed(self) -> None:
+        """None was large enough."""
+        self._gaps_failed = True
 
     def least_request(self, tried: int) -> int:
         """Of an allocation that has failed, the bytes that were asked for, at least. CUDA's allocator says how many it

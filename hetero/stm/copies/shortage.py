@@ -12,7 +12,7 @@ from hetero.devices import Accelerator
 from hetero.errors import BudgetError
 from hetero.units import format_bytes, parse_bytes
 
-__all__ = ["NoRoomError", "least_bytes", "no_room", "too_small"]
+__all__ = ["NoRoomError", "least_bytes", "no_gap", "no_room", "too_small"]
 
 
 class NoRoomError(BudgetError, torch.OutOfMemoryError):
@@ -75,16 +75,23 @@ def no_room(
         least = max(used + wanted + rounded, enough or 0)
         cure += f" to more than {format_bytes(least)} ({least} bytes){'' if enough else _WHOLE}"
         if least <= budget:
-            cure = (
-                "leave more of the device to this process: that would be within the budget, and is not there in one "
-                "piece (with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True it is in pieces less often)"
-            )
+            cure = f"leave more of the device to this process: {_NOT_IN_ONE_PIECE}"
     needs = "more" if wanted is None else f"{format_bytes(wanted)} more"
     return NoRoomError(
         f"{operator} needs {needs} on {accelerator.device}, where {format_bytes(used)} of the budget of "
         f"{format_bytes(budget)} are in use ({format_bytes(held)} by copies of parameters{_saved(saved)}"
         f"{_others(others)}) and nothing else can leave: lower the batch size, {_kept(others, budget)}"
         f"{_HOST if saved else ''}or {cure}. {error}"
+    )
+
+
+def no_gap(accelerator: Accelerator, budget: int, error: RuntimeError) -> NoRoomError:
+    """Where all was planned, an operator has failed with ``error`` within the budget."""
+    used = format_bytes(_used_bytes(accelerator, error))
+    return NoRoomError(
+        f"an operator found no memory on {accelerator.device}, where {used} of "
+        f"the budget of {format_bytes(budget)} are in use: leave more of the device to this process, or go on: "
+        f"{_NOT_IN_ONE_PIECE}. From now on operators are tried again with less on the device. {error}"
     )
 
 
@@ -108,6 +115,10 @@ def _kept(nbytes: int, budget: int) -> str:
 
 
 _HOST = "raise host_budget, "
+_NOT_IN_ONE_PIECE = (
+    "that would be within the budget, and is not there in one piece (with "
+    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True it is in pieces less often)"
+)
 # Where nothing has been measured, this operator is all that is known of.
 _WHOLE = "; `hetero plan` tells what the other operators need"
 

@@ -5,11 +5,15 @@ Owns both, for one manager: in its segments (`hetero.stm.running.guard`) and whi
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 from hetero.devices import Accelerator
+from hetero.errors import BudgetError
 from hetero.stm.copies.room import Room
+from hetero.stm.copies.shortage import no_gap
 from hetero.stm.running.guard import arm, guarded, lifted
 from hetero.stm.running.modes import active
 from hetero.stm.running.relief import Relief
@@ -55,7 +59,9 @@ class Guarding:
             uncapped=lambda error: lifted(self._cap, self.is_on and self._room.allows(error)),
             note_values=self._note_values,
         )
-        return guarded(retry, at_once=at_once or self._accelerator.may_fail_within(self._budget))
+        if at_once or self._accelerator.may_fail_within(self._budget):
+            return guarded(retry, at_once=True)
+        return self._explaining(guarded(retry, at_once=False))
 
     def around_within(self) -> contextlib.AbstractContextManager[None]:
         """What is a part of what runs: guarded if that is, where nobody on this thread guards it already."""
@@ -90,6 +96,19 @@ class Guarding:
         """Nothing runs: others may have the memory."""
         self.take_from_caller()
         self._cap(False)
+
+    @contextlib.contextmanager
+    def _explaining(self, inner: contextlib.AbstractContextManager[None]) -> Iterator[None]:
+        """``inner``, in which an operator that nobody tries again may find no gap that is large enough. In what comes
+        after it somebody does."""
+        try:
+            with inner:
+                yield
+        except torch.OutOfMemoryError as error:
+            if isinstance(error, BudgetError) or not self._room.allows(error):
+                raise
+            self._accelerator.note_gaps_failed()
+            raise no_gap(self._accelerator, self._budget, error) from error
 
     def _cap(self, on: bool) -> None:
         self._is_capped = on and not self.is_open

@@ -100,8 +100,10 @@ class Settled:
         """The user's own forward, after `enter` has said so."""
         try:
             return inner(*args, **kwargs)
-        except torch.OutOfMemoryError:
+        except torch.OutOfMemoryError as error:
             self.forbid()
+            if self._stm.residency.room.allows(error):
+                self._accelerator.note_gaps_failed()
             raise
         finally:
             self.running.remove(threading.get_ident())
