@@ -243,6 +243,37 @@ def test_one_that_settles_leaves_the_others_parameters_of_one_optimizer_alone():
         assert stats.settled_forwards > 0
 
 
+def wide(depth):
+    layers = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(depth)]
+    return nn.Sequential(*layers)
+
+
+def two_in_a_loop():
+    """Whose step is a for-loop, with copies of a parameter for a while."""
+    models = wide(4), wide(3)
+    parameters = [p for model in models for p in model.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2, foreach=False)
+    return models, [optimizer, optimizer]
+
+
+@pytest.mark.parametrize("budget", range(2_600_000, 3_600_000, 100_000))
+def test_what_lives_on_the_device_leaves_room_for_the_step_of_one_that_has_settled(budget):
+    target = device()
+    gc.collect()
+    torch.manual_seed(0)
+    models, optimizers = two_in_a_loop()
+    budget += torch.accelerator.memory_allocated()
+    with contextlib.ExitStack() as stack:
+        for model, optimizer in zip(models, optimizers, strict=True):
+            stack.enter_context(hetero.manage(model, optimizer, device=target, device_budget=budget))
+        for _ in range(12):
+            models[1](models[0](torch.randn(16, 64).to(target))).square().mean().backward()
+            torch.accelerator.reset_peak_memory_stats()
+            optimizers[0].step()
+            assert torch.accelerator.max_memory_allocated() <= budget + GAPS
+            optimizers[0].zero_grad()
+
+
 def there_and_back(models, optimizers, target, steps=6):
     """One backward comes through the first model, the second, and the first again."""
     first, second = models

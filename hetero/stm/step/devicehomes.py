@@ -15,8 +15,10 @@ import torch
 from hetero.devices import Accelerator, rounds_as_host
 from hetero.errors import BudgetError, ManageError
 from hetero.eviction import HomeCost
+from hetero.stm.interception.parameter import is_managed
 from hetero.stm.manager import StatefulTensorMgr
 from hetero.stm.step.hostrate import HostRate
+from hetero.stm.step.ownstep import step_bytes
 from hetero.stm.tensors.exposure import state_is_private
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.homes import set_memory, states_beside
@@ -122,6 +124,9 @@ class DeviceHomes:
                     if other.index in self._here and not self._is_here(other, groups):
                         self.send(other, groups)
                 break
+        beside = self._bytes_of_others()
+        if beside and not self._stm.residency.room.make(beside):
+            self.send_home(beside)
         for index in wanted:
             is_stepped = self._stm.tensors[index].parameter.requires_grad  # a frozen one may be again
             self._refused[index] = self._refused[index] + 1 if is_stepped and index not in self._here else 0
@@ -296,6 +301,18 @@ class DeviceHomes:
         if group is None or not self.is_measured:  # of others than torch's, some have none
             return False
         return lacks_states(self._optimizer, group, entry)
+
+    def _bytes_of_others(self) -> int:
+        """What torch's own step takes for a while, before ours, for what the optimizer has on the device beside what we
+        manage: another manager's that has settled, most of all."""
+        there = [
+            p
+            for group in self._optimizer.param_groups
+            for p in group["params"]
+            if not is_managed(p) and p.device == self._accelerator.device
+        ]
+        sizes = {id(p): self._accelerator.allocated_size(p.nbytes) for p in there}
+        return step_bytes(self._optimizer, sizes) if sizes else 0
 
     def _is_timed(self, tensors: list[ManagedTensor]) -> bool:
         return self._host.has_timed(sum(tensor.home.nbytes for tensor in tensors))
