@@ -47,7 +47,9 @@ class StepMoments:
             free.append(self.budget - beside - gradients - period.load)
             gradients += sum(size for x, size, _ in period.sends if x in living)
         reserves = self._reserves(living, free, operands)
-        first_send = next(place for place, period in enumerate(reading.periods) if period.sends)
+        first_send = next(
+            (i for i, period in enumerate(reading.periods) if period.sends), len(reading.periods)
+        )
         moments = [
             Moment(
                 operands=operands[place],

@@ -9,10 +9,12 @@ nothing about the future: whom to evict is the policy's answer.
 
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
+
 from hetero.devices import Accelerator
 from hetero.errors import BudgetError
 from hetero.eviction import Candidate, Policy
-from hetero.stm.copies.shortage import least_bytes, no_room, too_small
+from hetero.stm.copies.shortage import NoRoomError, least_bytes, no_gap, no_room, too_small
 from hetero.stm.tensors.managed import ManagedTensor
 from hetero.stm.tensors.state import Ledger
 
@@ -171,6 +173,14 @@ class Room:
             return False
         least = least_bytes(self._accelerator, error)
         return least is not None and least <= self._budget
+
+    def for_gaps(self, error: torch.OutOfMemoryError) -> NoRoomError | None:
+        """What to say of ``error`` if it came within the budget, from an operator that nobody tries again; from now on
+        somebody does. None: it has another reason, or says it already."""
+        if isinstance(error, BudgetError) or not self.allows(error):
+            return None
+        self._accelerator.note_gaps_failed()
+        return no_gap(self._accelerator, self._budget, error)
 
     def _shortage(self, nbytes: int) -> int:
         return self._accelerator.used_bytes() + nbytes - (self._budget - self.left_to_others())

@@ -11,9 +11,7 @@ from typing import Any
 import torch
 
 from hetero.devices import Accelerator
-from hetero.errors import BudgetError
 from hetero.stm.copies.room import Room
-from hetero.stm.copies.shortage import no_gap
 from hetero.stm.running.guard import arm, guarded, lifted
 from hetero.stm.running.modes import active
 from hetero.stm.running.relief import Relief
@@ -105,10 +103,9 @@ class Guarding:
             with inner:
                 yield
         except torch.OutOfMemoryError as error:
-            if isinstance(error, BudgetError) or not self._room.allows(error):
+            if (refusal := self._room.for_gaps(error)) is None:
                 raise
-            self._accelerator.note_gaps_failed()
-            raise no_gap(self._accelerator, self._budget, error) from error
+            raise refusal from error
 
     def _cap(self, on: bool) -> None:
         self._is_capped = on and not self.is_open

@@ -102,9 +102,9 @@ class Settled:
             return inner(*args, **kwargs)
         except torch.OutOfMemoryError as error:
             self.forbid()
-            if self._stm.residency.room.allows(error):
-                self._accelerator.note_gaps_failed()
-            raise
+            if (refusal := self._stm.residency.room.for_gaps(error)) is None:
+                raise
+            raise refusal from error
         finally:
             self.running.remove(threading.get_ident())
 

@@ -124,9 +124,8 @@ class DeviceHomes:
                     if other.index in self._here and not self._is_here(other, groups):
                         self.send(other, groups)
                 break
-        beside = self._bytes_of_others()
-        if beside and not self._stm.residency.room.make(beside):
-            self.send_home(beside)
+        if beside := self._bytes_of_others():
+            self.make_room(beside)
         for index in wanted:
             is_stepped = self._stm.tensors[index].parameter.requires_grad  # a frozen one may be again
             self._refused[index] = self._refused[index] + 1 if is_stepped and index not in self._here else 0
@@ -241,6 +240,11 @@ class DeviceHomes:
                 freed += left
             self.note_moves()
         return freed
+
+    def make_room(self, nbytes: int) -> None:
+        """For so many bytes; at the cost of what lives here, if it has to be."""
+        if not self._stm.residency.room.make(nbytes):
+            self.send_home(nbytes)
 
     def note_moves(self, *, always: bool = False) -> None:
         """The books follow states that have gone elsewhere, or, ``always``, may have become others."""

@@ -59,8 +59,7 @@ class DeviceSteps:
             room = self._homes.update_bytes(tensor, groups) + copies
             if not (batch and reserved + room <= left):
                 self._run_here(batch, note)
-                if not self._stm.residency.room.make(room):
-                    self._homes.send_home(room)
+                self._homes.make_room(room)
                 left, reserved = self._stm.residency.room.left(), 0
             if not tensor.stays or tensor.living is None:  # it had to leave just now
                 self._run_at_home(item, note)
