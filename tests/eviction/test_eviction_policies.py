@@ -106,6 +106,7 @@ def updating(moment=None, updates=None, **keywords):
     ("changed", "message"),
     [
         ({"sending_bytes": -1}, "-1 bytes may be on their way"),
+        ({"moment": {"still_sending": -1}}, "-1 bytes may be on their way as moment 0 begins"),
         ({"moment": {"sends": (Send(tensor=2, nbytes=4, seconds=1.0),)}}, "moment 0 sends .* tensor 2"),
         ({"moment": {"sends": (Send(tensor=-1, nbytes=4, seconds=1.0),)}}, "moment 0 sends .* tensor -1"),
         ({"moment": {"sends": (Send(tensor=0, nbytes=-4, seconds=1.0),)}}, "sends -4 bytes for tensor 0"),

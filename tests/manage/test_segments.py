@@ -261,3 +261,21 @@ def test_an_operator_that_found_no_gap_says_so_and_none_fails_for_that_again(tar
     assert isinstance(error, hetero.NoRoomError)
     assert "not there in one piece" in str(error)
     assert losses.count(None) == 1
+
+
+def test_one_that_has_settled_says_so_as_well_and_goes_on(target):
+    model = nn.Sequential(nn.Linear(64, 4096), nn.GELU(), nn.Linear(4096, 64))
+    optimizer = adamw(model)
+    budget = torch.accelerator.memory_allocated() + 100 * MIB
+    with hetero.manage(model, optimizer, device=target, device_budget=budget) as manager:
+        steps(model, optimizer, target, 8)
+        settled = manager.stats.settled_forwards
+        assert settled > 0
+        before, x = virtual.memory_limit(), torch.randn(64, 64).to(target)
+        torch.accelerator.empty_cache()
+        virtual.set_memory_limit(torch.virtual.memory_reserved() + MIB)
+        with pytest.raises(hetero.NoRoomError, match="not there in one piece"):
+            model(x)
+        virtual.set_memory_limit(before)
+        steps(model, optimizer, target, 2)
+        assert manager.stats.settled_forwards == settled + 1  # the one that failed
