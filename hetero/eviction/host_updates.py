@@ -54,17 +54,16 @@ class HostUpdates:
         due: when the next begins, of those whose gradients will be there; inf without any.
     """
 
-    def __init__(self, updates: Updates, early: Collection[int]) -> None:
-        """``early``: of `early_sends`."""
+    def __init__(self, updates: Updates, early: Collection[int], renewed: Collection[int] = ()) -> None:
+        """``early``: of `early_sends`. ``renewed``: without places, whose copies are to be there before the step."""
         self._updates = updates
         self._early = early
         self.ranks = {x: rank for rank, x in enumerate(updates.tensors)}
-        self._in_time = frozenset(updates.places)  # these go first in backward
+        self._in_time = frozenset((*updates.places, *renewed))  # these go first in backward
         self._has_stepped = True
         self._free = 0.0
         self.due = inf
-        # What is not begun: by when its gradient is there; those whose gradient is there, with and without a place, by
-        # rank.
+        # What is not begun: by when its gradient is there; those whose gradient is there, in time or not, by rank.
         self._landing: list[tuple[float, int]] = []
         self._first: list[tuple[int, int]] = []
         self._other: list[tuple[int, int]] = []

@@ -14,6 +14,7 @@ already, the others come in time.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from hetero.eviction.host_updates import early_sends
 from hetero.eviction.model import WORTH, CapacityError, Schedule, Trace
 
 __all__ = ["choose_places", "renewable", "spare_bytes", "spread", "without_places"]
@@ -62,15 +63,16 @@ def spare_bytes(trace: Trace, schedule: Schedule) -> tuple[int, ...]:
     return tuple(free)
 
 
-def renewable(trace: Trace, schedule: Schedule) -> frozenset[int]:
-    """The tensors whose copies may be renewed between gradient and step, where there are `spare_bytes`.
+def renewable(trace: Trace, schedule: Schedule) -> tuple[int, ...]:
+    """The tensors whose copies are renewed between gradient and step, where there are `spare_bytes`; those whose
+    gradients leave first, first, [Note: what is renewed].
 
-    Those used first, as long as their copies leave room for every planned one from the step to where the schedule would
-    fetch them. More would overfill the next forward, or drive out what it uses later.
+    As many as there is room for before the step, and such that each leaves room for every planned copy from the step to
+    where the schedule would fetch its own. More would overfill the next forward, or drive out what it uses later.
     """
-    updates = trace.updates
-    if updates is None:
-        return frozenset()
+    updates, sends = trace.updates, early_sends(trace)
+    if updates is None or not sends:
+        return ()
     count, queued = len(trace.moments), updates.queued
     lost = frozenset(trace.moments[queued].invalidates)
     begins: dict[int, int] = {}  # counted from the step on
@@ -79,16 +81,19 @@ def renewable(trace: Trace, schedule: Schedule) -> frozenset[int]:
             begins.setdefault(x, turn)
     free = _free_bytes(trace, schedule)
     free = [*free[queued:], *free[:queued]]
+    room = spare_bytes(trace, schedule)[max(sends.values()) + 1]
     found = []
-    for x in updates.tensors:
-        if x in updates.places or x not in lost or x not in begins:
+    for x in sorted(sends, key=sends.__getitem__):
+        nbytes = trace.sizes[x]
+        if nbytes > room or x in updates.places or x not in lost or x not in begins:
             continue
-        if any(nbytes < trace.sizes[x] for nbytes in free[: begins[x]]):
-            break
+        if any(nbytes > left for left in free[: begins[x]]):
+            continue
         for turn in range(begins[x]):
-            free[turn] -= trace.sizes[x]
+            free[turn] -= nbytes
+        room -= nbytes
         found.append(x)
-    return frozenset(found)
+    return tuple(found)
 
 
 def _free_bytes(trace: Trace, schedule: Schedule) -> list[int]:

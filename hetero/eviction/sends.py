@@ -32,8 +32,11 @@ class Sending(Protocol):
     def sends(self) -> Sequence[tuple[int, int, float]]: ...
 
 
-def on_their_way(periods: Sequence[Sending], links: Links, at_home: Container[int]) -> list[OnTheirWay]:
-    """For each period of one backward, what goes down at once if each gradient leaves as soon as it is made."""
+def on_their_way(
+    periods: Sequence[Sending], links: Links, at_home: Container[int], *, most: int
+) -> list[OnTheirWay]:
+    """For each period of one backward, what goes down at once if each gradient leaves as soon as it is made; what makes
+    more than ``most`` bytes of them waits."""
     sent: deque[tuple[float, int]] = deque()
     rows: list[OnTheirWay] = []
     clock = free = 0.0
@@ -47,7 +50,7 @@ def on_their_way(periods: Sequence[Sending], links: Links, at_home: Container[in
 
     for period in periods:
         nbytes -= retire(clock)
-        begin = most = nbytes
+        begin = peak = nbytes
         for index, size, seconds in period.sends:
             if index not in at_home:
                 continue
@@ -56,8 +59,13 @@ def on_their_way(periods: Sequence[Sending], links: Links, at_home: Container[in
             free = max(free, made) + _SLOWER * links.d2h_seconds(size)
             sent.append((free, size))
             nbytes += size
-            most = max(most, nbytes)
-        rows.append(OnTheirWay(begin, most))
+            while nbytes > most:
+                landed, gone = sent.popleft()
+                clock += max(0.0, landed - made)
+                made = max(made, landed)
+                nbytes -= gone
+            peak = max(peak, nbytes)
+        rows.append(OnTheirWay(begin, peak))
         clock += period.seconds
     return rows
 

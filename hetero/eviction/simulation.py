@@ -114,18 +114,18 @@ class _Run:
         self.sending: deque[tuple[float, int]] = deque()
         self.sending_bytes = 0
         updates = trace.updates
-        self.host = None if updates is None else HostUpdates(updates, simulator.early)
         self.places = frozenset(() if updates is None else updates.places)
         self.ordered: list[tuple[float, int, int]] = []  # fetches of what is not updated yet: when it will be
         self.on_order: dict[int, int] = {}  # which of these it is, once that is known
         self.orders = 0
-        # What is updated early and has no place: whose copies may be renewed before the step, and were.
+        # What is updated early and has no place: whose copies are renewed before the step; wait for room; have been.
         early = updates is not None and updates.early
         self.spare = spare_bytes(trace, schedule) if early else ()
-        self.first = renewable(trace, schedule) if early else frozenset()
-        self.to_renew: list[tuple[int, int]] = []  # a heap, by rank
+        self.renewable = frozenset(renewable(trace, schedule))
+        self.to_renew: deque[int] = deque()
         self.fresh: set[int] = set()
         self.fresh_bytes = 0
+        self.host = None if updates is None else HostUpdates(updates, simulator.early, self.renewable)
 
     def iteration(self) -> Simulation:
         began, self.issued = self.clock, 0
@@ -250,19 +250,18 @@ class _Run:
         elif x in self.present:
             self.present.discard(x)
             self.resident -= self.sizes[x]
-        if x in self.first:
-            assert self.host is not None
-            heapq.heappush(self.to_renew, (self.host.ranks[x], x))
+        if x in self.renewable:
+            self.to_renew.append(x)
 
     def _renew(self, spare: int, capacity: int) -> float:
         """Order copies of what is being updated, as far as no planned one needs the memory before the step."""
         busy = 0.0
         while self.to_renew:
-            x = self.to_renew[0][1]
+            x = self.to_renew[0]
             nbytes = self.sizes[x]
             if nbytes > spare - self.fresh_bytes or self.resident + self.leaving_bytes + nbytes > capacity:
                 break
-            heapq.heappop(self.to_renew)
+            self.to_renew.popleft()
             self.fresh.add(x)
             self.fresh_bytes += nbytes
             self.present.add(x)

@@ -133,10 +133,11 @@ class StepMoments:
         sends = [i for i, period in enumerate(periods) if any(x in at_home for x, _, _ in period.sends)]
         come = range(sends[0], sends[-1] + 1) if sends else range(0)
         spare = [nbytes - sum(sizes[x] for x in operands[place]) for place, nbytes in enumerate(free)]
+        largest = max((parameters[x].gradient_bytes for x in at_home), default=0)
         return gradient_reserves(
-            max((parameters[x].gradient_bytes for x in at_home), default=0),
+            largest,
             come=[place in come for place in range(len(periods))],
-            ways=on_their_way(periods, self.links, at_home),
+            ways=on_their_way(periods, self.links, at_home, most=2 * largest),
             # A period's load has all gradients that it makes, beside everything else.
             freed=[sum(size for x, size, _ in period.sends if x in at_home) for period in periods],
             spare=spare,

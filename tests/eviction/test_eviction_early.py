@@ -5,6 +5,7 @@ from itertools import pairwise, product
 
 import numpy as np
 import pytest
+from chains import chain, links
 from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 from random_traces import LINKS, POLICIES, traces_with_updates
@@ -19,6 +20,7 @@ from hetero.eviction import (
     Trace,
     Updates,
     check,
+    leave_link_free,
     lower_bound,
     lower_bound_seconds,
     plan,
@@ -117,8 +119,30 @@ def test_what_fits_the_step_and_not_the_next_forward_is_not_renewed_early():
     for capacity, expected in ((6, {0}), (8, {0, 1})):
         some = trace(capacity)
         schedule = plan(some, links=LINKS)
-        assert renewable(some, schedule) == expected
+        assert set(renewable(some, schedule)) == expected
         assert simulate(some, schedule, LINKS).model_bytes[0] == 4 * len(expected)
+
+
+def test_of_what_is_fetched_first_that_is_renewed_early_whose_gradient_leaves_first():
+    """Eight layers, of which the device holds five, and two behind backward: gradients take the room of three."""
+    whole = chain(8, 5)
+    narrow = 2 * whole.sizes[0]
+    moments = [
+        replace(m, capacity=narrow if now >= 16 else m.capacity) for now, m in enumerate(whole.moments)
+    ]
+    trace = replace(whole, moments=tuple(moments))
+    copies = links(1.5)  # longer than a layer's forward
+    schedule = leave_link_free(trace, plan(trace, links=copies), copies, seconds=0.0)
+    assert set(schedule.actions[0].fetch) == {0, 1, 2, 3, 4}
+    assert renewable(trace, schedule) == (4, 3)
+    late = replace(trace, updates=replace(trace.updates, early=False))
+    assert renewable(late, schedule) == ()
+    # The next forward has two fewer to fetch.
+    seconds = simulate(trace, schedule, copies).step_seconds
+    moments[16] = replace(moments[16], capacity=0)
+    nobody = replace(trace, moments=tuple(moments))
+    assert renewable(nobody, schedule) == ()
+    assert seconds < simulate(nobody, schedule, copies).step_seconds
 
 
 @settings(max_examples=200, deadline=None)
@@ -223,7 +247,7 @@ def test_the_bound_is_reached_where_the_link_carries_what_backward_has_updated()
     assert lower_bound_seconds(late, links) == pytest.approx(42.0)  # all of the copy lies behind the step
 
 
-def naive_ends(updates, landings, stepped):
+def naive_ends(updates, renewed, landings, stepped):
     """When each is done: whoever is there and comes first, again and again, until all are."""
     left, free, done = dict(landings), 0.0, {}
     while left:
@@ -231,7 +255,7 @@ def naive_ends(updates, landings, stepped):
         there = [x for x, time in left.items() if time <= now]
 
         def turn(x, now=now):
-            return (now < stepped and x not in updates.places, updates.tensors.index(x))
+            return (now < stepped and x not in (*updates.places, *renewed), updates.tensors.index(x))
 
         x = min(there, key=turn)
         rank = updates.tensors.index(x)
@@ -271,13 +295,14 @@ def test_the_host_against_a_naive_one(data, count, stepped, copies):
         places=tuple(sorted(data.draw(st.sets(st.integers(0, count - 1))))),
     )
     landings = {x: time + 0.5 for x, time in enumerate(numbers(0, 7))}  # none just as the step comes
-    host = HostUpdates(updates, early=landings)
+    renewed = data.draw(st.sets(st.integers(0, count - 1)))
+    host = HostUpdates(updates, landings, renewed)
     for x, time in sorted(landings.items(), key=lambda item: item[1]):
         assert host.land(x, time)
     ended = {x: end for end, x in host.begin_until(stepped - 0.25)}
     host.queue(float(stepped))
     later = {x: end for end, x in host.begin_until(1e9)}
-    ends = naive_ends(updates, landings, stepped)
+    ends = naive_ends(updates, renewed, landings, stepped)
     assert ended == {x: ends[x] for x in ended}
     turns = naive_turns(updates, ends, begun=ended, stepped=stepped)
     assert later == {x: turns[x] for x in later}

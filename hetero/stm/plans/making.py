@@ -270,7 +270,7 @@ class PlanMaker:
             elif timing is None:
                 ways += [OnTheirWay(2 * largest, 2 * largest)] * count
             else:
-                ways += on_their_way(timing.periods[place], timing.links, at_home)
+                ways += on_their_way(timing.periods[place], timing.links, at_home, most=2 * largest)
         return gradient_reserves(largest, come=come, ways=ways, freed=freed, spare=spare)
 
     def _spare_bytes(

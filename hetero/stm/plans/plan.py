@@ -156,8 +156,8 @@ class CyclePlan:
         return frozenset((*known, *self.device_homes, *self.places))
 
     @functools.cached_property
-    def renewable(self) -> frozenset[int]:
-        """Tensors without a place whose copies may be renewed before the step all the same."""
+    def renewable(self) -> tuple[int, ...]:
+        """Tensors without a place whose copies are renewed before the step all the same, where there is room."""
         return renewable(self.trace, self.schedule)
 
     @functools.cached_property

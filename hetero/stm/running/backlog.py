@@ -7,7 +7,7 @@ now goes before the opposite that was wanted earlier. Whether there is room is t
 Numbers from the parameters' on are the plan's saved tensors.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from hetero.devices import LARGEST_WITHOUT_EXCESS
 from hetero.eviction import Actions
@@ -29,7 +29,6 @@ class Backlog:
         self._activations = activations
         self._to_evict: list[int] = []
         self._to_prefetch: list[int] = []
-        # What the next iteration uses first, first.
         self._to_renew: list[ManagedTensor] = []
         self._renewed: list[ManagedTensor] = []  # that were, in this segment
 
@@ -48,10 +47,9 @@ class Backlog:
         """They are to be fetched, after what waits."""
         self._to_prefetch.extend(index for index in indices if index not in self._to_prefetch)
 
-    def want_renewed(self, tensor: ManagedTensor, first_uses: Mapping[int, int]) -> None:
-        """It is to be fetched where it displaces nothing."""
+    def want_renewed(self, tensor: ManagedTensor) -> None:
+        """It is to be fetched where it displaces nothing, after what waits for that."""
         self._to_renew.append(tensor)
-        self._to_renew.sort(key=lambda tensor: first_uses.get(tensor.index, 0))
 
     def forget_overtaken(self, actions: Actions) -> None:
         """What the schedule wants now goes before what it wanted earlier and could not have yet."""

@@ -214,7 +214,7 @@ class Executor:
         if tensor.index in plan.places:
             self._backlog.want([tensor.index])
         elif tensor.index in plan.renewable:
-            self._backlog.want_renewed(tensor, plan.first_uses)
+            self._backlog.want_renewed(tensor)
 
     def homes_written(self, tensors: Sequence[ManagedTensor]) -> None:
         """The optimizer has stepped: copies of ``tensors`` are worthless, wherever they were."""

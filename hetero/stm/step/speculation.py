@@ -188,9 +188,9 @@ class Speculation:
         return self._setting
 
     def _ranks(self) -> dict[int, int]:
-        """Those whose copies have places of their own come first: the link can carry them while backward runs."""
+        """Those whose copies are renewed before the step come first: the link can carry them while backward runs."""
         ranks, plan = dict(self._stm.by_first_use()), self._stm.plans.last
-        for index in () if plan is None else plan.places:
+        for index in () if plan is None else (*plan.places, *plan.renewable):
             ranks[index] -= len(ranks)
         return ranks
 
