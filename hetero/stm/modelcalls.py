@@ -42,6 +42,7 @@ from hetero.stm.interception.scopes import in_scope, scope
 from hetero.stm.interception.signatures import Signatures, count_elements, counts_by_elements, may_record
 from hetero.stm.interception.transforms import check_transformed, is_transforming
 from hetero.stm.manager import StatefulTensorMgr
+from hetero.stm.running.unseen import unseen
 from hetero.stm.settled.state import Settled
 from hetero.stm.tensors.precision import cast_inputs
 from hetero.stm.wrappers import check_caller
@@ -254,7 +255,7 @@ class ModelCalls:
         check_caller(trains=trains)
         look_again()
         settled, segments = self._settled, self._stm.segments
-        with self._stm.lock:
+        with self._stm.lock, unseen():
             # Another thread may have settled since it was asked.
             fits = settled.is_on and settled.enter(trains, signature)
             if not fits:
@@ -277,7 +278,8 @@ class ModelCalls:
                 result = inner(*args, **kwargs)
             complete = True
         finally:
-            segments.end_forward(complete=complete)
+            with unseen():
+                segments.end_forward(complete=complete)
         return result
 
     def _cast(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

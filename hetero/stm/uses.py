@@ -1,7 +1,8 @@
 """What operators and backward do with parameters: an operator's beginning and end, saved copies, gradients that come.
 
 Owns the order of what happens at each of these: the segment that it begins, the sampling moment, the copy that it
-gets. Autograd runs backward on threads of its own, so that each entry takes the lock.
+gets. Autograd runs backward on threads of its own, so that each entry takes the lock. Invariant: modes of the caller's
+(of a selective checkpoint, of whoever counts operators) see the loop's operators, and nothing of what is done here.
 """
 
 import contextlib
@@ -20,6 +21,7 @@ from hetero.stm.interception.parameter import is_managed, managed_of
 from hetero.stm.interception.transforms import is_transforming, outside_transforms
 from hetero.stm.running.executor import Executor
 from hetero.stm.running.segments import Segments
+from hetero.stm.running.unseen import unseen
 from hetero.stm.standing import Standing
 from hetero.stm.tensors.fetch import make_identity
 from hetero.stm.tensors.managed import ManagedTensor, modified_in_place
@@ -66,7 +68,8 @@ class Uses:
     def begin_outside(self) -> None:
         """Autograd records an operator outside of the model's forward."""
         self._standing.check_process()  # before the device's counters are read, which a child cannot do
-        self._segments.begin_outside()
+        with unseen():
+            self._segments.begin_outside()
 
     def within_backward(self) -> contextlib.AbstractContextManager[None]:
         """Around a call of the model there: the backward's segment begins, if it has not, and the call is guarded as
@@ -84,7 +87,7 @@ class Uses:
             with outside_transforms():
                 self.begin_operator(operands, name)
             return
-        with self._lock:
+        with self._lock, unseen():
             # Else another thread has settled since these parameters were looked at: they are there, as themselves.
             if not self._standing.is_settled:
                 if in_backward():
@@ -110,7 +113,7 @@ class Uses:
         if not tensor.parameter.requires_grad:
             return tensor.data
         if tensor.identity is None:
-            with self._lock, outside_transforms():
+            with self._lock, outside_transforms(), unseen():
                 make_identity(tensor)
         assert tensor.identity is not None
         return tensor.identity
@@ -119,7 +122,7 @@ class Uses:
 
     def load_saved(self, tensor: ManagedTensor, version: int) -> torch.Tensor:
         """A saved parameter is about to be read by backward: its copy, after autograd's version check."""
-        with self._lock:
+        with self._lock, unseen():
             if self._standing.is_closed:  # a graph from before: the parameter is wherever it lives now
                 if (now := self._version_after_close(tensor)) != version:
                     raise modified_in_place(tensor.parameter, now, version)
@@ -144,7 +147,7 @@ class Uses:
         self, tensor: ManagedTensor, gradient: torch.Tensor, *, is_shared: bool
     ) -> torch.Tensor | None:
         """A parameter's gradient is complete on the device; what autograd should take for it at home, if anything."""
-        with self._lock:
+        with self._lock, unseen():
             if self._standing.is_closed:
                 return gradient.to(tensor.parameter.device).to(tensor.parameter.dtype)
             if self._standing.is_settled:  # a graph from before: it ends at home
@@ -162,9 +165,10 @@ class Uses:
 
     def note_activation(self, name: str) -> None:
         """A large tensor was saved, or is about to be read by backward: a sampling moment."""
-        if in_backward():
-            self._segments.enter_backward()
-        self._executor.before_operator([], name)
+        with unseen():
+            if in_backward():
+                self._segments.enter_backward()
+            self._executor.before_operator([], name)
 
     # -- the end --------------------------------------------------------------------------------------------
 

@@ -2,17 +2,20 @@
 
 import contextlib
 import copy
+import functools
 
 import pytest
 import torch
 from accelerators import ON_CUDA, SEGMENTS, set_memory_limit
-from loops import batch, mlp
+from loops import batch, mlp, train
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from twins import assert_twins, device
 
 import hetero
 
+aten = torch.ops.aten
 WIDTH = 64
 MEMORY = 256 << 20
 
@@ -65,6 +68,62 @@ def test_a_reentrant_checkpoint_around_the_model_is_tried_again_or_refused_as_ot
         assert_twins(lambda: mlp(depth=4), around_the_model, budget=kib << 10)
     except hetero.BudgetError:  # not the device's own: it says what it would take
         assert kib < 520
+
+
+class Selective(nn.Module):
+    """Each block keeps its products, or one of two kinds of them, and recomputes the rest."""
+
+    def __init__(self, kept, width=64):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width, bias=False))
+            for _ in range(4)
+        )
+        self.kept = kept
+
+    def policy(self, context, operator, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if operator in self.kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def forward(self, x):
+        for block in self.blocks:
+            contexts = functools.partial(create_selective_checkpoint_contexts, self.policy)
+            x = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+        return x
+
+
+@pytest.mark.parametrize("share", [1.5, 0.5, 0.35, 0.25])
+@pytest.mark.parametrize("kept", [(aten.mm.default,), (aten.mm.default, aten.addmm.default)])
+def test_a_selective_checkpoint_is_as_without_us(kept, share):
+    assert_twins(lambda: Selective(kept), train, share=share)
+
+
+VIEWS = ("aten.detach.default", "aten.as_strided.default")
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_sees_the_operators_of_the_loop_and_no_copies_of_ours():
+    def loop(model, optimizer, target):
+        rows = [batch(target) for _ in range(8)]
+        seen = []
+        for x in rows:
+            with Seen() as mode:
+                loss = model(x).square().mean()
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append([loss, sorted(name for name in mode.names if name not in VIEWS)])
+        return seen
+
+    assert_twins(mlp, loop, share=0.5, activations=False)
 
 
 def in_hooks(model, optimizer, target):

@@ -92,6 +92,74 @@ def test_optimizer_step_in_backward():
     assert_twins(mlp, loop)
 
 
+def halve_data(p, kept):
+    p.data.mul_(0.5)
+
+
+def halve_a_view_of_data(p, kept):
+    p.data.view(-1)[1:].mul_(0.5)
+
+
+def halve_a_view(p, kept):
+    p.view(-1).data.mul_(0.5)
+
+
+def replace_data(p, kept):
+    p.data = p.data - 0.1 * p.grad
+
+
+def step_where_it_lives(p, kept):
+    with torch.no_grad():
+        p.add_(p.grad.to(p.device), alpha=-0.1)
+        p.copy_(p.cpu())  # whose device the gradient has as well
+
+
+def keep_data_and_halve_what_was_kept(p, kept):
+    for data in kept:
+        data.mul_(0.99)
+    kept.append(p.data)
+
+
+@pytest.mark.parametrize("share", [1.5, 0.5])
+@pytest.mark.parametrize("steps_too", [False, True])
+@pytest.mark.parametrize(
+    "write",
+    [
+        halve_data,
+        halve_a_view_of_data,
+        halve_a_view,
+        replace_data,
+        step_where_it_lives,
+        keep_data_and_halve_what_was_kept,
+    ],
+)
+def test_what_a_post_accumulate_hook_writes_reaches_the_next_forward(write, steps_too, share):
+    """As LOMO's does, or any other step that is made in backward."""
+
+    def loop(model, optimizer, target):
+        kept = []
+
+        def hook(p):
+            write(p, kept)
+            if not steps_too:
+                p.grad = None
+
+        handle = model[2].weight.register_post_accumulate_grad_hook(hook)
+        seen = []
+        for _ in range(9):
+            loss = model(batch(target)).square().mean()
+            loss.backward()
+            if steps_too:
+                optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss)
+        handle.remove()
+        kept.clear()
+        return seen
+
+    assert_twins(mlp, loop, share=share)
+
+
 def test_double_backward():
     def loss_of(model, target):
         x = batch(target).requires_grad_()

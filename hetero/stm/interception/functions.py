@@ -16,7 +16,7 @@ from hetero.stm.interception.athome import run_at_home
 from hetero.stm.interception.operators import run_operator, substituted
 from hetero.stm.interception.parameter import HANDLERS, ManagedParameter, managed_of
 from hetero.stm.interception.parts import computes_on
-from hetero.stm.interception.scopes import in_scope
+from hetero.stm.interception.scopes import at_home, in_scope, is_at_home
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.hostcopies import note_at_home
 from hetero.stm.tensors.managed import ManagedTensor
@@ -31,7 +31,7 @@ def _ask(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def _computes() -> bool:
     """The caller computes with parameters on the device: a managed forward, or a checkpoint's within backward."""
-    return in_scope() or in_backward()
+    return in_scope() or (in_backward() and not is_at_home())
 
 
 def _is_there(parameter: ManagedParameter) -> bool:
@@ -185,18 +185,18 @@ def give_back(parameter: nn.Parameter) -> None:
 
 
 class HomeHook:
-    """A post-accumulate hook that sees its parameter and gradient at home, finished."""
+    """A post-accumulate hook that sees its parameter and gradient at home, finished. What it does there is intercepted as
+    anywhere outside of a forward: a step made through ``p.data`` would be seen by nobody otherwise."""
 
     def __init__(self, inner: Callable[[torch.Tensor], Any]) -> None:
         self.inner = inner
 
     def __call__(self, parameter: torch.Tensor) -> Any:
-        with plain():
-            if type(parameter) is ManagedParameter:
-                owner = managed_of(parameter).owner
-                owner.homes.wait_all()  # interception is off: it might look at any of them
-                owner.grads.wait(managed_of(parameter))
-                _note_seen(managed_of(parameter))
+        if type(parameter) is ManagedParameter:
+            tensor = managed_of(parameter)
+            tensor.owner.grads.wait(tensor)
+            _note_seen(tensor)
+        with at_home():
             return self.inner(parameter)  # autograd refuses anything but None
 
 

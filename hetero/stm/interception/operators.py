@@ -10,7 +10,8 @@ runs on the device. Elsewhere the other operands decide: a tensor on the device 
 the host keeps it at home. With no other tensor operand, an operator runs on the device during backward (a checkpoint
 recomputes its forward there) and in a part or a method of the model that is called by itself with something on the
 device (`hetero.stm.interception.parts`), and at home otherwise. So does ``p.detach()``, unless a module is being
-called: it is how averages and logs look at parameters.
+called: it is how averages and logs look at parameters. What a hook of an accumulated gradient does runs at home
+(`hetero.stm.interception.functions`): there are the parameter that it is given, and the gradient.
 """
 
 import contextlib
@@ -32,7 +33,7 @@ from hetero.stm.interception.operands import collect, replace, replace_one, rest
 from hetero.stm.interception.outside import full_copies, keeps_its_type, note_outside, with_relief
 from hetero.stm.interception.parameter import ManagedParameter, is_managed
 from hetero.stm.interception.parts import called_part, computes_on
-from hetero.stm.interception.scopes import in_scope
+from hetero.stm.interception.scopes import in_scope, is_at_home
 from hetero.stm.tensors.fetch import Fetch
 from hetero.stm.tensors.listwrites import count_writes, versions_of_list
 from hetero.stm.tensors.managed import ManagedTensor
@@ -52,7 +53,7 @@ def run_operator(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         collect(kwargs.values(), operands)
     in_forward = in_scope()
     if not in_forward:
-        if not _belongs_on_device(func, operands[0].owner.device, args, kwargs):
+        if is_at_home() or not _belongs_on_device(func, operands[0].owner.device, args, kwargs):
             return run_at_home(func, args, kwargs)
         if keeps_its_type(operands):
             with full_copies(operands) as copies:

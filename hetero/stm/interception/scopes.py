@@ -1,17 +1,18 @@
-"""Managed forwards: within one, operators on managed parameters run on the device.
+"""Managed forwards: within one, operators on managed parameters run on the device. And what runs at home in any case.
 
-Owns which threads are in one (`hetero.stm.interception.operators`: [Note: where operators run]).
+Owns which threads are in which (`hetero.stm.interception.operators`: [Note: where operators run]).
 """
 
 import contextlib
 import threading
 from collections.abc import Iterator
 
-__all__ = ["in_scope", "scope"]
+__all__ = ["at_home", "in_scope", "is_at_home", "scope"]
 
 
 class _Scope(threading.local):
     depth = 0
+    is_at_home = False
 
 
 _scope = _Scope()
@@ -30,3 +31,20 @@ def scope() -> Iterator[None]:
 def in_scope() -> bool:
     """A managed forward runs on this thread."""
     return _scope.depth > 0
+
+
+@contextlib.contextmanager
+def at_home() -> Iterator[None]:
+    """Within it, operators on managed parameters run at home, in whatever backward or forward it is; but not those of a
+    forward that begins there. Per thread; may be nested."""
+    before = _scope.depth, _scope.is_at_home
+    _scope.depth, _scope.is_at_home = 0, True
+    try:
+        yield
+    finally:
+        _scope.depth, _scope.is_at_home = before
+
+
+def is_at_home() -> bool:
+    """Something runs on this thread, outside of any forward, that is to see parameters at home."""
+    return _scope.is_at_home and not _scope.depth

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import (
     _push_mode,
 )
 
-__all__ = ["active", "agree", "put_below", "remove", "take_away", "without"]
+__all__ = ["active", "agree", "has_others", "put_below", "remove", "take_away", "without", "without_others"]
 
 Mode = TypeVar("Mode", bound=TorchDispatchMode)
 
@@ -69,6 +69,23 @@ def without(kind: type[Mode]) -> Iterator[list[Mode]]:
     finally:
         _pop_all()
         _push_all(modes)
+
+
+def has_others(kind: type[Mode]) -> bool:
+    """Some are of none of ours, which are of this kind."""
+    count: int = torch._C._len_torch_dispatch_stack()
+    return count > 1 or (count == 1 and not isinstance(torch._C._get_dispatch_stack_at(0), kind))
+
+
+@contextlib.contextmanager
+def without_others(kind: type[Mode]) -> Iterator[None]:
+    """Within it, those that are not of this kind see nothing; ours may come and go meanwhile."""
+    modes = _pop_all()
+    _push_all([mode for mode in modes if isinstance(mode, kind)])
+    try:
+        yield
+    finally:
+        _push_all([*(mode for mode in modes if not isinstance(mode, kind)), *_pop_all()])
 
 
 def _pop_all() -> list[TorchDispatchMode]:
