@@ -6,6 +6,7 @@ import itertools
 import statistics
 import weakref
 from collections import Counter
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -272,11 +273,74 @@ def test_a_method_looks_at_parameters_as_the_loop_does():
         average_at_home, at_home, of_a_method_without_input, norm = model.look(x)
         assert average_at_home
         assert at_home
-        assert of_a_method_without_input.is_cpu
+        assert (
+            of_a_method_without_input.device == device()
+        )  # it is the method that called it that was given something
+        assert model.norm().is_cpu
         assert norm.device == device()
         assert model.look(x.cpu())[-1].is_cpu
         assert model.step(x).is_cpu  # another's method, which the model calls
         assert model.held(x) is None
+
+
+class Batch(NamedTuple):
+    rows: torch.Tensor
+
+
+class Given(nn.Module):
+    """Methods that are given something in many ways, and have a parameter on its side alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16))
+
+    def forward(self, x):
+        return x @ self.weight
+
+    def by_keyword(self, *, y):
+        return y @ self.weight.t()
+
+    def by_place(self, *ys):
+        return ys[0] @ self.weight.t()
+
+    def by_name(self, **ys):
+        return ys["y"] @ self.weight.t()
+
+    def in_a_tuple(self, batch):
+        return batch.rows @ self.weight.t()
+
+    def from_a_helper(self, y):
+        return y @ self.turned()
+
+    def from_a_property(self, y):
+        return y @ self.also_turned
+
+    def turned(self):
+        return self.weight.t()
+
+    @property
+    def also_turned(self):
+        return self.turned()
+
+
+def test_methods_are_given_something_by_place_by_keyword_and_by_who_called_them():
+    model = Given()
+    expected = None
+    with hetero.manage(model, device=device(), device_budget="16MiB"), torch.no_grad():
+        y = torch.randn(4, 16).to(device())
+        for call in (
+            lambda: model.by_keyword(y=y),
+            lambda: model.by_place(y),
+            lambda: model.by_name(y=y),
+            lambda: model.in_a_tuple(Batch(y)),
+            lambda: model.from_a_helper(y),
+            lambda: model.from_a_property(y),
+        ):
+            found = call()
+            expected = found if expected is None else expected
+            assert torch.equal(found, expected)
+        assert model.turned().is_cpu
+        assert model.also_turned.is_cpu
 
 
 # -- where everything fits -----------------------------------------------------------------------------

@@ -1,5 +1,9 @@
 """What tells one kind of iteration from another, as far as the model's arguments do."""
 
+import collections
+import dataclasses
+import types
+
 import pytest
 import torch
 from loops import batch, mlp
@@ -7,8 +11,9 @@ from torch import nn
 from twins import assert_twins
 
 from hetero.stm.interception import signatures as interception_signatures
+from hetero.stm.interception.arguments import any_on, attributes
 from hetero.stm.interception.parameter import managed_in
-from hetero.stm.interception.signatures import Signatures, counts_by_elements
+from hetero.stm.interception.signatures import Signatures, count_elements, counts_by_elements
 from hetero.stm.plans import cycles, planbook
 
 STEPS = 24
@@ -49,6 +54,85 @@ def test_a_string_that_goes_on_to_be_another_does_not_either():
     assert len(set(names)) == 8 + 1
     modes = [signatures.of(model, (x,), {"mode": mode}) for mode in ("wide", "narrow")]
     assert len(set(modes)) == 2
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    x: torch.Tensor
+    file: str = ""
+
+
+@dataclasses.dataclass
+class Graph:
+    """As libraries for graphs have them: an object whose tensors are in another one."""
+
+    store: object
+
+
+def boxed(x):
+    return collections.UserDict(x=x, y=None)
+
+
+def in_a_store(x):
+    return Graph(types.SimpleNamespace(tensors={"x": x}))
+
+
+WRAPPED = [Slotted, boxed, in_a_store, lambda x: types.SimpleNamespace(x=x)]
+
+
+@pytest.mark.parametrize("wrap", WRAPPED)
+def test_tensors_in_an_object_count_as_others_do(wrap):
+    signatures, model, x = Signatures("cpu"), Tempered(), torch.ones(2, 64)
+    one, same, larger = (signatures.of(model, (wrap(rows),), {}) for rows in (x, x + 1, torch.ones(3, 64)))
+    assert one == same
+    assert one != larger
+    assert [count_elements((wrap(rows), [wrap(rows)])) for rows in (x, x[:1])] == [256, 128]
+    assert any_on(torch.device("cpu"), (wrap(x),), {})
+    assert not any_on(torch.device("meta"), ([wrap(x)],), {})
+
+
+def test_what_is_no_batch_is_not_looked_into_and_no_number_of_an_object_counts():
+    signatures, model, x = Signatures("cpu"), Tempered(), torch.ones(2, 64)
+    assert len({signatures.of(model, (Slotted(x, f"{number}.jpg"),), {}) for number in range(40)}) == 1
+    around = nested = types.SimpleNamespace()
+    for _ in range(40):
+        nested.next = types.SimpleNamespace(x=x)
+        nested = nested.next
+    nested.next = around  # and around again
+    many = types.SimpleNamespace(rows=[x] * 10_000)
+    for given in (nn.Linear(2, 2), torch.optim.SGD(model.parameters(), lr=0.1), boxed, Slotted, many):
+        assert count_elements(given) == 0
+    assert count_elements(around) == 2 * x.numel()
+    signatures.of(model, (around, many), {})
+
+
+@pytest.mark.parametrize("wrap", WRAPPED)
+def test_batches_that_get_larger_in_an_object_keep_to_the_budget(wrap):
+    rows = [8] * 4 + [16, 8, 16, 32, 32, 8, 64, 64, 8, 64, 100, 100, 128, 128, 64, 160, 160]
+
+    class Unwrapped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = mlp()
+
+        def forward(self, given):
+            return self.layers(next(tensors_of(given)))
+
+    def tensors_of(given):
+        for value in attributes(given, 0).values() if not isinstance(given, dict) else given.values():
+            yield from [value] if isinstance(value, torch.Tensor) else tensors_of(value)
+
+    def loop(model, optimizer, target):
+        seen = []
+        for count in rows:
+            loss = model(wrap(batch(target, count))).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss)
+        return seen
+
+    assert_twins(Unwrapped, loop, share=0.6)
 
 
 def test_the_first_few_numbers_count_as_what_they_are():

@@ -146,6 +146,41 @@ def test_trim_gives_back_what_copies_hold_and_the_lower_budget_holds():
         assert torch.accelerator.max_memory_allocated() <= free + MEMORY // 2
 
 
+@pytest.mark.parametrize("sizes", [(0.8, 0.6), (0.5,), (0.65,), (0.6, 0.4)])
+@pytest.mark.parametrize("budget", [4.0, 1.0, 0.9])
+def test_what_lives_on_the_device_makes_way_at_once(budget, sizes):
+    """Of the peak where everything fits."""
+    target = device()
+
+    def run(budget, sizes):
+        gc.collect()
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            *(nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(3))
+        )
+        optimizer = adamw(model)
+        free = torch.accelerator.memory_allocated()
+        losses, batches = [], torch.Generator().manual_seed(1)
+        with hetero.manage(model, optimizer, device=target, device_budget=free + budget) as manager:
+            for size in (None, *sizes):
+                if size is not None:
+                    manager.trim(free + size)
+                torch.accelerator.reset_peak_memory_stats()
+                for _ in range(5):
+                    loss = model(torch.randn(8, 64, generator=batches).to(target)).square().mean()
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    losses.append(loss.item())
+                _ = manager.stats  # what was queued is done
+                peak = torch.accelerator.max_memory_allocated() - free
+                assert peak <= (budget if size is None else size) + GAPS
+        return losses, peak
+
+    expected, peak = run(16 << 20, (16 << 20,) * len(sizes))
+    assert run(int(budget * peak), [int(min(1.0, budget) * size * peak) for size in sizes])[0] == expected
+
+
 def test_trim_refuses_what_it_cannot_keep():
     target = device()
     model = build()

@@ -185,8 +185,8 @@ def give_back(parameter: nn.Parameter) -> None:
 
 
 class HomeHook:
-    """A post-accumulate hook that sees its parameter and gradient at home, finished. What it does there is intercepted as
-    anywhere outside of a forward: a step made through ``p.data`` would be seen by nobody otherwise."""
+    """A post-accumulate hook that sees its parameter and gradient at home, finished. What it does is intercepted:
+    nobody else would see a step that it makes through ``p.data``."""
 
     def __init__(self, inner: Callable[[torch.Tensor], Any]) -> None:
         self.inner = inner

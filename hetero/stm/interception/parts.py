@@ -11,6 +11,7 @@ forward or backward has begun, and once a module has been registered anywhere: t
 into a module's ``_modules`` directly. Another thread may register one meanwhile, of any model.
 """
 
+import inspect
 import sys
 import weakref
 from collections.abc import Iterator
@@ -84,7 +85,8 @@ def called_part(device: torch.device) -> nn.Module | None:
 
 def computes_on(device: torch.device) -> bool:
     """A module of a managed model, or a method of one, is being called on this thread, with a tensor on ``device``. Of
-    methods it is the innermost: where that is an optimizer's or a logger's, it is not the model that computes."""
+    methods it is the innermost, and those that called it as long as they are methods of managed models: where one is an
+    optimizer's or a logger's, it is not the model that computes."""
     return called_part(device) is not None or _runs_method(device)
 
 
@@ -96,17 +98,22 @@ def _runs_method(device: torch.device) -> bool:
             given = frame.f_locals
             itself = given.get("self")
             if not isinstance(itself, torch.Tensor):
-                arguments = [given.get(name) for name in code.co_varnames[: code.co_argcount]]
-                found = (
-                    isinstance(itself, nn.Module) and _is_part(itself) and any_on(device, (arguments,), {})
-                )
+                is_ours = isinstance(itself, nn.Module) and _is_part(itself)
+                found = is_ours and any_on(device, ([given.get(name) for name in _parameters(code)],), {})
                 if (
                     type(given) is dict
                 ):  # a frame keeps it, and with it what its variables had before (Python < 3.13)
                     given.clear()
-                return found
+                if found or not is_ours:
+                    return found
         frame = frame.f_back
     return False
+
+
+def _parameters(code: CodeType) -> tuple[str, ...]:
+    """Names of what a function is given, ``*args`` and ``**kwargs`` among them."""
+    rest = bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
+    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + rest]
 
 
 def is_part_of(model: nn.Module, module: nn.Module) -> bool:
