@@ -11,6 +11,7 @@ from torch import nn
 from hetero.config import Config
 from hetero.devices import Accelerator
 from hetero.errors import BudgetError, ManageError
+from hetero.stm.activations.slots import promised_bytes
 from hetero.stm.settled.who import record_of
 from hetero.stm.tensors.overlap import first_overlap
 from hetero.stm.tensors.precision import computes_in
@@ -151,11 +152,18 @@ def check_budgets(
     )
     total = homes + twins + (0 if optimizer is None else trained * (1 + states))
     if total > config.host_budget:
+        others = promised_bytes() if config.shares_host else 0
         raise BudgetError(
             f"model data at home need {total} bytes of host memory ({format_bytes(homes)} of parameters"
             + (f", {format_bytes(twins)} for them in {config.precision}" if twins else "")
             + (f", as much again for gradients and {states} times for optimizer states" if optimizer else "")
-            + f"), host_budget is {config.host_budget} bytes: raise it to {total} bytes or more, or use an "
+            + f"), host_budget is {config.host_budget} bytes"
+            + (
+                f" (what is free, less {format_bytes(others)} that other managed models will take)"
+                if others
+                else ""
+            )
+            + f": raise it to {total} bytes or more, or use an "
             "optimizer with fewer states"
         )
     # Gradients are cut from slabs of whole pages.

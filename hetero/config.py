@@ -25,6 +25,7 @@ class Config:
     Attributes:
         device_budget: bytes of the device that may be in use.
         host_budget: bytes of model data in host memory.
+        shares_host: these are what was free, and other managed models take of them, too.
         warmup_budget: a share of ``device_budget``, in (0, 1].
         warmup_steps: iterations, at least 1.
         prefetch, activations, device_homes: as given.
@@ -35,6 +36,7 @@ class Config:
 
     device_budget: int
     host_budget: int
+    shares_host: bool
     warmup_budget: float
     warmup_steps: int
     prefetch: bool
@@ -108,6 +110,7 @@ def resolve(
     return Config(
         device_budget=device_bytes,
         host_budget=host_bytes,
+        shares_host=host_budget is None,
         warmup_budget=float(warmup_budget),
         warmup_steps=warmup_steps,
         prefetch=prefetch,

@@ -29,6 +29,7 @@ from hetero.eviction import Policy, resolve_policy
 from hetero.msc import unseen
 from hetero.report import MemoryStats, Plan, collect_stats, describe_plan, plot_stats
 from hetero.stm import patches
+from hetero.stm.activations.slots import promised_bytes
 from hetero.stm.interception.compiled import CompiledCalls
 from hetero.stm.interception.functions import take_over
 from hetero.stm.interception.parts import forget_model, note_model
@@ -75,7 +76,7 @@ def manage(
             128 MiB of it where the allocator leaves gaps, as on CUDA.
         host_budget: bytes of model data in host memory (homes, gradients, optimizer states, activations that have
             left, and what ``speculate`` copies), written likewise. Default: what is free under the machine's and the
-            cgroup's limits.
+            cgroup's limits, which all managers of the process share.
         warmup_budget: share of ``device_budget``, in (0, 1], that parameters may take before anything has been
             measured.
         warmup_steps: iterations to measure before planning, at least 1.
@@ -132,7 +133,7 @@ def manage(
         device_total=accelerator.total_bytes(),
         device_free=lambda: accelerator.usable_of(device_memory_free(accelerator)),
         host_total=host_memory_total(),
-        host_free=host_memory_free,
+        host_free=lambda: max(0, host_memory_free() - promised_bytes()),
     )
     eviction_policy = resolve_policy(policy)
     parameters = named_parameters(model)

@@ -84,7 +84,9 @@ class StatefulTensorMgr:
         self.residency = Residency(
             accelerator, engine, self.ledger, self.collector, policy, config.device_budget, self.updates
         )
-        self.host_slots = slots = HostSlots(arena, self.ledger, config.host_budget, home_bytes)
+        self.host_slots = slots = HostSlots(
+            arena, self.ledger, config.host_budget, home_bytes, shares=config.shares_host
+        )
         additions = Additions(
             engine,
             self.ledger,
@@ -309,6 +311,7 @@ class StatefulTensorMgr:
                 self.residency.discard(tensor)
                 tensor.identity = None
             self.activations.close()
+            self.host_slots.close()
             self.executor.release_cap()
             self.uses.note_close([(v, t.version) for v, t in zip(versions, self.tensors, strict=True)])
             self.standing.is_closed = True

@@ -385,3 +385,99 @@ def test_the_least_that_a_refusal_names_would_do():
     with pytest.raises(BudgetError):
         hetero.manage(model, optimizer, device=device(), host_budget=1679)
     hetero.manage(model, optimizer, device=device(), host_budget=1680).close()
+
+
+# -- several managers -------------------------------------------------------------------------------------
+
+
+def test_what_one_takes_of_the_memory_that_was_free_others_leave_to_it():
+    page = 4096
+    arena = HostArena(Accelerator(device()), pin=False)
+    first = HostSlots(arena, Ledger(), 8 * page, 2 * page, shares=True)
+    early = first.take(page)
+    second = HostSlots(arena, Ledger(), 5 * page, page, shares=True)  # what is left of the same eight
+    own = HostSlots(arena, Ledger(), 4 * page, page)
+    own.close()
+    assert (first.most_bytes, second.most_bytes, own.most_bytes) == (5 * page, 4 * page, 3 * page)
+    late = first.take(2 * page)
+    assert None not in (early, late)
+    assert (first.most_bytes, second.most_bytes, own.most_bytes) == (5 * page, 2 * page, 3 * page)
+    assert second.take(3 * page) is None
+    assert second.take(2 * page) is not None
+    assert first.take(page) is None
+    assert first.nbytes + second.nbytes + first.home_bytes + second.home_bytes == 8 * page
+    second.close()
+    assert first.take(page) is not None
+
+
+@pytest.fixture
+def host_memory(monkeypatch):
+    """So much of it in all, of which managers have what they count; returns them, to be added to."""
+    managers, total = [], [0]
+    monkeypatch.setattr(hetero.manager, "host_memory_free", lambda: total[0] - sum(map(host_bytes, managers)))
+    return managers, total
+
+
+def test_a_model_is_refused_whose_states_have_no_room_beside_those_that_another_will_have(host_memory):
+    managers, total = host_memory
+    total[0] = int(1.8 * homes_of(deep()))
+
+    def another():
+        model = deep()
+        managers.append(hetero.manage(model, adamw(model), device=device(), device_budget="100%"))
+
+    another()
+    assert host_bytes(managers[0]) < homes_of(deep()) / 3  # gradients and states are yet to come
+    with pytest.raises(BudgetError, match=r"what is free, less .* that other managed models will take"):
+        another()
+    managers.pop().close()
+    another()
+    managers.pop().close()
+
+
+def test_two_models_keep_to_the_host_memory_that_was_free_and_have_the_same_numbers(host_memory):
+    managers, total = host_memory
+
+    def loop(model, optimizer, target):
+        """In turns, so that a generator of random numbers is its own."""
+        generator = torch.Generator().manual_seed(1)
+        while True:
+            loss = model(torch.randn(ROWS, WIDTH, generator=generator).to(target)).square().mean()
+            yield None
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            yield plain(loss)
+
+    def begun():
+        torch.manual_seed(0)
+        model = deep()
+        return model, adamw(model)
+
+    gc.collect()
+    model, optimizer = begun()
+    torch.accelerator.reset_peak_memory_stats()
+    before = torch.accelerator.memory_allocated()
+    alone = loop(model.to(device()), optimizer, device())
+    expected = [next(alone) for _ in range(16)]
+    peak = torch.accelerator.max_memory_allocated() - before
+    del model, optimizer, alone
+    gc.collect()
+
+    total[0] = 2 * homes_of(deep()) + int(1.2 * peak)
+    budget = torch.accelerator.memory_allocated() + int(0.6 * peak)
+    jobs = []
+    for _ in range(2):
+        model, optimizer = begun()
+        managers.append(hetero.manage(model, optimizer, device=device(), device_budget=budget))
+        jobs.append(loop(model, optimizer, device()))
+    assert managers[0].config.host_budget == total[0]
+    most, seen = 0, [[], []]
+    for _ in range(16):
+        for place, job in enumerate(jobs):
+            seen[place].append(next(job))
+            most = max(most, sum(map(host_bytes, managers)))
+    for manager in managers:
+        manager.close()
+    assert_same(seen, [expected, expected], "losses")
+    assert most <= total[0]

@@ -4,6 +4,10 @@ Owns pinned blocks that are used again and again. Invariant: a block is used by 
 together, with what homes, gradients and optimizer states will come to, with what is lent, and with what slabs lose at
 their ends, stay within the host's budget. Starts no copy.
 
+[Note: what is free]
+A budget that nobody named is what was free. Of that, other managers have what they were promised by then and had not
+taken; and whatever they take later is not free any more. So there is one account for all of them.
+
 [Note: other sizes]
 Batches of many lengths save tensors of many sizes. A free block of exactly that size comes first: iterations that
 repeat themselves use the same ones. Else one that is not much larger, so that their number does not grow with that of
@@ -15,6 +19,7 @@ that no training iteration has used for long are given up. Not after a few: to p
 and batches of some length may be rare.
 """
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from typing import NamedTuple
@@ -23,9 +28,15 @@ import torch
 
 from hetero.autograd import outside_inference
 from hetero.devices import HostArena
+from hetero.stm.living import Living
 from hetero.stm.tensors.state import Kind, Ledger, Tier
 
-__all__ = ["HostSlots"]
+__all__ = ["HostSlots", "promised_bytes"]
+
+
+def promised_bytes() -> int:
+    """Of the host's free memory, what managed models are going to take for homes, gradients and optimizer states."""
+    return sum(max(0, slots.home_bytes - slots.taken_home_bytes) for slots in _managers)
 
 
 class _Free(NamedTuple):
@@ -35,28 +46,43 @@ class _Free(NamedTuple):
 
 class HostSlots:
     """Blocks out of ``arena``, within ``host_budget`` bytes. ``home_bytes`` of these are promised to model data at
-    home, which is there only in part before the first step.
+    home, which is there only in part before the first step. ``shares``: with other managers, [Note: what is free].
 
     Attributes:
+        home_bytes: promised by now.
         ask_back: called where a block needs so many bytes of what is lent; whoever can gives some back.
     """
 
-    def __init__(self, arena: HostArena, ledger: Ledger, host_budget: int, home_bytes: int) -> None:
+    def __init__(
+        self, arena: HostArena, ledger: Ledger, host_budget: int, home_bytes: int, *, shares: bool = False
+    ) -> None:
         self._arena = arena
         self._ledger = ledger
         self._budget = host_budget
-        self._home_bytes = home_bytes
+        self.home_bytes = home_bytes
         self._free: dict[int, list[_Free]] = defaultdict(list)  # by size; of each, those used last at the end
         self._iteration = 0
         self._lent_bytes = 0
         self.ask_back: Callable[[int], None] = _nobody
         self.nbytes = 0
+        self._shares = shares
+        self._before = weakref.WeakKeyDictionary((other, other._all_bytes) for other in _managers)
+        _managers.add(self)
+
+    @property
+    def taken_home_bytes(self) -> int:
+        """Of model data at home, by now."""
+        return self._ledger.host_bytes - self._ledger.nbytes(Tier.HOST, Kind.ACTIVATION) - self._lent_bytes
 
     @property
     def most_bytes(self) -> int:
         """What blocks may come to when nothing is lent, slabs' losses not counted."""
-        others = self._ledger.host_bytes - self._ledger.nbytes(Tier.HOST, Kind.ACTIVATION) - self._lent_bytes
-        return max(0, self._budget - max(others, self._home_bytes))
+        homes = max(self.taken_home_bytes, self.home_bytes)
+        return max(0, self._budget - homes - (self._taken_by_others() if self._shares else 0))
+
+    def close(self) -> None:
+        """What is there is nobody's budget any more."""
+        _managers.discard(self)
 
     def take(self, nbytes: int) -> torch.Tensor | None:
         """A block of exactly ``nbytes``, uninitialised; None if the budget has no room for it."""
@@ -79,7 +105,7 @@ class HostSlots:
         size = self._arena.slab_bytes(nbytes)
         if not self._make_room(size):
             return None
-        self._home_bytes += size
+        self.home_bytes += size
         return self._arena.empty_strided((size,), (1,), torch.uint8)
 
     def lend(self, nbytes: int, *, share: float) -> bool:
@@ -107,6 +133,16 @@ class HostSlots:
         """All that nobody uses."""
         for size, free in list(self._free.items()):
             self._give_up(size, len(free))
+
+    @property
+    def _all_bytes(self) -> int:
+        return max(self.taken_home_bytes, self.home_bytes) + self.nbytes + self._lent_bytes
+
+    def _taken_by_others(self) -> int:
+        """Since the budget was set."""
+        return sum(
+            max(0, other._all_bytes - self._before.get(other, 0)) for other in _managers if other is not self
+        )
 
     def _make_room(self, size: int) -> bool:
         short = self._short(size)
@@ -140,6 +176,8 @@ class HostSlots:
             del self._free[size]
         return block
 
+
+_managers = Living[HostSlots]()
 
 _MOST_LARGER = 1.5
 _KEPT = 256  # iterations
