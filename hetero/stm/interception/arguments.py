@@ -12,9 +12,7 @@ __all__ = ["any_on", "attributes", "tensors_in"]
 
 _CLOSED = (nn.Module, torch.optim.Optimizer, type, types.ModuleType, types.FunctionType, types.MethodType)
 _MOST_DEEP = 3  # objects within one another
-_MOST_HELD = (
-    1000  # a batch is made of fewer tensors; of a data set, which may be among its attributes, there are more
-)
+_MOST_HELD = 1000  # a batch is made of fewer tensors; what is longer may be a data set
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
