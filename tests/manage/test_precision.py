@@ -480,7 +480,8 @@ def test_a_norm_is_planned_for_whichever_micro_batch_of_several_sizes_comes_firs
 
 @pytest.mark.parametrize("clip", [None, 1e-2])
 def test_a_norm_that_there_is_no_room_for_is_taken_at_home(clip):
-    """Its cast to float32 takes twice what the gradient does."""
+    """Its cast to float32 takes twice what the gradient does. On processors that multiply in low precision, the product
+    that makes the gradient needs memory of its own, two thirds of it, for which there is room."""
 
     def build():
         return nn.Sequential(
@@ -488,4 +489,4 @@ def test_a_norm_that_there_is_no_room_for_is_taken_at_home(clip):
         )
 
     weight = 1024 * WIDTH * LOW.itemsize
-    assert_as_fsdp2(build, lambda *given: steps(*given, clip=clip), budget=weight * 5 // 2 + (40 << 10))
+    assert_as_fsdp2(build, lambda *given: steps(*given, clip=clip), budget=weight * 5 // 2 + (52 << 10))
