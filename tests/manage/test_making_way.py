@@ -16,6 +16,22 @@ from hetero.stm.running.executor import Executor
 from hetero.stm.settled.who import settled_now
 
 
+class Beside(nn.Module):
+    """Computes with another model, which is no submodule of it: that has a manager of its own."""
+
+    def __init__(self, other, depth):
+        super().__init__()
+        self.own = mlp(depth=depth)
+        self.__dict__["other"] = other
+
+
+def beside(kind, depth):
+    """A model, one of ``kind`` beside it, and an optimizer of each."""
+    other = mlp(depth=3)
+    models = other, kind(other, depth)
+    return models, [sgd(model) for model in models]
+
+
 def test_a_model_that_has_settled_makes_way_and_goes_on():
     def loop(models, optimizers, target):
         seen = []
@@ -55,19 +71,9 @@ def test_idle_saved_tensors_and_device_homes_make_way_within_anothers_forward():
     """Both graphs are alive, and one forward runs within the other. Until both of its contributions are there, each of
     320 KiB of gradients stays."""
 
-    class Both(nn.Module):
-        def __init__(self, inner):
-            super().__init__()
-            self.own = mlp(depth=2)
-            self.__dict__["inner"] = inner  # no submodule: it has a manager of its own
-
+    class Around(Beside):
         def forward(self, x):
-            return self.own(self.inner(self.own(x)))
-
-    def build():
-        inner = mlp(depth=3)
-        models = inner, Both(inner)
-        return models, [sgd(model) for model in models]
+            return self.own(self.other(self.own(x)))
 
     def loop(models, optimizers, target):
         seen = []
@@ -81,27 +87,17 @@ def test_idle_saved_tensors_and_device_homes_make_way_within_anothers_forward():
         return seen
 
     for budget in (520 << 10, 700 << 10):
-        twins(loop, build, budget)
+        twins(loop, lambda: beside(Around, depth=2), budget)
 
 
 @pytest.mark.parametrize("budget", [720 << 10, 800 << 10])
 def test_a_model_that_has_settled_makes_way_for_an_operator_on_its_own_parameter(budget):
     """In the other's forward, which has the teacher's weight by itself: it is tried again, with what it was given."""
 
-    class Student(nn.Module):
-        def __init__(self, teacher):
-            super().__init__()
-            self.own = mlp(depth=3)
-            self.__dict__["teacher"] = teacher  # no submodule: it has a manager of its own
-
+    class Student(Beside):
         def forward(self, x):
             hidden = self.own(x)
-            return self.own(hidden * self.teacher[0].weight.repeat(10, 1, 1).sum())
-
-    def build():
-        teacher = mlp(depth=3)
-        models = teacher, Student(teacher)
-        return models, [sgd(model) for model in models]
+            return self.own(hidden * self.other[0].weight.repeat(10, 1, 1).sum())
 
     def loop(models, optimizers, target):
         seen = []
@@ -115,7 +111,7 @@ def test_a_model_that_has_settled_makes_way_for_an_operator_on_its_own_parameter
                 seen.append(loss.detach())
         return seen
 
-    stats = twins(loop, build, budget)
+    stats = twins(loop, lambda: beside(Student, depth=3), budget)
     assert stats[0].settled_forwards > 0
 
 

@@ -97,6 +97,7 @@ def test_a_selective_checkpoint_is_as_without_us(kept, share):
     assert_twins(lambda: Selective(kept), functools.partial(losses, steps=6), share=share)
 
 
+# Of what autograd saves, and of what it is given back: of the same memory, and nothing is computed.
 VIEWS = ("aten.detach.default", "aten.as_strided.default")
 
 

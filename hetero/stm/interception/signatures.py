@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from hetero.autograd import saving_hooks
-from hetero.stm.interception.arguments import attributes
+from hetero.stm.interception.arguments import OBJECTS, attributes, tensors_in
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.managed import ManagedTensor
 
@@ -189,8 +189,8 @@ def _without_shapes(part: object, shapes: list[tuple[int, ...]]) -> object:
     return tuple([_without_shapes(each, shapes) for each in part])
 
 
-def _shapes(values: Iterable[Any], *, by_value: bool = True, depth: int = 0) -> tuple[object, ...]:
-    """``depth``: objects around them, of whose numbers only the types count."""
+def _shapes(values: Iterable[Any], *, by_value: bool = True, objects: int = OBJECTS) -> tuple[object, ...]:
+    """``objects``: as in `tensors_in`; of their numbers only the types count."""
     # No generators: it is called at each forward, settled ones included, once for each container.
     seen: list[object] = []
     for value in values:
@@ -198,27 +198,22 @@ def _shapes(values: Iterable[Any], *, by_value: bool = True, depth: int = 0) -> 
             # One that wants a gradient gives backward more to do: a GAN's discriminator is called with and without.
             seen.append((tuple(value.shape), value.dtype, value.requires_grad))
         elif isinstance(value, list | tuple):
-            seen.append(_shapes(value, by_value=by_value, depth=depth))
+            seen.append(_shapes(value, by_value=by_value, objects=objects))
         elif isinstance(value, dict):
-            seen.append((tuple(value), _shapes(value.values(), by_value=by_value, depth=depth)))
+            seen.append((tuple(value), _shapes(value.values(), by_value=by_value, objects=objects)))
         elif isinstance(value, bool | type(None)) or (by_value and isinstance(value, int | float | str)):
             seen.append(value)
-        elif held := attributes(value, depth):
-            seen.append((type(value), tuple(held), _shapes(held.values(), by_value=False, depth=depth + 1)))
+        elif objects and (held := attributes(value)):
+            shapes = _shapes(held.values(), by_value=False, objects=objects - 1)
+            seen.append((type(value), tuple(held), shapes))
         else:
             seen.append(type(value))
     return tuple(seen)
 
 
-def count_elements(value: Any, depth: int = 0) -> int:
-    """Of all tensors in there, ``depth`` objects within what a call was given."""
-    if isinstance(value, torch.Tensor):
-        return value.numel()
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, list | tuple):
-        value, depth = attributes(value, depth).values(), depth + 1
-    return sum([count_elements(each, depth) for each in value])
+def count_elements(value: Any) -> int:
+    """Of all tensors in there."""
+    return sum([tensor.numel() for tensor in tensors_in([value], objects=OBJECTS)])
 
 
 def may_record(tensors: Sequence[ManagedTensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
