@@ -238,9 +238,7 @@ class StatefulTensorMgr:
                     )
                 budget = max(least, present if device_budget is None else device_budget)
                 self.plans.trim(min(budget, self._budget))
-                # Those that the new plans have no room for: else they would be there until the next step.
-                living = frozenset(tensor.index for tensor in self.tensors if tensor.stays)
-                self.home_choice.send_home(living.difference(self.plans.device_homes))
+                self.home_choice.follow_plans(tensor.index for tensor in self.tensors if tensor.stays)
                 self.home_choice.choose_again()
             self.residency.evict_idle()
             self._accelerator.release_cached()

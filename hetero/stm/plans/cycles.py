@@ -257,8 +257,7 @@ class Cycles:
                 self._homes.choose_again_for(keys)
             else:
                 self._book.take_time(keys)
-            if gone := frozenset(before).difference(self._book.device_homes):
-                self._homes.send_home(gone)  # the new plan has given their room to others
+            self._homes.follow_plans(before)
 
     def _note_shortage(self, keys: Keys, plan: CyclePlan, segments: list[Segment]) -> None:
         """If memory ran short where the plan was followed, an operator took more than was measured of it, and may take

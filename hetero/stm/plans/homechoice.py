@@ -17,7 +17,7 @@ more than half, because all of it may have left for an operator that wanted a pa
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from hetero.eviction import choose_placement, choose_places
 from hetero.msc import Phase, Segment
@@ -54,6 +54,11 @@ class HomeChoice:
         """Memory ran short, and of what lived on the device so many bytes had to leave: less from now on
         ([Note: after a loss])."""
         self._lost_bytes += nbytes
+
+    def follow_plans(self, there: Iterable[int]) -> None:
+        """They are new: what lives ``there``, on the device, and has no room in them any more goes home at once."""
+        if gone := frozenset(there).difference(self._book.device_homes):
+            self.send_home(gone)
 
     def refuse(self) -> None:
         """Some of them cannot be stepped there, as it has turned out: their costs are not named any more."""
