@@ -319,13 +319,14 @@ def planned():
 
 @contextlib.contextmanager
 def trained(note=lambda manager: None, *, iterations=9, after=lambda manager: None):
-    """As `planned`; ``note`` is told of it before the first iteration, ``after`` after each."""
+    """As `planned`; ``note`` is told of it before the first iteration, ``after`` after each. No update begins in
+    backward: whether that pays follows from what this machine took for updates, and plans are made anew for it."""
     target = device(bandwidth="1GiB/s", latency="20us")
     torch.manual_seed(0)
     model = mlp(depth=6)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with hetero.manage(
-        model, optimizer, device=target, device_budget="512KiB", device_homes=False
+        model, optimizer, device=target, device_budget="512KiB", device_homes=False, speculate=False
     ) as manager:
         note(manager)
         for _ in range(iterations):
