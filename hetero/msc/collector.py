@@ -245,6 +245,10 @@ class MemStatsCollector:
         self._period.activation_in_bytes += nbytes
         self.total.activation_in_bytes += nbytes
 
+    def count_spared(self, nbytes: int) -> None:
+        """It was to come back, and had not left yet."""
+        self._period.spared_bytes += nbytes
+
     def note_shed(self, key: tuple[int, int]) -> None:
         """A record left to make room."""
         if self._relieving and self.is_sampling and any(saved == key for saved, _ in self._period.saved):

@@ -109,7 +109,8 @@ class Period:
     ``handed_over``: the same gradients, and what there was beside them.
 
     Saved tensors go by (which forward, which record of it): ``saved`` with their bytes, ``used`` by backward and
-    ``dropped`` within the period, ``held_saved`` by somebody else when it began.
+    ``dropped`` within the period, ``held_saved`` by somebody else when it began. ``spared_bytes``: of those that were
+    needed before they had left, and so did not have to come back.
     """
 
     operands: tuple[int, ...]
@@ -140,6 +141,7 @@ class Period:
     activation_bytes: int = -1
     activation_out_bytes: int = 0
     activation_in_bytes: int = 0
+    spared_bytes: int = 0
     saved: list[tuple[tuple[int, int], int]] = field(default_factory=list)
     used: list[tuple[int, int]] = field(default_factory=list)
     dropped: list[tuple[int, int]] = field(default_factory=list)

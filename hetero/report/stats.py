@@ -33,8 +33,9 @@ class MemoryStats:
         bytes_moved: over both directions in the last complete iteration; 0 while everything fits.
         lower_bound_bytes: what any schedule would have had to move in that iteration under this budget (interval
             linear program, Berger et al. 2018), gradients included, with the same parameters living on the device, had
-            it left the copies that it found; less those that it did not leave. None where the iteration followed no
-            plan, or moved less than that, because something was not there to be moved.
+            it left the copies that it found; less those that it did not leave, and less saved tensors that backward
+            needed before they had left. None where the iteration followed no plan, or moved less than that, because
+            something was not there to be moved.
         predicted_seconds: simulated time of a planned iteration; 0.0 before there is a plan.
         total_fetched_bytes, total_written_bytes: host to device and device to host since `hetero.manage`.
         activation_out_bytes, activation_in_bytes: saved tensors that left the device, and that came back, since

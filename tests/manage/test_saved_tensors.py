@@ -14,6 +14,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 from twins import assert_same, assert_twins, device, plain
 
+from hetero.msc import MemStatsCollector
 from hetero.stm import Kind, Tier
 
 
@@ -308,6 +309,29 @@ def test_what_is_on_its_way_back_ahead_of_its_use_leaves_where_memory_is_short()
         loss.backward()
         assert_same(plain([p.grad for p in model.parameters()]), plain(expected), "gradients")
     assert races() == []
+
+
+def test_what_is_needed_before_it_has_left_does_not_come_back(monkeypatch):
+    spared = []
+    monkeypatch.setattr(MemStatsCollector, "count_spared", lambda collector, nbytes: spared.append(nbytes))
+    target = device(bandwidth="20MiB/s")
+    model = deep()
+    with manage_for(model) as manager:
+        loss = model(torch.randn(ROWS, WIDTH).to(target)).square().mean()
+        activations, before = manager._stm.activations, manager.stats
+        with manager._stm.lock:
+            activations.close_gone()
+            idle = [
+                r() for r in activations._live if r().aliases is not None and not activations._is_held(r())
+            ]
+            left = activations._leave(idle[0], at_once=False)
+            activations._start_back(idle[0])
+        del idle
+        after = manager.stats
+        assert spared == [left]
+        assert after.activation_out_bytes == before.activation_out_bytes + left > before.activation_out_bytes
+        assert after.activation_in_bytes == before.activation_in_bytes
+        loss.backward()
 
 
 def test_what_the_user_holds_stays_and_has_its_values():

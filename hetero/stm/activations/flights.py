@@ -61,6 +61,7 @@ class Flights:
         if flight is not None:  # it has not left yet
             self._engine.free_after_download(flight.event)
             self._end(flight)
+            self._collector.count_spared(account.device_nbytes)
             return flight.memory
         assert account.host is not None
         with outside_inference():

@@ -48,7 +48,7 @@ class Place:
 class Followed:
     """What the last complete iteration followed from end to end. It cannot have moved less than this plan's lower
     bound, which is about iterations that leave what they find, minus ``missing_bytes``: of copies that it has found and
-    not left."""
+    not left, and of saved tensors that were needed before they had left."""
 
     plan: CyclePlan
     missing_bytes: int
@@ -241,6 +241,7 @@ class Cycles:
             plan = self._book.get(keys) if follows else None
             left = self._copies()
             missing = sum(nbytes for index, nbytes in found.items() if index not in left)
+            missing += sum(period.spared_bytes for segment in segments for period in segment.periods)
             self.followed = None if plan is None else Followed(plan=plan, missing_bytes=missing)
             if history is self._training:
                 self._ended()
