@@ -76,7 +76,9 @@ def test_what_has_grown_within_an_operator_comes_to_be_planned(share):
         return seen
 
     assert_twins(orthogonal, loop, share=share)
-    assert unplanned[12] == unplanned[-1]
+    # Four iterations until it is planned, and at most as many that lose a fetch as there are parameters.
+    known = 4 + len(list(orthogonal().parameters()))
+    assert unplanned[known] == unplanned[-1]
     assert unplanned[-1] > 0 or GAPS  # else memory never ran short
 
 

@@ -554,10 +554,10 @@ def test_growth_in_an_iteration_that_has_become_longer_is_no_other_kinds():
     budget = (
         torch.accelerator.memory_allocated() + int(0.8 * sum(p.nbytes for p in model.parameters())) + 200_000
     )
-    held = []
+    held, more = [], 60_000
 
-    def once(rows, more, keep=0):
-        model.more = more
+    def once(rows, with_more, keep=0):
+        model.more = with_more
         if keep:
             held.append(torch.ones(keep // 4).to(target))
         model(batch(target, rows)).square().mean().backward()
@@ -568,9 +568,10 @@ def test_growth_in_an_iteration_that_has_become_longer_is_no_other_kinds():
         for _ in range(12):
             once(32, False)
         once(8, False)
-        once(8, True, keep=60_000)  # while its plan is verified: it becomes longer, and holds more
+        once(8, True, keep=more)  # while its plan is verified: it becomes longer, and holds more
         held.clear()
         once(32, True)  # the other kind, which holds nothing more, misses a fetch
         once(32, False)
         margins = {plan.keys[0].elements // 64: plan.margin for plan in manager._stm.plans}
-    assert margins[32] == 0, margins
+    # Where memory has gaps nothing refuses what the layer that no plan knows takes, and its own plan keeps that free.
+    assert margins[32] < more if GAPS else margins[32] == 0, margins
