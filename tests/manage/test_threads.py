@@ -242,3 +242,49 @@ def test_statistics_that_are_asked_for_amid_a_step_do_not_end_it():
         two_steps(model, optimizer, target)
     assert len(segments) == 2
     assert all(before is after is not None for before, after in segments)
+
+
+@pytest.mark.parametrize("budget", ["64KiB", "2MiB"])  # everything fits the larger
+def test_a_thread_that_looks_amid_a_step_sees_the_users_groups(monkeypatch, budget):
+    target = device()
+    torch.manual_seed(0)
+    model = mlp(width=32)
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others}]
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, foreach=False)
+    seen, saved, threads, init_group = [], [], [], torch.optim.SGD._init_group
+
+    def look():
+        groups = optimizer.param_groups
+        found = [len(group["params"]) for group in groups]
+        seen.append((found, len(groups), groups[0]["weight_decay"], groups[-1]["weight_decay"]))
+
+    def save():
+        saved.append([len(group["params"]) for group in optimizer.state_dict()["param_groups"]])
+
+    def looked_at(stepped, *args):
+        if stepped is optimizer:
+            looking, saving = (threading.Thread(target=way) for way in (look, save))
+            looking.start()
+            saving.start()
+            looking.join(PATIENCE)
+            saving.join(0.1)  # it waits for what this step does
+            threads.append(saving)
+        return init_group(stepped, *args)
+
+    with hetero.manage(model, optimizer, device=target, device_budget=budget):
+        for step in range(8):
+            model(torch.randn(4, 32).to(target)).square().mean().backward()
+            if step == 6:
+                held = decayed[0].grad  # else all is done later, and nothing in the step itself
+                monkeypatch.setattr(torch.optim.SGD, "_init_group", looked_at)
+            optimizer.step()
+            optimizer.zero_grad()
+        for thread in threads:
+            thread.join(PATIENCE)
+    del held
+    sizes = [len(decayed), len(others)]
+    assert len(saved) == len(seen) > 0
+    assert all(each == (sizes, 2, 0.1, 0) for each in seen)
+    assert all(each == sizes for each in saved)

@@ -14,7 +14,7 @@ memory, gradient and state nobody else holds (`hetero.stm.tensors.exposure`).
 """
 
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from hetero.stm.homeaccess import Arrivals
 from hetero.stm.interception.parameter import is_managed, managed_in, managed_of
 from hetero.stm.manager import StatefulTensorMgr
 from hetero.stm.step.devicesteps import DeviceUpdate
+from hetero.stm.step.groups import GroupsOfStep
 from hetero.stm.step.jobs import Captured
 from hetero.stm.step.watched import WatchedState
 from hetero.stm.tensors.exposure import gradient_is_plain, gradient_is_private, state_is_private
@@ -35,18 +36,6 @@ from hetero.stm.updates.kernels import split
 from hetero.stm.updates.optimizers import Group, SettingsAtHome, at_home, is_known, make_shell
 
 __all__ = ["Capture"]
-
-
-class _Followed(list[Group]):
-    """Groups that somebody goes through. ``present``: the one that came last."""
-
-    def __init__(self, groups: Iterable[Group]) -> None:
-        super().__init__(groups)
-        self.present: Group = {}
-
-    def __iter__(self) -> Iterator[Group]:
-        for self.present in super().__iter__():
-            yield self.present
 
 
 class Capture:
@@ -136,7 +125,8 @@ class Capture:
                 if kept or not is_known(optimizer):
                     rest.append({**group, "params": kept})
         given = optimizer.param_groups
-        self._groups, optimizer.param_groups = given, _Followed([*rest, *_one_not_capturable(rest, given)])
+        groups = GroupsOfStep([*rest, *_one_not_capturable(rest, given)], users=given)
+        self._groups, optimizer.param_groups = given, groups
 
     def use_kernels(self) -> None:
         """What the step is left to do, it does with the kernels that `hetero.stm.updates.kernels` chooses."""
@@ -147,7 +137,7 @@ class Capture:
         if self._written_unseen or any(map(operator.is_not, placed, given)):
             if self._groups is None:
                 self._groups = given
-            optimizer.param_groups = _Followed(groups)
+            optimizer.param_groups = GroupsOfStep(groups, users=self._groups)
 
     def _place_settings(self, group: Group) -> Group:
         """Where its parameters are."""
@@ -191,7 +181,7 @@ class Capture:
     def _done_before_failure(self) -> set[int]:
         """Ids of the parameters in groups before the one that was stepped when it raised; none, if that had none."""
         groups = self._optimizer.param_groups
-        failed = groups.present if isinstance(groups, _Followed) else {}
+        failed = groups.present if isinstance(groups, GroupsOfStep) else {}
         first = next(iter(failed.get("params", ())), None)
         done = set[int]()
         for group in self._groups or ():

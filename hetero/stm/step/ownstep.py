@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from hetero.stm.step.groups import GroupsOfStep
 from hetero.stm.tensors.exposure import memory_is_private
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.homes import set_memory
@@ -175,7 +176,8 @@ class OwnStep:
             else:
                 given.append({**group, "fused": True})
                 self._written += [p for p in group["params"] if p.grad is not None]
-        self._groups, optimizer.param_groups = optimizer.param_groups, given
+        self._groups = optimizer.param_groups
+        optimizer.param_groups = GroupsOfStep(given, users=self._groups)
 
     def _restore(self, *_: Any) -> None:
         if self._groups is not None:
