@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from hetero.devices import storage_of
 from hetero.stm.tensors.fetch import plain
@@ -111,5 +112,6 @@ def has_other_optimizer(ours: torch.optim.Optimizer | None, parameters: set[int]
 
 def _host_tensors() -> Iterator[torch.Tensor]:
     for found in instances_of(torch.Tensor):
-        if found.is_cpu and not found.is_nested:
+        # A compiler keeps fake ones, which have no values, and perhaps no numbers as their sizes.
+        if found.is_cpu and not (found.is_nested or isinstance(found, FakeTensor)):
             yield found
