@@ -28,10 +28,10 @@ def check_loads_in_place(module: nn.Module, *, assign: bool) -> None:
     )
 
 
-def refuse_export(name: str, device: torch.device) -> ManageError:
-    """The error for ``torch.export`` of a managed model."""
+def refuse_export(name: str, device: torch.device, *, way: str) -> ManageError:
+    """The error for ``torch.export.export`` or ``torch.jit.trace``, the ``way``, of a managed model."""
     return ManageError(
-        f"torch.export of {name} while managed: its parameters are at home on the host, its buffers on {device}, and a "
-        f"program cannot hold both. Export a copy: torch.export.export(copy.deepcopy(model).cpu(), ...), or call "
+        f"{way} of {name} while managed: its parameters are at home on the host, its buffers on {device}, and a "
+        f"program cannot hold both. Export a copy: {way}(copy.deepcopy(model).cpu(), ...), or call "
         "manager.close() first"
     )

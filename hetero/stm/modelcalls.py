@@ -189,7 +189,7 @@ class ModelCalls:
             if settled.enter(trains, signature):
                 return settled.run(users_own, args, kwargs)
             if torch.compiler.is_exporting():
-                raise refuse_export(type(model).__name__, stm.device)
+                raise refuse_export(type(model).__name__, stm.device, way="torch.export.export")
             # A checkpoint around the model recomputes it within backward: that is no new forward.
             if in_backward():
                 with scope(), stm.uses.within_backward(), saved_tensors_as_handles():
@@ -252,6 +252,8 @@ class ModelCalls:
         kwargs: dict[str, Any],
     ) -> Any:
         """As a segment of its own."""
+        if torch._C._get_tracing_state() is not None:
+            raise refuse_export(type(self._model).__name__, self._stm.device, way="torch.jit.trace")
         check_caller(trains=trains)
         look_again()
         settled, segments = self._settled, self._stm.segments

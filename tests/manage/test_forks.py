@@ -188,6 +188,20 @@ def test_exporting_the_managed_model_says_what_to_do_instead():
         assert all(torch.isfinite(torch.tensor(job.steps(2))))
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit.trace:DeprecationWarning")
+def test_tracing_the_managed_model_or_a_part_says_what_to_do_instead():
+    job = managed_job()
+    tokens, x = (torch.zeros(2, 4, dtype=torch.long), torch.randn(2, WIDTH))
+    with job.manager:
+        job.steps(2)
+        for module, given in ((job.model, tokens), (job.model.layers[0], x)):
+            with pytest.raises(hetero.ManageError, match=r"torch\.jit\.trace.*deepcopy"):
+                torch.jit.trace(module, (given.to(job.device),))
+        traced = torch.jit.trace(copy.deepcopy(job.model).cpu().eval(), (tokens,))
+        assert torch.equal(traced(tokens), copy.deepcopy(job.model).cpu().eval()(tokens))
+        assert all(torch.isfinite(torch.tensor(job.steps(2))))
+
+
 # ``torch.export.load`` itself, in torch 2.11.
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")
 def test_exporting_a_submodule_while_a_step_is_queued_sees_that_step():
