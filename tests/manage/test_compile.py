@@ -251,15 +251,159 @@ def test_parts_that_are_compiled_while_managed_train_to_the_same_bits(
     assert races() == []
 
 
-def test_a_forward_that_is_replaced_by_a_compiled_function_says_what_to_call() -> None:
+def test_a_forward_that_is_replaced_by_a_whole_compiled_function_says_what_to_call() -> None:
     target = device()
     model = Model()
     with hetero.manage(model, None, device=target, device_budget="1MiB"):
         torch._dynamo.reset()
         model(torch.randn(2, 16, device=target)).sum().backward()
-        model.last.forward = torch.compile(model.last.forward, backend="aot_eager")
+        model.last.forward = torch.compile(model.last.forward, backend="aot_eager", fullgraph=True)
         with pytest.raises(hetero.ManageError, match=r"last\.compile\(\)"):
             model(torch.randn(2, 16, device=target))
+
+
+class ByClass(nn.Module):
+    """Its class's forward is compiled; so are the method and the function of those below."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(WIDTH))
+
+    @torch.compile(backend="aot_eager")
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * torch.nn.functional.gelu(self.up(x))
+
+
+class ByMethod(ByClass):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mix(x)
+
+    @torch.compile(backend="aot_eager")
+    def mix(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * torch.nn.functional.gelu(self.up(x))
+
+
+def _scaled(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * scale
+
+
+class ByFunction(ByClass):
+    whole = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scaled = torch.compile(_scaled, backend="aot_eager", fullgraph=self.whole)
+        return self.up(scaled(x, self.scale))
+
+
+class Late(ByClass):
+    """Its own forward is replaced after the second iteration."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * self.up(x)
+
+
+def _train_within(kind: type[ByClass], budget: int | None) -> dict[str, torch.Tensor]:
+    """Gradients of two backwards are added up: a compiler that looks at a parameter finds one."""
+    target = device()
+    torch._dynamo.reset()
+    fresh_memory()
+    torch.manual_seed(0)
+    model = nn.Sequential(kind(), kind(), kind())
+    if budget is None:
+        model.to(target)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    manager = None if budget is None else hetero.manage(model, optimizer, device=target, device_budget=budget)
+    found = {}
+    for step in range(6):
+        if kind is Late and step == 2:
+            model[1].forward = torch.compile(model[1].forward, backend="aot_eager")
+        for _ in range(2):
+            loss = model(torch.randn(4, WIDTH, device=target)).square().mean()
+            loss.backward()
+        found[f"loss {step}"] = loss.detach().cpu()
+        optimizer.step()
+        optimizer.zero_grad()
+    if manager is not None:
+        manager.close()
+        assert budget is not None
+        assert peak_memory() <= budget + GAPS
+    return found | values_of(model)
+
+
+@functools.cache
+def _unmanaged_within(kind: type[ByClass]) -> dict[str, torch.Tensor]:
+    return _train_within(kind, None)
+
+
+@pytest.mark.parametrize("budget", [48 << 10, 4 << 20])
+@pytest.mark.parametrize("kind", [ByClass, ByMethod, ByFunction, Late])
+def test_compiled_functions_within_a_model_train_to_the_same_bits(kind: type[ByClass], budget: int) -> None:
+    expected = _unmanaged_within(kind)
+    assert_identical(_train_within(kind, libraries_bytes() + budget), expected)
+    assert races() == []
+
+
+def test_a_function_that_is_compiled_without_breaks_says_what_to_do() -> None:
+    target = device()
+    model = nn.Sequential(ByFunction(), ByFunction())
+    torch._dynamo.reset()
+    with hetero.manage(model, None, device=target, device_budget="48KiB"):
+        ByFunction.whole = True
+        try:
+            with pytest.raises(torch._dynamo.exc.TorchDynamoException) as error:
+                model(torch.randn(2, WIDTH, device=target))
+        finally:
+            ByFunction.whole = False
+        assert any("fullgraph" in note for note in error.value.__notes__)
+        model(torch.randn(2, WIDTH, device=target)).sum().backward()
+
+
+@pytest.mark.parametrize("budget", ["64KiB", "128KiB", "1MiB"])
+def test_a_compiled_average_of_parameters_is_the_same(budget: str) -> None:
+    """It is given parameters after each step, wherever they live then."""
+
+    def train(budget: str | None) -> list[torch.Tensor]:
+        target = device()
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
+        if budget is None:
+            model.to(target)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+        manager = budget and hetero.manage(model, optimizer, device=target, device_budget=budget)
+        updated = torch.compile(lambda a, b: a * 0.9 + b.detach() * 0.1, backend="eager")
+        averages = [p.detach().cpu().clone() for p in model.parameters()]
+        for _ in range(8):
+            model(torch.randn(8, WIDTH, device=target)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            averages = [updated(a.to(p.device), p) for a, p in zip(averages, model.parameters(), strict=True)]
+        if manager:
+            manager.close()
+        return [average.cpu() for average in averages]
+
+    assert all(map(torch.equal, train(budget), train(None)))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_what_a_compiler_keeps_is_nobody_who_looks(backend: str) -> None:
+    """Of a norm of gradients of several shapes: tensors without values, whose sizes are no numbers."""
+    target = device()
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    norm = torch.compile(lambda gradient: gradient.square().sum().sqrt(), backend=backend)
+    with hetero.manage(model, optimizer, device=target, device_budget="1MiB") as manager:
+        for _ in range(10):
+            model(torch.randn(8, 64, device=target)).square().mean().backward()
+            for parameter in model.parameters():
+                if parameter.dim() == 2:
+                    assert parameter.grad is not None
+                    assert torch.equal(norm(parameter.grad), parameter.grad.square().sum().sqrt())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert manager.stats.settled_forwards > 0
 
 
 def test_model_compiled_as_a_whole_trains_to_the_same_bits() -> None:

@@ -9,6 +9,10 @@ What is compiled while the model is managed (``block.compile()``, ``model[0] = t
 well, at once or before the next forward: `compile_module` and `note_registered` tell.
 
 Compile per block: all of a region's parameters are on the device at once, in forward and in backward.
+
+A compiled function or method that is no module's call meets managed parameters as it is traced. What is ours is no part
+of what a compiler makes (`keep_compilers_out`): it leaves out the operators that parameters come to, which are
+intercepted as anywhere else.
 """
 
 import contextlib
@@ -27,7 +31,7 @@ from hetero.stm.interception.arguments import any_on
 from hetero.stm.interception.misplaced import note_misplaced
 from hetero.stm.interception.operators import substituted
 from hetero.stm.interception.outside import full_copies, keeps_its_type
-from hetero.stm.interception.parameter import is_managed, managed_of
+from hetero.stm.interception.parameter import ManagedParameter, is_managed, managed_of
 from hetero.stm.interception.parts import is_part_of, look_again
 from hetero.stm.interception.scopes import in_scope
 from hetero.stm.living import Living
@@ -60,6 +64,9 @@ SLOT = "_compiled_call_impl"  # torch's own slot for a replaced call, which modu
 
 # Those that are attached: torch tells which module is compiled, not whose model it belongs to.
 _ATTACHED: "Living[CompiledCalls]" = Living()
+
+_PACKAGE, *_ = __name__.split(".")
+_KEPT_OUT: list[Any] = []  # modules of the compiler that have been told
 
 
 class SlotCall(functools.partial[Any]):
@@ -112,6 +119,21 @@ def run_eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
     _FRAMES.set_code_exec_strategy(function.__code__, _FRAMES._FrameExecStrategy(action.SKIP, action.DEFAULT))
     _keep_apart(function)
     return function
+
+
+def keep_compilers_out() -> None:
+    """None traces what is ours, nor looks into managed parameters, from now on. There is nothing to do before the
+    compiler is loaded."""
+    if _KEPT_OUT:
+        return
+    # As in `_is_optimized`: not imported for this, and perhaps not loaded in full.
+    found: Any = sys.modules.get
+    rules, config = found("torch._dynamo.trace_rules"), found("torch._dynamo.config")
+    if not (hasattr(rules, "add") and hasattr(config, "nontraceable_tensor_subclasses")):
+        return
+    rules.add(_PACKAGE)
+    config.nontraceable_tensor_subclasses.add(ManagedParameter)
+    _KEPT_OUT.extend((rules, config))
 
 
 def is_ours(call: Callable[..., Any] | None) -> bool:
@@ -182,6 +204,7 @@ class CompiledCalls:
 
     def attach(self) -> None:
         """Wrap every outermost compiled submodule (the model itself included)."""
+        keep_compilers_out()
         self.is_outdated = False
         _ATTACHED.add(self)
         for name, submodule in _outermost_compiled(self._model, ""):
@@ -213,6 +236,7 @@ class CompiledCalls:
     ) -> Iterator[None]:
         """Around a forward on ``device`` with these arguments: a compiler's error that is due to a call we did not wrap
         says so (raises `ManageError`), and one about devices names what lies on the host."""
+        keep_compilers_out()  # it may have been loaded since `attach`
         try:
             yield
         except Exception as error:
@@ -223,6 +247,12 @@ class CompiledCalls:
                 for name, submodule in self._model.named_modules():
                     if _is_compiled(submodule) and submodule not in known:
                         raise _refuse_late_compile(name) from error
+                if _PACKAGE in str(error):
+                    error.add_note(
+                        "hetero: operators on managed parameters are no part of a compiled function that is no "
+                        "module's call. Leave out fullgraph=True there, or compile the module that has the parameters: "
+                        "block.compile()"
+                    )
             raise
 
     def covers(self, module: nn.Module) -> bool:
@@ -297,9 +327,8 @@ def _outermost_compiled(module: nn.Module, name: str) -> Iterator[tuple[str, nn.
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    own = module.__dict__
-    compiled_forward = hasattr(own.get("forward"), "_torchdynamo_orig_callable")
-    call = own.get(SLOT)
+    compiled_forward = hasattr(module.forward, "_torchdynamo_orig_callable")  # its own, or its class's
+    call = module.__dict__.get(SLOT)
     replaced = call is not None and not is_ours(call)
     return compiled_forward or replaced or _is_optimized(module)
 

@@ -253,9 +253,9 @@ _ASK: list[Any] = [
             "is_vulkan",
             "is_mtia",
         ),
-        *("is_mps", "is_ipu", "is_maia", "name"),
+        *("is_mps", "is_ipu", "is_maia", "name", "grad_dtype"),
     ),
-    *_setters("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks"),
+    *_setters("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks", "grad_dtype"),
     *(_T.size, _T.dim, _T.numel, _T.nelement, _T.ndimension, _T.stride, _T.storage_offset),
     *(
         _T.is_contiguous,
