@@ -4,8 +4,11 @@ Owns the translation of `StepTrace` into `Reading`, which says the same whatever
 gradients and optimizer states are model data; activations of at least ``threshold`` bytes may leave; all else is load.
 
 [Note: periods] A sampling moment comes before each operator that reads a parameter and, as at run time, before one that
-makes or needs a large activation; what follows until the next one is its period. The optimizer's operators are one
-period, the last: at run time they run on the host, or one parameter after another.
+makes or needs a large activation; what follows until the next one is its period. One begins as well where another
+module's gradient follows one that has been made, which may have left by then. What autograd has of a parameter it holds
+until the gradient is made: a trace does not tell which operators one node has; here, those of one module that come in a
+row. The optimizer's operators are one period, the last: at run time they run on the host, or one parameter after
+another.
 """
 
 from bisect import bisect_left
@@ -182,24 +185,30 @@ class _Reader:
         periods: list[Period] = [Period()]
         period_of: dict[int, int] = {}
         seen: set[int] = set()  # large activations that were touched in this phase
-        phase = "forward"
+        held: set[int] = set()  # parameters that were read since this module's operators began
+        phase = module = sender = ""
         for place in self.places:
             operator = self.trace.operators[place]
             touched = (*operator.reads, *operator.writes)
             if operator.phase != phase:
                 phase, seen = operator.phase, set()
-            reads = sorted({self.index[x] for x in touched if x in self.index})
+            if operator.module != module:
+                module, held = operator.module, set()
+            made = [x for x in operator.writes if self.made.get(x) == place]
+            reads = {self.index[x] for x in touched if x in self.index}
+            held |= reads
             new = {x for x in touched if x in self.large} - seen
             seen |= new
-            if reads or new:
-                periods.append(Period(reads=reads))
+            if reads or new or (made and periods[-1].sends and module != sender):
+                reads |= {self.gradients[x] for x in made} & held
+                periods.append(Period(reads=sorted(reads)))
             period = periods[-1]
             period_of[place] = len(periods) - 1
-            for x in operator.writes:
-                if self.made.get(x) == place:
-                    period.sends.append(
-                        (self.gradients[x], self.storages[x].nbytes, period.seconds + self.seconds[place])
-                    )
+            for x in made:
+                sender = module
+                period.sends.append(
+                    (self.gradients[x], self.storages[x].nbytes, period.seconds + self.seconds[place])
+                )
             period.seconds += self.seconds[place]
         return period_of, periods
 
