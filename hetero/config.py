@@ -87,8 +87,10 @@ def resolve(
         ("device_homes", device_homes),
         ("speculate", speculate),
     ):
-        if not isinstance(flag, bool) and not (name in ("pin_memory", "speculate") and flag is None):
-            raise ConfigError(f"{name}={flag!r}: expected True or False")
+        may_be_open = name in ("pin_memory", "speculate")
+        if not isinstance(flag, bool) and not (may_be_open and flag is None):
+            choices = "True, False or None" if may_be_open else "True or False"
+            raise ConfigError(f"{name}={flag!r}: expected {choices}")
     if not any(precision is known for known in (None, torch.bfloat16, torch.float16)):
         raise ConfigError(
             f"precision={precision!r}: pass torch.bfloat16 or torch.float16, or None to compute in the parameters' own "

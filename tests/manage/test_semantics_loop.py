@@ -557,8 +557,9 @@ def test_refusals_name_the_cure():
         ("warmup_budget", 2, "fraction"),
         ("warmup_steps", 0, "at least 1"),
         ("policy", "random", "'opt'"),
-        ("prefetch", "yes", "True or False"),
-        ("pin_memory", 1, "True or False"),
+        ("prefetch", "yes", "True or False$"),
+        ("pin_memory", 1, "True, False or None$"),
+        ("speculate", "x", "True, False or None$"),
     ],
 )
 def test_keywords_are_validated_at_once(keyword, value, message):
