@@ -5,16 +5,17 @@ gradients and optimizer states are model data; activations of at least ``thresho
 
 [Note: periods] A sampling moment comes before each operator that reads a parameter and, as at run time, before one that
 makes or needs a large activation; what follows until the next one is its period. One begins as well where another
-module's gradient follows one that has been made, which may have left by then. What autograd has of a parameter it holds
-until the gradient is made: a trace does not tell which operators one node has; here, those of one module that come in a
-row. The optimizer's operators are one period, the last: at run time they run on the host, or one parameter after
-another.
+module's gradient follows one that has been made, which may have left by then. While one node of autograd runs, which
+makes a parameter's gradient and reads the parameter, both stay, and no moment comes. A trace does not tell nodes: here,
+of the operators of one module that come in a row, those from the first that does either to the last. The optimizer's
+operators are one period, the last: at run time they run on the host, or one parameter after another.
 """
 
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -116,6 +117,7 @@ class _Reader:
                 latest[owner] = s
         self.gradients = {s.id: owner for owner, s in latest.items()}
         self.made = self._first_writes()
+        self.held = self._held()
         self.by_name = by_name
         self.touching: dict[int, list[int]] = defaultdict(list)  # by movable activation
         for place, operator in enumerate(trace.operators):
@@ -156,6 +158,21 @@ class _Reader:
                         made.setdefault(x, place)
         return made
 
+    def _held(self) -> dict[int, range]:
+        """By gradient: the operators during which autograd holds its parameter, where it reads that."""
+        operators = self.trace.operators
+        run_of: dict[int, list[int]] = {}
+        for _, places in groupby(range(len(operators)), lambda x: (operators[x].phase, operators[x].module)):
+            run = list(places)
+            run_of.update(dict.fromkeys(run, run))
+        held = {}
+        for x, made in self.made.items():
+            parameter = self.parameters[self.gradients[x]].id
+            reading = [place for place in run_of[made] if parameter in operators[place].reads]
+            if reading:
+                held[x] = range(min(made, *reading), max(made, *reading) + 1)
+        return held
+
     def _parameters(self) -> tuple[Parameter, ...]:
         states: dict[int, int] = defaultdict(int)
         for s in self.storages.values():
@@ -185,27 +202,28 @@ class _Reader:
         periods: list[Period] = [Period()]
         period_of: dict[int, int] = {}
         seen: set[int] = set()  # large activations that were touched in this phase
-        held: set[int] = set()  # parameters that were read since this module's operators began
-        phase = module = sender = ""
+        held, still_held = defaultdict[int, set[int]](set), defaultdict[int, set[int]](set)
+        for x, span in self.held.items():
+            for place in span:
+                held[place].add(self.gradients[x])
+            for place in span[1:]:
+                still_held[place].add(self.gradients[x])
+        phase = sender = ""
         for place in self.places:
             operator = self.trace.operators[place]
             touched = (*operator.reads, *operator.writes)
             if operator.phase != phase:
                 phase, seen = operator.phase, set()
-            if operator.module != module:
-                module, held = operator.module, set()
             made = [x for x in operator.writes if self.made.get(x) == place]
-            reads = {self.index[x] for x in touched if x in self.index}
-            held |= reads
+            reads = {self.index[x] for x in touched if x in self.index} | held[place]
             new = {x for x in touched if x in self.large} - seen
             seen |= new
-            if reads or new or (made and periods[-1].sends and module != sender):
-                reads |= {self.gradients[x] for x in made} & held
+            if reads - still_held[place] or new or (made and periods[-1].sends and operator.module != sender):
                 periods.append(Period(reads=sorted(reads)))
             period = periods[-1]
             period_of[place] = len(periods) - 1
             for x in made:
-                sender = module
+                sender = operator.module
                 period.sends.append(
                     (self.gradients[x], self.storages[x].nbytes, period.seconds + self.seconds[place])
                 )
@@ -222,12 +240,14 @@ class _Reader:
         return Activation(nbytes=storage.nbytes, begin=uses[0], uses=tuple(uses), end=end)
 
     def _add_load(self, periods: list[Period], period_of: dict[int, int], staying: set[int]) -> None:
-        """A gradient counts in the period that makes it."""
+        """A gradient counts in the period that makes it, and as long as its node runs."""
         load = self._load(lambda s: s.id not in self.movable or s.id in staying)
         for place, period in period_of.items():
             periods[period].load = max(periods[period].load, int(load[place]))
         for x, place in self.made.items():
-            periods[period_of[place]].load += self.storages[x].nbytes
+            node = self.held.get(x, range(place, place + 1))
+            for number in {period_of[later] for later in node if later >= place}:
+                periods[number].load += self.storages[x].nbytes
 
     def _step_load(self) -> int:
         load = self._load(lambda s: s.kind == "temporary")

@@ -127,7 +127,14 @@ def narrow():
     return nn.Sequential(*layers), lambda model, target: model(torch.ones(8, 64).to(target)).square().mean()
 
 
-@pytest.mark.parametrize("make", [chain, gpt2, linears, narrow])
+def headed():
+    """The head has no bias: its weight's gradient is made before its weight is read."""
+    layers = nn.Embedding(400, 96), nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 400, bias=False)
+    tokens = torch.zeros(2, 16, dtype=torch.long)
+    return nn.Sequential(*layers), lambda model, target: model(tokens.to(target)).square().mean()
+
+
+@pytest.mark.parametrize("make", [chain, gpt2, linears, narrow, headed])
 def test_runs_work_with_the_least_budget_and_with_less_they_are_refused(make):
     target = device()
     least = forecast(traced(make), MACHINE, device_budget=64 << 20, host=HOST).least_budget
