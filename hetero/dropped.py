@@ -9,6 +9,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from hetero.stm import StatefulTensorMgr, patches
 from hetero.stm.interception.functions import give_back
 from hetero.stm.interception.whereabouts import DeviceProperties
@@ -48,8 +50,9 @@ def _abandon(manager: StatefulTensorMgr, properties: DeviceProperties, abandon: 
     if manager.standing.is_in_child:
         return  # neither is there
     # Python's collector runs on any thread, in the middle of anything. What holds the lock may wait for this thread,
-    # and what the queue's thread is doing cannot be ended from within.
-    if manager.updates.is_here() or not manager.lock.acquire(blocking=False):
+    # what the queue's thread is doing cannot be ended from within, and modes, a compiler's for one, are not to see it.
+    in_modes = torch._C._len_torch_dispatch_stack() > 0
+    if in_modes or manager.updates.is_here() or not manager.lock.acquire(blocking=False):
         _thread.start_new_thread(_let_go, (manager, properties, abandon))
         return
     try:

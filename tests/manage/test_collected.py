@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import threading
+import time
 import weakref
 
 import pytest
@@ -12,10 +13,12 @@ from backward_ends import wait_for_backward_ends
 from lateness import managed_mlp
 from loops import batch, two_steps
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import hetero
 from hetero.stm import patches
 from hetero.stm.deferred import Update
+from hetero.stm.interception.parameter import is_managed
 from hetero.stm.manager import StatefulTensorMgr
 
 # Who hangs fails, and does not stop the suite.
@@ -154,3 +157,19 @@ def test_a_backward_is_announced_to_all_though_one_of_them_is_let_go_meanwhile(m
     with first[2], second[2]:
         second[0](batch(second[3])).sum().backward()
     assert announced == [False]
+
+
+def test_what_the_collector_finds_within_a_compilers_mode_is_let_go_of_unseen():
+    """Its mode refuses tensors with values."""
+    gone, stm = dropped_model()
+    parameters = [tensor.parameter for tensor in stm.tensors]
+    with FakeTensorMode():
+        gc.collect()
+        gc.collect()
+        assert gone() is None
+        for _ in range(600):
+            if not any(map(is_managed, parameters)):
+                break
+            time.sleep(0.1)
+    assert {type(parameter) for parameter in parameters} == {nn.Parameter}
+    assert all(torch.isfinite(parameter.detach().cpu()).all() for parameter in parameters)
