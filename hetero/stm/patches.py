@@ -18,7 +18,8 @@ as all managers rest (`hetero.stm.settled`).
 * ``Tensor.cpu`` and ``Tensor.to``, which copy what is on a device (`hetero.stm.tensors.hostcopies`).
 * ``torch.compiler``'s session: while one thread compiles, ``torch.compiler.is_compiling()`` answers True to all, and
   optimizers compute otherwise then. What is queued is done before.
-* ``Module.compile`` replaces a call that may be wrapped (`hetero.stm.interception.compiled`).
+* ``Module.compile`` replaces a call that may be wrapped, and ``torch.compile`` loads the compiler, which is to be kept
+  out of what is ours (`hetero.stm.interception.compiled`).
 * ``nn.Parameter(p)`` of a managed ``p``: an ordinary one over the same memory, as unmanaged.
 * ``Module.load_state_dict``, where it would put other tensors in the place of parameters (`hetero.stm.checkpoints`).
 * ``GradScaler``, whose numbers would be read at home before they have arrived (`hetero.stm.interception.scaling`).
@@ -52,7 +53,7 @@ from hetero.stm.checkpoints import check_loads_in_place
 from hetero.stm.deferred import finish_everything
 from hetero.stm.interception import clipping, interrupts, lists, scaling
 from hetero.stm.interception.casts import begin_region
-from hetero.stm.interception.compiled import compile_module, note_registered
+from hetero.stm.interception.compiled import compile_apart, compile_module, note_registered
 from hetero.stm.interception.onethread import await_device_thread, run_on_device_thread
 from hetero.stm.interception.operands import collect, replace_one
 from hetero.stm.interception.operators import ahead_of_home, outside, substituted, write_back
@@ -436,6 +437,7 @@ if _make_saved_tensor is not None:
 _REPLACED_ALWAYS: list[tuple[Any, str, Any]] = [
     (_Parameter, "__new__", staticmethod(_new)),
     *conversions.REPLACEMENTS,
+    (torch, "compile", compile_apart),
     (_Module, "compile", _compile),
     (_Module, "load_state_dict", _load_in_place),
     (_Optimizer, "load_state_dict", _after_updates(_load_state_dict)),

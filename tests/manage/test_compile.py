@@ -1,6 +1,8 @@
 """Models with compiled blocks train as the same compiled blocks do unmanaged, bit for bit."""
 
 import functools
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -478,3 +480,69 @@ def test_blocks_are_not_compiled_again_at_every_step() -> None:
             optimizer.zero_grad()
             counts.append(len(compiled))
     assert counts == [1] * 6  # the four blocks share one code
+
+
+class Apart(nn.Module):
+    """Its forward is kept from compilers, which is no compiled one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
+
+    @torch.compiler.disable(recursive=False)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+class Unnamed(nn.Module):
+    """It cannot be called."""
+
+    @property
+    def forward(self) -> None:
+        raise AttributeError("none")
+
+
+def test_a_forward_that_is_kept_from_compilers_needs_one_parameter_at_a_time() -> None:
+    model = Apart()
+    model.unnamed = Unnamed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    target = device()
+    with hetero.manage(model, optimizer, device=target, device_budget="64KiB"):  # of 97
+        for _ in range(3):
+            model(torch.randn(2, WIDTH, device=target)).sum().backward()
+            optimizer.step()
+
+
+_FIRST_USE = """
+import sys, torch, hetero
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.compiled = nn.Linear(64, 64), None
+
+    def forward(self, x):
+        if self.compiled is None:
+            self.compiled = torch.compile(lambda x, w: x * w, backend="eager")
+        return self.compiled(self.up(x), self.up.bias)
+
+device = hetero.virtual_device(memory="64MiB")
+model = Model()
+x = torch.randn(2, 64)
+with torch.no_grad(), hetero.manage(model, None, device=device, device_budget="32KiB"):
+    assert "torch._dynamo" not in sys.modules
+    if sys.argv[1] == "within":
+        found = model(x.to(device)).cpu()
+    else:
+        product = torch.compile(lambda x, w: x * w, backend="eager")
+        found = product(model.up(x), model.up.bias)
+assert torch.equal(found, model.up(x) * model.up.bias)
+"""
+
+
+@pytest.mark.parametrize("place", ["within", "beside"])
+def test_a_compiler_that_is_loaded_late_is_kept_out_as_well(place: str) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", _FIRST_USE, place]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr

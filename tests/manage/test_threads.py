@@ -258,6 +258,7 @@ def test_a_thread_that_looks_amid_a_step_sees_the_users_groups(monkeypatch, budg
     def look():
         groups = optimizer.param_groups
         found = [len(group["params"]) for group in groups]
+        assert [len(group["params"]) for group in reversed(groups)] == found[::-1]
         seen.append((found, len(groups), groups[0]["weight_decay"], groups[-1]["weight_decay"]))
 
     def save():

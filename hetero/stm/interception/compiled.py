@@ -20,6 +20,7 @@ import copy
 import functools
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ __all__ = [
     "SlotCall",
     "check_called_eagerly",
     "check_stepped_eagerly",
+    "compile_apart",
     "compile_module",
     "is_compiling",
     "is_ours",
@@ -65,8 +67,9 @@ SLOT = "_compiled_call_impl"  # torch's own slot for a replaced call, which modu
 # Those that are attached: torch tells which module is compiled, not whose model it belongs to.
 _ATTACHED: "Living[CompiledCalls]" = Living()
 
-_PACKAGE, *_ = __name__.split(".")
-_KEPT_OUT: list[Any] = []  # modules of the compiler that have been told
+_compile = torch.compile
+
+_PACKAGE = Path(__file__).parents[2]
 
 
 class SlotCall(functools.partial[Any]):
@@ -123,17 +126,22 @@ def run_eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def keep_compilers_out() -> None:
     """None traces what is ours, nor looks into managed parameters, from now on. There is nothing to do before the
-    compiler is loaded."""
-    if _KEPT_OUT:
-        return
+    compiler is loaded, which ``torch.compile`` does."""
     # As in `_is_optimized`: not imported for this, and perhaps not loaded in full.
     found: Any = sys.modules.get
     rules, config = found("torch._dynamo.trace_rules"), found("torch._dynamo.config")
     if not (hasattr(rules, "add") and hasattr(config, "nontraceable_tensor_subclasses")):
         return
-    rules.add(_PACKAGE)
-    config.nontraceable_tensor_subclasses.add(ManagedParameter)
-    _KEPT_OUT.extend((rules, config))
+    if ManagedParameter not in config.nontraceable_tensor_subclasses:
+        config.nontraceable_tensor_subclasses.add(ManagedParameter)
+        rules.add(_PACKAGE.name)
+
+
+def compile_apart(*args: Any, **kwargs: Any) -> Any:
+    """``torch.compile``, which may have loaded the compiler."""
+    compiled = _compile(*args, **kwargs)
+    keep_compilers_out()
+    return compiled
 
 
 def is_ours(call: Callable[..., Any] | None) -> bool:
@@ -236,7 +244,6 @@ class CompiledCalls:
     ) -> Iterator[None]:
         """Around a forward on ``device`` with these arguments: a compiler's error that is due to a call we did not wrap
         says so (raises `ManageError`), and one about devices names what lies on the host."""
-        keep_compilers_out()  # it may have been loaded since `attach`
         try:
             yield
         except Exception as error:
@@ -247,7 +254,7 @@ class CompiledCalls:
                 for name, submodule in self._model.named_modules():
                     if _is_compiled(submodule) and submodule not in known:
                         raise _refuse_late_compile(name) from error
-                if _PACKAGE in str(error):
+                if type(error).__name__ == "Unsupported" and str(_PACKAGE) in str(error):
                     error.add_note(
                         "hetero: operators on managed parameters are no part of a compiled function that is no "
                         "module's call. Leave out fullgraph=True there, or compile the module that has the parameters: "
@@ -327,7 +334,10 @@ def _outermost_compiled(module: nn.Module, name: str) -> Iterator[tuple[str, nn.
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    compiled_forward = hasattr(module.forward, "_torchdynamo_orig_callable")  # its own, or its class's
+    forward = getattr(module, "forward", None)  # its own, or its class's
+    compiled_forward = hasattr(forward, "_torchdynamo_orig_callable")
+    # ``torch.compiler.disable`` leaves the same mark.
+    compiled_forward = compiled_forward and not getattr(forward, "_torchdynamo_disable", False)
     call = module.__dict__.get(SLOT)
     replaced = call is not None and not is_ours(call)
     return compiled_forward or replaced or _is_optimized(module)

@@ -29,6 +29,9 @@ class GroupsOfStep(list[Group]):
     def __iter__(self) -> Iterator[Group]:
         return self._followed() if self._is_mine() else iter(self._users)
 
+    def __reversed__(self) -> Iterator[Group]:
+        return super().__reversed__() if self._is_mine() else reversed(self._users)
+
     def __len__(self) -> int:
         return super().__len__() if self._is_mine() else len(self._users)
 
