@@ -9,11 +9,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from hetero.stm import StatefulTensorMgr, patches
 from hetero.stm.interception.functions import give_back
 from hetero.stm.interception.whereabouts import DeviceProperties
+from hetero.stm.running.unseen import is_seen
 
 __all__ = ["make_plain", "weakly", "when_dropped"]
 
@@ -51,8 +50,7 @@ def _abandon(manager: StatefulTensorMgr, properties: DeviceProperties, abandon: 
         return  # neither is there
     # Python's collector runs on any thread, in the middle of anything. What holds the lock may wait for this thread,
     # what the queue's thread is doing cannot be ended from within, and modes, a compiler's for one, are not to see it.
-    in_modes = torch._C._len_torch_dispatch_stack() > 0
-    if in_modes or manager.updates.is_here() or not manager.lock.acquire(blocking=False):
+    if is_seen() or manager.updates.is_here() or not manager.lock.acquire(blocking=False):
         _thread.start_new_thread(_let_go, (manager, properties, abandon))
         return
     try:

@@ -117,7 +117,7 @@ class _Reader:
                 latest[owner] = s
         self.gradients = {s.id: owner for owner, s in latest.items()}
         self.made = self._first_writes()
-        self.held = self._held()
+        self.nodes = self._nodes()
         self.by_name = by_name
         self.touching: dict[int, list[int]] = defaultdict(list)  # by movable activation
         for place, operator in enumerate(trace.operators):
@@ -158,20 +158,21 @@ class _Reader:
                         made.setdefault(x, place)
         return made
 
-    def _held(self) -> dict[int, range]:
-        """By gradient: the operators during which autograd holds its parameter, where it reads that."""
+    def _nodes(self) -> dict[int, range]:
+        """By gradient: the operators of the node that makes it, as far as they hold its parameter; none, if they do not
+        read that."""
         operators = self.trace.operators
         run_of: dict[int, list[int]] = {}
         for _, places in groupby(range(len(operators)), lambda x: (operators[x].phase, operators[x].module)):
             run = list(places)
             run_of.update(dict.fromkeys(run, run))
-        held = {}
+        nodes = {}
         for x, made in self.made.items():
             parameter = self.parameters[self.gradients[x]].id
             reading = [place for place in run_of[made] if parameter in operators[place].reads]
             if reading:
-                held[x] = range(min(made, *reading), max(made, *reading) + 1)
-        return held
+                nodes[x] = range(min(made, *reading), max(made, *reading) + 1)
+        return nodes
 
     def _parameters(self) -> tuple[Parameter, ...]:
         states: dict[int, int] = defaultdict(int)
@@ -203,10 +204,10 @@ class _Reader:
         period_of: dict[int, int] = {}
         seen: set[int] = set()  # large activations that were touched in this phase
         held, still_held = defaultdict[int, set[int]](set), defaultdict[int, set[int]](set)
-        for x, span in self.held.items():
-            for place in span:
+        for x, node in self.nodes.items():
+            for place in node:
                 held[place].add(self.gradients[x])
-            for place in span[1:]:
+            for place in node[1:]:
                 still_held[place].add(self.gradients[x])
         phase = sender = ""
         for place in self.places:
@@ -245,7 +246,7 @@ class _Reader:
         for place, period in period_of.items():
             periods[period].load = max(periods[period].load, int(load[place]))
         for x, place in self.made.items():
-            node = self.held.get(x, range(place, place + 1))
+            node = self.nodes.get(x, range(place, place + 1))
             for number in {period_of[later] for later in node if later >= place}:
                 periods[number].load += self.storages[x].nbytes
 

@@ -137,6 +137,7 @@ def keep_compilers_out() -> None:
         rules.add(_PACKAGE.name)
 
 
+@functools.wraps(_compile)
 def compile_apart(*args: Any, **kwargs: Any) -> Any:
     """``torch.compile``, which may have loaded the compiler."""
     compiled = _compile(*args, **kwargs)

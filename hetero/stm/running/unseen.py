@@ -8,7 +8,12 @@ import contextlib
 from hetero.stm.running.modes import has_others, without_others
 from hetero.stm.running.retry import Retry
 
-__all__ = ["unseen"]
+__all__ = ["is_seen", "unseen"]
+
+
+def is_seen() -> bool:
+    """A mode would see what runs here, besides the one that tries operators again."""
+    return has_others(Retry)
 
 
 def unseen() -> contextlib.AbstractContextManager[None]:
