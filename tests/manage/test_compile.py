@@ -195,6 +195,14 @@ def test_a_step_within_a_compiled_function_is_refused_and_nothing_is_lost(way: s
     assert not any(map(torch.equal, model.parameters(), before))
 
 
+def _close(manager: hetero.Manager | None, budget: int | None) -> None:
+    """Of a run that may have been unmanaged, under ``budget``."""
+    if manager is not None:
+        manager.close()
+        assert budget is not None
+        assert peak_memory() <= budget + GAPS
+
+
 class Parts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -230,10 +238,7 @@ def _train_parts(way: str, budget: int | None, after: int) -> dict[str, torch.Te
         found[f"loss {step}"] = loss.detach().cpu()
         optimizer.step()
         optimizer.zero_grad()
-    if manager is not None:
-        manager.close()
-        assert budget is not None
-        assert peak_memory() <= budget + GAPS
+    _close(manager, budget)
     return found | values_of(model)
 
 
@@ -325,10 +330,7 @@ def _train_within(kind: type[ByClass], budget: int | None) -> dict[str, torch.Te
         found[f"loss {step}"] = loss.detach().cpu()
         optimizer.step()
         optimizer.zero_grad()
-    if manager is not None:
-        manager.close()
-        assert budget is not None
-        assert peak_memory() <= budget + GAPS
+    _close(manager, budget)
     return found | values_of(model)
 
 
