@@ -4,6 +4,7 @@ import functools
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -195,12 +196,34 @@ def test_a_step_within_a_compiled_function_is_refused_and_nothing_is_lost(way: s
     assert not any(map(torch.equal, model.parameters(), before))
 
 
-def _close(manager: hetero.Manager | None, budget: int | None) -> None:
-    """Of a run that may have been unmanaged, under ``budget``."""
+def _train_by(
+    backward: Callable[[Any, int], torch.Tensor],
+    build: Callable[[], nn.Module],
+    budget: int | None,
+    *,
+    steps: int,
+) -> dict[str, torch.Tensor]:
+    """Losses and values of a run, unmanaged without ``budget``; ``backward(model, step)`` gives the loss."""
+    torch._dynamo.reset()
+    fresh_memory()
+    torch.manual_seed(0)
+    model = build()
+    if budget is None:
+        model.to(device())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, foreach=False)
+    manager = (
+        None if budget is None else hetero.manage(model, optimizer, device=device(), device_budget=budget)
+    )
+    found = {}
+    for step in range(steps):
+        found[f"loss {step}"] = backward(model, step).detach().cpu()
+        optimizer.step()
+        optimizer.zero_grad()
     if manager is not None:
         manager.close()
         assert budget is not None
         assert peak_memory() <= budget + GAPS
+    return found | values_of(model)
 
 
 class Parts(nn.Module):
@@ -220,26 +243,15 @@ def _compile_part(model: Parts, way: str) -> None:
 
 def _train_parts(way: str, budget: int | None, after: int) -> dict[str, torch.Tensor]:
     """The model itself is never called. It has 200 KiB of weights."""
-    target = device()
-    torch._dynamo.reset()
-    fresh_memory()
-    torch.manual_seed(0)
-    model = Parts()
-    if budget is None:
-        model.to(target)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, foreach=False)
-    manager = None if budget is None else hetero.manage(model, optimizer, device=target, device_budget=budget)
-    found = {}
-    for step in range(8):
+
+    def backward(model: Parts, step: int) -> torch.Tensor:
         if step == after:
             _compile_part(model, way)
-        loss = model.decoder(model.encoder(torch.randn(4, WIDTH, device=target))).square().mean()
+        loss = model.decoder(model.encoder(torch.randn(4, WIDTH, device=device()))).square().mean()
         loss.backward()
-        found[f"loss {step}"] = loss.detach().cpu()
-        optimizer.step()
-        optimizer.zero_grad()
-    _close(manager, budget)
-    return found | values_of(model)
+        return loss
+
+    return _train_by(backward, Parts, budget, steps=8)
 
 
 @functools.cache
@@ -311,27 +323,16 @@ class Late(ByClass):
 
 def _train_within(kind: type[ByClass], budget: int | None) -> dict[str, torch.Tensor]:
     """Gradients of two backwards are added up: a compiler that looks at a parameter finds one."""
-    target = device()
-    torch._dynamo.reset()
-    fresh_memory()
-    torch.manual_seed(0)
-    model = nn.Sequential(kind(), kind(), kind())
-    if budget is None:
-        model.to(target)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
-    manager = None if budget is None else hetero.manage(model, optimizer, device=target, device_budget=budget)
-    found = {}
-    for step in range(6):
+
+    def backward(model: nn.Sequential, step: int) -> torch.Tensor:
         if kind is Late and step == 2:
             model[1].forward = torch.compile(model[1].forward, backend="aot_eager")
         for _ in range(2):
-            loss = model(torch.randn(4, WIDTH, device=target)).square().mean()
+            loss = model(torch.randn(4, WIDTH, device=device())).square().mean()
             loss.backward()
-        found[f"loss {step}"] = loss.detach().cpu()
-        optimizer.step()
-        optimizer.zero_grad()
-    _close(manager, budget)
-    return found | values_of(model)
+        return loss
+
+    return _train_by(backward, lambda: nn.Sequential(kind(), kind(), kind()), budget, steps=6)
 
 
 @functools.cache
