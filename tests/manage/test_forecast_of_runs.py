@@ -138,8 +138,8 @@ def headed():
 def test_runs_work_with_the_least_budget_and_with_less_they_are_refused(make):
     target = device()
     least = forecast(traced(make), MACHINE, device_budget=64 << 20, host=HOST).least_budget
-    # By bisection, such runs begin to work at 0.95 to 1.02 times the least: the allocator rounds up to 512 bytes, and the
-    # operators of one node are guessed.
+    # By bisection, such runs begin to work at 0.95 to 1.02 times the least: allocations are rounded up to 512 bytes,
+    # and which operators one node has is guessed.
     _, most = managed(make, target, int(1.04 * least))
     assert most <= 1.04 * least
     with pytest.raises(hetero.BudgetError):
