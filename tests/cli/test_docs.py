@@ -57,6 +57,9 @@ def test_the_readmes_figures_of_the_demo_are_those_of_its_file() -> None:
 def test_the_readmes_plan_of_seven_billion_parameters_is_that_of_its_file() -> None:
     printed = (ROOT / "benchmarks" / "results" / "plan_llama7b.txt").read_text()
     assert printed in (ROOT / "README.md").read_text()
+    with_less = (ROOT / "benchmarks" / "results" / "plan_llama7b_64gib.txt").read_text().split()
+    assert "2.29 s at 20 GiB" in (ROOT / "README.md").read_text()
+    assert "2.29" in with_less
 
 
 def test_tables_and_figures_are_those_of_the_result_files() -> None:
