@@ -29,6 +29,13 @@ from torch import nn
 from hetero.autograd import in_backward
 from hetero.errors import BudgetError, ManageError
 from hetero.stm.interception.arguments import any_on
+from hetero.stm.interception.fastpaths import (
+    FAST_IN_EVAL,
+    WHOLE_MODULE,
+    give_back_shown,
+    showing_first_layer,
+    takes_fast_path,
+)
 from hetero.stm.interception.misplaced import note_misplaced
 from hetero.stm.interception.operators import substituted
 from hetero.stm.interception.outside import full_copies, keeps_its_type
@@ -55,9 +62,6 @@ __all__ = [
     "set_slot",
 ]
 
-# In inference these take one fused kernel for the whole module, unless a parameter is intercepted.
-_FAST_IN_EVAL = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-
 # Not torch._dynamo, which takes longer to load than everything else of hetero.
 _FRAMES: Any = torch._C._dynamo.eval_frame
 
@@ -66,6 +70,11 @@ SLOT = "_compiled_call_impl"  # torch's own slot for a replaced call, which modu
 
 # Those that are attached: torch tells which module is compiled, not whose model it belongs to.
 _ATTACHED: "Living[CompiledCalls]" = Living()
+
+_WHOLE_REGION = (
+    "hetero: a compiled region has all its parameters on the device at once, and nothing in it can be tried again when "
+    "others have left: compile blocks of it instead"
+)
 
 _compile = torch.compile
 
@@ -212,23 +221,19 @@ class CompiledCalls:
         self._is_paused = False
 
     def attach(self) -> None:
-        """Wrap every outermost compiled submodule (the model itself included)."""
+        """Wrap every outermost compiled submodule (the model itself included), and those with fast paths."""
         keep_compilers_out()
         self.is_outdated = False
         _ATTACHED.add(self)
-        for name, submodule in _outermost_compiled(self._model, ""):
+        for name, submodule in _computing_as_one(self._model, ""):
             own = submodule.__dict__.get(SLOT)
             inner = own or submodule._call_impl
-            label = f"compiled {name or type(submodule).__name__}"
-            substituting = _substituting(
-                submodule,
-                label,
-                inner,
-                inference_only=isinstance(submodule, _FAST_IN_EVAL),
-                is_paused=lambda: self._is_paused,
-            )
-            call = SlotCall(substituting, own, is_compiled=True)
-            _keep_apart(substituting, call)
+            if isinstance(submodule, nn.TransformerEncoder) and not _is_compiled(submodule):
+                ours = showing_first_layer(submodule, inner, is_paused=lambda: self._is_paused)
+            else:
+                ours = _substituting(submodule, name, inner, is_paused=lambda: self._is_paused)
+            call = SlotCall(ours, own, is_compiled=True)
+            _keep_apart(ours, call)
             set_slot(submodule, call)
             self._wrapped.append((submodule, call))
 
@@ -326,12 +331,15 @@ class CompiledCalls:
         self._wrapped.clear()
 
 
-def _outermost_compiled(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    if isinstance(module, _FAST_IN_EVAL) or _is_compiled(module):
+def _computing_as_one(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """The outermost compiled ones, and all with a fast path, which a part of theirs may take alone."""
+    if _is_compiled(module):
         yield name, module
         return
+    if isinstance(module, (*FAST_IN_EVAL, nn.TransformerEncoder)):
+        yield name, module
     for child_name, child in module.named_children():
-        yield from _outermost_compiled(child, f"{name}.{child_name}" if name else child_name)
+        yield from _computing_as_one(child, f"{name}.{child_name}" if name else child_name)
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -353,15 +361,18 @@ def _is_optimized(module: nn.Module) -> bool:
 
 def _substituting(
     submodule: nn.Module,
-    label: str,
+    name: str,
     inner: Callable[..., Any],
     *,
-    inference_only: bool,
     is_paused: Callable[[], bool],
 ) -> Callable[..., Any]:
+    is_compiled = _is_compiled(submodule)
+    label = f"{'compiled ' if is_compiled else ''}{name or type(submodule).__name__}"
+
     @functools.wraps(inner)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if is_paused() or (inference_only and (submodule.training or torch.is_grad_enabled())):
+        give_back_shown(submodule)
+        if is_paused() or not (is_compiled or takes_fast_path(submodule, args, kwargs)):
             return inner(*args, **kwargs)
         places = _managed_places(submodule)
         if not places or not _on_device(places[0][2], args, kwargs):
@@ -375,27 +386,33 @@ def _substituting(
             tensor.owner.uses.note_unguarded()
         # Modes would make the compiler run everything eagerly, which is not the same arithmetic.
         outside = not in_scope() and keeps_its_type(operands)
-        given = full_copies(operands) if outside else substituted(operands, label)
-        with plain(), given as copies, unguarded():
-            try:
-                for module, key, parameter in places:
-                    module._parameters[key] = copies[id(parameter)]  # type: ignore[assignment]
-                with torch._C._EnableTorchFunction():
-                    return inner(*args, **kwargs)
-            except torch.OutOfMemoryError as error:
-                if isinstance(error, BudgetError):
-                    raise
-                refused = operands[0].owner.relief.refused(label, error)
-                refused.add_note(
-                    "hetero: a compiled region has all its parameters on the device at once, and nothing in it can be "
-                    "tried again when others have left: compile blocks of it instead"
-                )
-                raise refused from error
-            finally:
-                for module, key, parameter in places:
-                    module._parameters[key] = parameter
+        with _noting(_WHOLE_REGION if is_compiled else WHOLE_MODULE):
+            given = full_copies(operands) if outside else substituted(operands, label)
+            with plain(), given as copies, unguarded():
+                try:
+                    for module, key, parameter in places:
+                        module._parameters[key] = copies[id(parameter)]  # type: ignore[assignment]
+                    with torch._C._EnableTorchFunction():
+                        return inner(*args, **kwargs)
+                except torch.OutOfMemoryError as error:
+                    if isinstance(error, BudgetError):
+                        raise
+                    raise operands[0].owner.relief.refused(label, error) from error
+                finally:
+                    for module, key, parameter in places:
+                        module._parameters[key] = parameter
 
     return call
+
+
+@contextlib.contextmanager
+def _noting(note: str) -> Iterator[None]:
+    """What raises `BudgetError` within it has this ``note``."""
+    try:
+        yield
+    except BudgetError as error:
+        error.add_note(note)
+        raise
 
 
 def _managed_places(submodule: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:

@@ -1,0 +1,188 @@
+"""Modules of torch that compute as one kernel in evaluation, wherever torch would."""
+
+import pytest
+import torch
+from accelerators import device
+from torch import nn
+from twins import assert_same, assert_twins, managed, unmanaged
+
+import hetero
+
+WIDTH, LENGTH = 64, 12
+
+
+def layer():
+    return nn.TransformerEncoderLayer(WIDTH, 4, 128, dropout=0.0, batch_first=True)
+
+
+class Head(nn.Module):
+    """On an encoder, of which ``frozen`` says what is not trained and is in evaluation."""
+
+    def __init__(self, frozen):
+        super().__init__()
+        self.encoder = nn.TransformerEncoder(layer(), 3, enable_nested_tensor=False)
+        self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+        self.head = nn.Linear(WIDTH, 8)
+        self.frozen = frozen
+        for part in self.frozen_parts():
+            part.requires_grad_(False)
+
+    def frozen_parts(self):
+        layers = self.encoder.layers
+        return {
+            "encoder": [self.encoder],
+            "two layers": list(layers[:2]),
+            "attention": [self.attention, layers[1].self_attn],
+            "nothing": [],
+        }[self.frozen]
+
+    def forward(self, x):
+        x = self.encoder(x)
+        return self.head(x + self.attention(x, x, x, need_weights=False)[0])
+
+
+def batches(target, count):
+    for step in range(count):
+        yield torch.randn(4, LENGTH, WIDTH, generator=torch.Generator().manual_seed(step)).to(target)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.8, 4.0])
+@pytest.mark.parametrize("frozen", ["encoder", "two layers", "attention", "nothing"])
+def test_frozen_parts_in_evaluation_take_them_in_training(frozen, share):
+    def loop(model, optimizer, target):
+        seen = []
+        for x in batches(target, 7):
+            model.train()
+            for part in model.frozen_parts():
+                part.eval()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            model.eval()
+            with torch.no_grad():
+                seen += [loss.detach(), model(x)]
+        return seen
+
+    assert_twins(lambda: Head(frozen), loop, share=share)
+
+
+@pytest.mark.parametrize("wants", ["input", "weights", "nothing"])
+def test_where_gradients_are_wanted_they_are_not_taken(wants):
+    def loop(model, optimizer, target):
+        model.eval().requires_grad_(wants == "weights")
+        seen = []
+        for x in batches(target, 5):
+            x.requires_grad_(wants == "input")
+            y = model(x)
+            if wants != "nothing":
+                y.square().mean().backward()
+            seen += [y.detach(), *([x.grad] if wants == "input" else [])]
+        return seen
+
+    def optimizer(model):
+        return torch.optim.SGD(model.parameters(), lr=1e-2, foreach=False)
+
+    assert_twins(lambda: nn.Sequential(layer(), layer(), layer()), loop, share=0.8, make_optimizer=optimizer)
+
+
+def test_one_that_does_not_fit_says_how_to_compute_it_by_operators():
+    target = device()
+    model = layer().eval()
+    base = torch.accelerator.memory_allocated()
+    with (
+        hetero.manage(model, device=target, device_budget=base + model.linear1.weight.nbytes * 4),
+        torch.no_grad(),
+    ):
+        x = next(batches(target, 1))[:1]
+        with pytest.raises(hetero.BudgetError) as refused:
+            model(x)
+        assert "set_fastpath_enabled" in refused.value.__notes__[-1]
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            model(x)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+
+
+def padded(target):
+    """Batches with padding on the right, as an encoder wants it."""
+    for step, x in enumerate(batches(target, 5)):
+        lengths = torch.arange(4) + LENGTH - 4 - step
+        yield x, (torch.arange(LENGTH) >= lengths[:, None]).to(target)
+
+
+def encoder():
+    return nn.TransformerEncoder(layer(), 3)
+
+
+def evaluate(model, optimizer, target):
+    model.eval()
+    with torch.no_grad():
+        return [model(x, src_key_padding_mask=mask).cpu() for x, mask in padded(target)]
+
+
+def has_nested_tensors(target):
+    x, mask = next(padded(target))
+    try:
+        torch._nested_tensor_from_mask(x, ~mask, mask_check=False)
+    except RuntimeError:
+        return False
+    return True
+
+
+def test_padding_is_left_out_by_an_encoder():
+    if not has_nested_tensors(device()):
+        pytest.skip("this device has no nested tensors")
+    expected, *_ = unmanaged(encoder, evaluate)
+    for budget in (350 << 10, 64 << 20):
+        seen, *_ = managed(encoder, evaluate, budget)
+        assert_same(seen, expected, f"{budget} bytes")
+
+
+class Zeroed(torch.Tensor):
+    """Stands for a nested tensor on a device that has none."""
+
+    @staticmethod
+    def make(x, keep, mask_check):
+        return (x * keep[..., None]).as_subclass(Zeroed)
+
+    def to_padded_tensor(self, padding, size):
+        return self.as_subclass(torch.Tensor)
+
+
+@pytest.mark.parametrize("budget", [350 << 10, 64 << 20])
+def test_an_encoder_decides_as_without_us_whether_to_leave_padding_out(monkeypatch, budget):
+    monkeypatch.setattr(torch, "_nested_tensor_from_mask", Zeroed.make)
+
+    def loop(model, optimizer, target):
+        seen = evaluate(model, optimizer, target)
+        for x, mask in padded(target):
+            loss = model(x, src_key_padding_mask=mask).square().mean()  # parameters are trained: it does not
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss.detach())
+        return [*seen, *evaluate(model, optimizer, target)]
+
+    assert_twins(encoder, loop, budget=budget)
+
+
+class LeftOutError(Exception):
+    pass
+
+
+def test_parameters_are_there_after_an_error_amid_the_decision(monkeypatch):
+    def leave_out(*args, **kwargs):
+        raise LeftOutError
+
+    model = encoder().eval()
+    base = torch.accelerator.memory_allocated()
+    with hetero.manage(model, device=device(), device_budget=base + (350 << 10)), torch.no_grad():
+        x, mask = next(padded(device()))
+        ours, before = list(model.parameters()), model(x)
+        monkeypatch.setattr(torch, "_nested_tensor_from_mask", leave_out)
+        with pytest.raises(LeftOutError):
+            model(x, src_key_padding_mask=mask)
+        assert all(a is b for a, b in zip(model.parameters(), ours, strict=True))
+        assert torch.equal(model(x), before)
