@@ -28,6 +28,10 @@ from hetero.errors import ConfigError, PlanError
 
 __all__ = ["FakeDevice", "Faker", "fake_mode", "reachable"]
 
+_aten = torch.ops.aten
+_ROWS = {_aten.linspace.default, _aten.arange.default, _aten.arange.start, _aten.arange.start_step}
+_MOST_IN_ROW = 1024
+
 
 def fake_mode() -> FakeTensorMode:
     """A mode in which ``loss.item()`` gives a symbol, and whatever depends on its value raises."""
@@ -109,7 +113,7 @@ class Faker:
     def standing_in(self, objects: list[object], args: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
         """Replace what modules and optimizers among ``objects`` hold (containers included); fake ``args``."""
         leaves = pytree.tree_leaves(objects)
-        undo: list[Callable[[], None]] = [_allow_conversions(self._mode)]
+        undo: list[Callable[[], None]] = [_allow_conversions(self._mode), _leave_uninitialised()]
         undo.append(register_optimizer_step_pre_hook(self._choose_foreach).remove)
         undo.append(register_optimizer_step_post_hook(self._unchoose_foreach).remove)
         try:
@@ -139,15 +143,22 @@ class Faker:
         return self.fake(tensor)
 
     def call(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator; a gradient scaler that asks whether gradients overflowed hears that they did
-        not."""
-        if func is torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default:
+        """Run an operator. A gradient scaler that asks whether gradients overflowed hears that they did not. Short rows
+        of numbers have values, as models are built by them (`drop_path` of each layer)."""
+        if func is _aten._amp_foreach_non_finite_check_and_unscale_.default:
             self._overflow_flags.append(weakref.ref(args[1]))
-        if func is torch.ops.aten._local_scalar_dense.default and any(
+        if func is _aten._local_scalar_dense.default and any(
             args[0] is flag() for flag in self._overflow_flags
         ):
             return 0.0
-        return func(*args, **kwargs)
+        if func is _aten._grouped_mm.default:
+            return _grouped_mm(*args, **kwargs)
+        out = func(*args, **kwargs)
+        if func in _ROWS and out.numel() <= _MOST_IN_ROW:
+            with unset_fake_temporarily():
+                out.constant = func(*args, **{**kwargs, "device": torch.device("cpu")})
+            self._mode.fake_tensor_converter.add_constant_storage_mapping(out)
+        return out
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """The fake counterpart of ``tensor``, always the same one; parameters stay parameters."""
@@ -275,6 +286,35 @@ def _allow_conversions(mode: FakeTensorMode) -> Callable[[], None]:
 
     torch.utils.swap_tensors = forget_and_swap
     return partial(setattr, torch.utils, "swap_tensors", swap)
+
+
+def _leave_uninitialised() -> Callable[[], None]:
+    """A truncated normal distribution draws until all values are within its bounds, which fake ones never are, nor need
+    be; returns what undoes it."""
+    init: Any = torch.nn.init
+    draw: Callable[..., torch.Tensor] = init._no_grad_trunc_normal_
+
+    def draw_once(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not isinstance(tensor, FakeTensor):
+            return draw(tensor, *args, **kwargs)
+        with torch.no_grad():
+            return tensor.normal_()
+
+    init._no_grad_trunc_normal_ = draw_once
+    return partial(setattr, init, "_no_grad_trunc_normal_", draw)
+
+
+def _grouped_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """In any type: torch's rule for what comes out of it (2.13) knows bfloat16 only, its kernels others as well."""
+    low = [torch.empty_strided(x.shape, x.stride(), dtype=torch.bfloat16, device=x.device) for x in (a, b)]
+    out: torch.Tensor = _aten._grouped_mm.default(*low, offs, bias)
+    return torch.empty_strided(out.shape, out.stride(), dtype=out_dtype or a.dtype, device=out.device)
 
 
 def _put_back(slots: dict[str, Any], before: dict[str, Any]) -> None:

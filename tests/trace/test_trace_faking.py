@@ -1,0 +1,105 @@
+"""What models do while they are built, and kernels that torch has no rule for: a fake step is the real one."""
+
+import pytest
+import torch
+from torch import nn
+
+from hetero import PlanError
+from hetero.trace import trace_recipe
+
+
+class Drop(nn.Module):
+    def __init__(self, rate):
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, x):
+        return x * torch.empty(len(x), 1, 1).bernoulli_(1.0 - self.rate)
+
+
+class Stochastic(nn.Module):
+    """As vision transformers are built: truncated normal weights, layers left out at a rate that grows from none on."""
+
+    def __init__(self, rates, std):
+        super().__init__()
+        self.drops = nn.ModuleList(Drop(rate) if rate > 0.0 else nn.Identity() for rate in rates)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in rates)
+        for layer in self.layers:
+            nn.init.trunc_normal_(layer.weight, std=std, a=-2.0, b=2.0)
+
+    def forward(self, x):
+        for layer, drop in zip(self.layers, self.drops, strict=True):
+            x = x + drop(layer(x))
+        return x
+
+
+class Experts(nn.Module):
+    """Rows that are sorted by expert, as mixtures of experts multiply them."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(4, 16, 32, dtype=dtype))
+
+    def forward(self, x):
+        ends = torch.arange(2, 10, 2, dtype=torch.int32)
+        return torch._grouped_mm(x[0].to(self.weights.dtype), self.weights, offs=ends).float()
+
+
+def step(model, optimizer):
+    model(torch.ones(2, 8, 16)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def traces(make):
+    """Fake and real."""
+
+    def recipe():
+        model = make()
+        return step, model, torch.optim.AdamW(model.parameters(), fused=True)
+
+    return [trace_recipe(recipe, fake=fake) for fake in (True, False)]
+
+
+def described(trace):
+    return trace.peak_nbytes(), [(op.name, op.phase, op.module) for op in trace.operators]
+
+
+@pytest.mark.parametrize("std", [0.02, 5.0])  # torch draws in two ways
+@pytest.mark.parametrize(
+    "rates",
+    [
+        lambda: [x.item() for x in torch.linspace(0, 0.3, 4)],
+        lambda: torch.linspace(0, 0.3, 4).tolist(),
+        lambda: [0.1 * float(x) for x in torch.arange(4)],
+        lambda: [0.1 * x.item() for x in torch.arange(0, 8, 2)],
+    ],
+    ids=["items", "list", "floats", "steps"],
+)
+def test_a_model_that_is_built_by_values(rates, std):
+    fake, real = traces(lambda: Stochastic(rates(), std))
+    assert described(fake) == described(real)
+    assert sum(op.name.startswith("aten.bernoulli_") for op in fake.operators) == 3
+
+
+def test_values_that_were_written_since_are_not_known():
+    def make():
+        rates = torch.linspace(0, 0.3, 4)
+        rates[1] = torch.rand(())
+        return Stochastic([x.item() for x in rates], 0.02)
+
+    with pytest.raises(PlanError, match="branches on a value read from a tensor"):
+        traces(make)
+
+
+def test_weights_are_drawn_within_their_bounds_afterwards():
+    traces(lambda: Stochastic([0.0, 0.1], 0.02))
+    weight = nn.init.trunc_normal_(torch.empty(1000), std=1.0, a=-0.5, b=0.5)
+    assert weight.abs().max() <= 0.5
+    assert weight.abs().max() > 0.4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_in_any_type(dtype):
+    fake, real = traces(lambda: Experts(dtype))
+    assert described(fake) == described(real)
