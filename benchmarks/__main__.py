@@ -8,7 +8,7 @@ python -m benchmarks sweep --toy           # one name, with that benchmark's own
 import subprocess
 import sys
 
-# By name only, because they take half an hour and more: allocators, footprint, pool, swap.
+# By name only, because they take half an hour and more, or want libraries of others: `LONG`.
 NAMES = (
     "overhead",
     "activations",
@@ -26,7 +26,7 @@ NAMES = (
     "networks",
     "reorder",
 )
-LONG = ("allocators", "footprint", "pool", "swap")
+LONG = ("allocators", "footprint", "pool", "swap", "zoo")
 MODULES = {"bytes": "benchmarks.bytes_moved"}  # a module called bytes would hide the built-in
 
 
