@@ -112,7 +112,19 @@ def _planning_lines(record: Record) -> list[Line]:
     ]
 
 
+def _zoo_lines(record: Record) -> list[Line]:
+    rows = [row for row in record["results"] if row["share"] is not None]
+    shares = [row["share"] for row in rows]
+    equal = sum(row["equal"] and row["is_within"] for row in rows)
+    rest = (
+        f" of {len({row['library'] for row in rows})} libraries, under {min(shares):.0%} to {max(shares):.0%} of their "
+        "unmanaged peak: bit-identical, and within it"
+    )
+    return [("models", rest, f"{equal} of {len(record['results'])}", "all")]
+
+
 HEADLINES: dict[str, Callable[[Record], list[Line]]] = {
+    "zoo": _zoo_lines,
     "overhead": _overhead_lines,
     "bytes": _bytes_lines,
     "prefetch": _prefetch_lines,

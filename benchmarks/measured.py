@@ -384,6 +384,36 @@ def lengths(record: Record) -> str:
     )
 
 
+def zoo(record: Record) -> str:
+    libraries: dict[str, list[Record]] = {}
+    for row in record["results"]:
+        libraries.setdefault(f"{row['library']} {row['version']}", []).append(row)
+    shares = record["parameters"]["shares"]
+    title = (
+        "## Models of other libraries\n\nAs they come, with random weights: "
+        f"{record['parameters']['steps']} steps of AdamW with clipping, each followed by an evaluation, under the "
+        "smallest of these shares of the unmanaged peak that is enough. Losses, what was evaluated, parameters and "
+        "buffers are compared.\n\n"
+    )
+    table = markdown(
+        ("", "models", "bit-identical", "peak within the budget", *(f"with {share:.0%}" for share in shares)),
+        [
+            (
+                library,
+                str(len(rows)),
+                str(sum(row.get("equal", False) for row in rows)),
+                str(sum(row.get("is_within", False) for row in rows)),
+                *(str(sum(row["share"] == share for row in rows)) for share in shares),
+            )
+            for library, rows in libraries.items()
+        ],
+    )
+    names = (
+        f"* {library}: {', '.join(row['model'] for row in rows)}\n" for library, rows in libraries.items()
+    )
+    return title + table + "\n" + "".join(names)
+
+
 TABLES: dict[str, Callable[[Record], str]] = {
     "overhead": overhead,
     "prefetch": prefetch,
@@ -397,6 +427,7 @@ TABLES: dict[str, Callable[[Record], str]] = {
     "swap": swap,
     "footprint": footprint,
     "lengths": lengths,
+    "zoo": zoo,
     "cuda/sweep": sweep,
     "cuda/sweep_h100": sweep,
     "cuda/sweep_resnet50": sweep,
