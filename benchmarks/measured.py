@@ -409,7 +409,7 @@ def zoo(record: Record) -> str:
         ],
     )
     names = (
-        f"* {library}: {', '.join(row['model'] for row in rows)}\n" for library, rows in libraries.items()
+        f"* {library}: {'; '.join(row['model'] for row in rows)}\n" for library, rows in libraries.items()
     )
     return title + table + "\n" + "".join(names)
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -113,7 +114,11 @@ class Faker:
     def standing_in(self, objects: list[object], args: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
         """Replace what modules and optimizers among ``objects`` hold (containers included); fake ``args``."""
         leaves = pytree.tree_leaves(objects)
-        undo: list[Callable[[], None]] = [_allow_conversions(self._mode), _leave_uninitialised()]
+        undo: list[Callable[[], None]] = [
+            _allow_conversions(self._mode),
+            _leave_uninitialised(),
+            _compute_with_rows(),
+        ]
         undo.append(register_optimizer_step_pre_hook(self._choose_foreach).remove)
         undo.append(register_optimizer_step_post_hook(self._unchoose_foreach).remove)
         try:
@@ -153,12 +158,25 @@ class Faker:
             return 0.0
         if func is _aten._grouped_mm.default:
             return _grouped_mm(*args, **kwargs)
+        if func is _aten.lift_fresh.default and not isinstance(args[0], FakeTensor):
+            return self._lift(args[0])
         out = func(*args, **kwargs)
         if func in _ROWS and out.numel() <= _MOST_IN_ROW:
-            with unset_fake_temporarily():
-                out.constant = func(*args, **{**kwargs, "device": torch.device("cpu")})
-            self._mode.fake_tensor_converter.add_constant_storage_mapping(out)
+            return self._with_values(partial(func, *args, **kwargs))
         return out
+
+    def _lift(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The fake counterpart of what ``torch.tensor(...)`` has made, which nobody else holds."""
+        if tensor.numel() <= _MOST_IN_ROW and self._device in (None, tensor.device):
+            return self._with_values(tensor.clone)
+        with torch.no_grad(), self._mode:
+            return self._view_of_base(tensor, {})
+
+    def _with_values(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """The fake counterpart of what ``make`` makes, with its values."""
+        with unset_fake_temporarily():
+            real = make()
+        return self._mode.fake_tensor_converter.from_real_tensor(self._mode, real, make_constant=True)
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """The fake counterpart of ``tensor``, always the same one; parameters stay parameters."""
@@ -302,6 +320,14 @@ def _leave_uninitialised() -> Callable[[], None]:
 
     init._no_grad_trunc_normal_ = draw_once
     return partial(setattr, init, "_no_grad_trunc_normal_", draw)
+
+
+def _compute_with_rows() -> Callable[[], None]:
+    """What is made of rows whose values are known, has values as well; returns what undoes it. By itself torch knows
+    those of single numbers."""
+    known = fake_tensor.CONSTANT_NUMEL_LIMIT
+    fake_tensor.CONSTANT_NUMEL_LIMIT = _MOST_IN_ROW
+    return partial(setattr, fake_tensor, "CONSTANT_NUMEL_LIMIT", known)
 
 
 def _grouped_mm(

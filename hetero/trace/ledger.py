@@ -69,11 +69,15 @@ class RecordedOperator:
     flops: int
 
 
+_LIFT = torch.ops.aten.lift_fresh.default  # of torch.tensor(...), on the tensor that it has made
+
+
 class Ledger(TorchDispatchMode):
     """A dispatch mode that records operators and storages; use inside ``with ledger:``.
 
     ``substitute`` is given every input tensor and may return another in its place (used to make foreign
-    tensors fake); ``call`` runs an operator; ``on_operator`` is called after each recorded operator.
+    tensors fake), but for what ``torch.tensor(...)`` has just made; ``call`` runs an operator; ``on_operator`` is
+    called after each recorded operator.
     """
 
     def __init__(
@@ -119,7 +123,7 @@ class Ledger(TorchDispatchMode):
         if not self.recording or func.namespace in NO_KERNEL or func._opname in _METADATA:
             return func(*args, **kwargs)
         self.running = str(func)
-        if self._substitute is not None:
+        if self._substitute is not None and func is not _LIFT:
             args = tuple(self._replace(a) for a in args)
             kwargs = {key: self._replace(value) for key, value in kwargs.items()}
         if func.is_view:
@@ -162,10 +166,10 @@ class Ledger(TorchDispatchMode):
         )
 
     def _run_view(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out = func(*args, **kwargs)
+        out = self._call(func, args, kwargs)
         if self.scopes.phase(differentiable=_differentiable(args)) == "forward":
             self.scopes.module()  # a view has an autograd node too, whose backward is not a view
-        if func is torch.ops.aten.lift_fresh.default:  # torch.tensor(...): memory that no operator allocated
+        if func is _LIFT:  # memory that no operator allocated
             for tensor in tensors_of(out):
                 self._index(tensor)
         return out

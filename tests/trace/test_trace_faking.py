@@ -73,8 +73,10 @@ def described(trace):
         lambda: torch.linspace(0, 0.3, 4).tolist(),
         lambda: [0.1 * float(x) for x in torch.arange(4)],
         lambda: [0.1 * x.item() for x in torch.arange(0, 8, 2)],
+        lambda: [x.item() for part in torch.linspace(0, 0.3, 4).split([1, 3]) for x in part],
+        lambda: (0.1 * torch.unique(torch.tensor([0, 3, 1, 2, 3]))).tolist(),
     ],
-    ids=["items", "list", "floats", "steps"],
+    ids=["items", "list", "floats", "steps", "parts", "unique"],
 )
 def test_a_model_that_is_built_by_values(rates, std):
     fake, real = traces(lambda: Stochastic(rates(), std))
