@@ -7,6 +7,7 @@ one when fake.
 """
 
 import inspect
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,9 +35,14 @@ _ROWS = {_aten.linspace.default, _aten.arange.default, _aten.arange.start, _aten
 _MOST_IN_ROW = 1024
 
 
+class _Mode(FakeTensorMode):
+    def __deepcopy__(self, memo: object) -> "_Mode":
+        return self  # a copy of a fake tensor is of the same mode
+
+
 def fake_mode() -> FakeTensorMode:
     """A mode in which ``loss.item()`` gives a symbol, and whatever depends on its value raises."""
-    return FakeTensorMode(shape_env=ShapeEnv(allow_dynamic_output_shape_ops=False))
+    return _Mode(shape_env=ShapeEnv(allow_dynamic_output_shape_ops=False))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +124,7 @@ class Faker:
             _allow_conversions(self._mode),
             _leave_uninitialised(),
             _compute_with_rows(),
+            _copy_without_warning(),
         ]
         undo.append(register_optimizer_step_pre_hook(self._choose_foreach).remove)
         undo.append(register_optimizer_step_post_hook(self._unchoose_foreach).remove)
@@ -328,6 +335,15 @@ def _compute_with_rows() -> Callable[[], None]:
     known = fake_tensor.CONSTANT_NUMEL_LIMIT
     fake_tensor.CONSTANT_NUMEL_LIMIT = _MOST_IN_ROW
     return partial(setattr, fake_tensor, "CONSTANT_NUMEL_LIMIT", known)
+
+
+def _copy_without_warning() -> Callable[[], None]:
+    """To deep-copy a tensor is to look where its bytes are, of which torch warns if it is fake; returns what undoes
+    it."""
+    caught = warnings.catch_warnings()
+    caught.__enter__()
+    warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+    return partial(caught.__exit__, None, None, None)
 
 
 def _grouped_mm(

@@ -7,6 +7,9 @@ import transformers
 from torch import nn
 from twins import assert_twins
 
+import hetero
+from hetero.trace import trace_recipe
+
 VOCABULARY, WIDTH, LENGTH, SIDE = 64, 32, 16, 32
 
 _TEXT = {
@@ -191,6 +194,43 @@ def test_images(name):
     assert_same_training(
         lambda: transformers.AutoModelForImageClassification.from_config(config), loss_of_images, share=0.6
     )
+
+
+# They look at values: which tokens go where, whether there is global attention.
+_DEPEND_ON_VALUES = ("Longformer", "LED", "SwitchTransformers")
+
+
+@pytest.mark.parametrize(
+    ("auto", "name", "of_text"),
+    [
+        *(("CausalLM", name, True) for name in CAUSAL),
+        *(("MaskedLM", name, True) for name in MASKED),
+        *(("Seq2SeqLM", name, True) for name in SEQUENCES),
+        *(("ImageClassification", name, False) for name in IMAGES),
+    ],
+)
+def test_a_step_on_fake_tensors_has_the_memory_of_a_real_one(auto, name, of_text):
+    extra = {**CAUSAL, **MASKED, **SEQUENCES, **IMAGES}[name]
+    config = config_of(name, **{**(_TEXT if of_text else {}), **extra})
+
+    def recipe():
+        model = getattr(transformers, f"AutoModelFor{auto}").from_config(config)
+        loss_of = loss_of_tokens if of_text else loss_of_images
+
+        def step(model, optimizer):
+            loss_of(model, 0, "cpu").backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step, model, torch.optim.AdamW(model.parameters(), fused=True)
+
+    real = trace_recipe(recipe, fake=False).peak_nbytes()
+    if name in _DEPEND_ON_VALUES:
+        with pytest.raises(hetero.PlanError, match="trace a real step"):
+            trace_recipe(recipe)
+    else:
+        # Of a mask that hides nothing a real step makes none.
+        assert real <= trace_recipe(recipe).peak_nbytes() <= 1.04 * real
 
 
 @pytest.mark.parametrize("share", [0.7, 3.0])

@@ -1,5 +1,7 @@
 """What models do while they are built, and kernels that torch has no rule for: a fake step is the real one."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -82,6 +84,25 @@ def test_a_model_that_is_built_by_values(rates, std):
     fake, real = traces(lambda: Stochastic(rates(), std))
     assert described(fake) == described(real)
     assert sum(op.name.startswith("aten.bernoulli_") for op in fake.operators) == 3
+
+
+class Copies(nn.Module):
+    """What is made by deep copies: layers, and a teacher of theirs."""
+
+    def __init__(self):
+        super().__init__()
+        self.student = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
+        self.student.layers[1].norm1 = self.student.layers[0].norm1
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+
+    def forward(self, x):
+        return self.student(x) - self.teacher(x)
+
+
+@pytest.mark.filterwarnings("error")
+def test_deep_copies():
+    fake, real = traces(Copies)
+    assert described(fake) == described(real)
 
 
 def test_values_that_were_written_since_are_not_known():
