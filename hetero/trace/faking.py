@@ -7,7 +7,6 @@ one when fake.
 """
 
 import inspect
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,31 +17,19 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hetero.errors import ConfigError, PlanError
+from hetero.trace.fakemode import MOST_KNOWN, give_way, grouped_mm
 
-__all__ = ["FakeDevice", "Faker", "fake_mode", "reachable"]
+__all__ = ["FakeDevice", "Faker", "reachable"]
 
 _aten = torch.ops.aten
 _ROWS = {_aten.linspace.default, _aten.arange.default, _aten.arange.start, _aten.arange.start_step}
-_MOST_IN_ROW = 1024
-
-
-class _Mode(FakeTensorMode):
-    def __deepcopy__(self, memo: object) -> "_Mode":
-        return self  # a copy of a fake tensor is of the same mode
-
-
-def fake_mode() -> FakeTensorMode:
-    """A mode in which ``loss.item()`` gives a symbol, and whatever depends on its value raises."""
-    return _Mode(shape_env=ShapeEnv(allow_dynamic_output_shape_ops=False))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,13 +108,9 @@ class Faker:
         """Replace what modules and optimizers among ``objects`` hold (containers included); fake ``args``."""
         leaves = pytree.tree_leaves(objects)
         undo: list[Callable[[], None]] = [
-            _allow_conversions(self._mode),
-            _leave_uninitialised(),
-            _compute_with_rows(),
-            _copy_without_warning(),
+            register_optimizer_step_pre_hook(self._choose_foreach).remove,
+            register_optimizer_step_post_hook(self._unchoose_foreach).remove,
         ]
-        undo.append(register_optimizer_step_pre_hook(self._choose_foreach).remove)
-        undo.append(register_optimizer_step_post_hook(self._unchoose_foreach).remove)
         try:
             for module in _unique(leaf for leaf in leaves if isinstance(leaf, torch.nn.Module)):
                 for child in module.modules():
@@ -138,7 +121,8 @@ class Faker:
                 self._enter_scaler(scaler, undo)
             fake_args = pytree.tree_map_only(torch.Tensor, self.fake, args)
             self._passing.clear()
-            yield fake_args
+            with give_way(self._mode):
+                yield fake_args
         finally:
             for restore in reversed(undo):
                 restore()
@@ -164,17 +148,17 @@ class Faker:
         ):
             return 0.0
         if func is _aten._grouped_mm.default:
-            return _grouped_mm(*args, **kwargs)
+            return grouped_mm(*args, **kwargs)
         if func is _aten.lift_fresh.default and not isinstance(args[0], FakeTensor):
             return self._lift(args[0])
         out = func(*args, **kwargs)
-        if func in _ROWS and out.numel() <= _MOST_IN_ROW:
+        if func in _ROWS and out.numel() <= MOST_KNOWN:
             return self._with_values(partial(func, *args, **kwargs))
         return out
 
     def _lift(self, tensor: torch.Tensor) -> torch.Tensor:
         """The fake counterpart of what ``torch.tensor(...)`` has made, which nobody else holds."""
-        if tensor.numel() <= _MOST_IN_ROW and self._device in (None, tensor.device):
+        if tensor.numel() <= MOST_KNOWN and self._device in (None, tensor.device):
             return self._with_values(tensor.clone)
         with torch.no_grad(), self._mode:
             return self._view_of_base(tensor, {})
@@ -295,68 +279,6 @@ class Faker:
 def _has_no_storage(tensor: torch.Tensor) -> bool:
     wraps_others: bool = is_traceable_wrapper_subclass(tensor)
     return wraps_others or tensor.layout != torch.strided
-
-
-def _allow_conversions(mode: FakeTensorMode) -> Callable[[], None]:
-    """Let ``module.to(...)`` work on fake parameters; returns what undoes it.
-
-    torch swaps fake parameters for converted ones, and refuses while weak references to them exist: those of
-    the mode's own memo, which is only a cache.
-    """
-    swap: Callable[[torch.Tensor, torch.Tensor], None] = torch.utils.swap_tensors
-
-    def forget_and_swap(one: torch.Tensor, other: torch.Tensor) -> None:
-        mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
-        swap(one, other)
-
-    torch.utils.swap_tensors = forget_and_swap
-    return partial(setattr, torch.utils, "swap_tensors", swap)
-
-
-def _leave_uninitialised() -> Callable[[], None]:
-    """A truncated normal distribution draws until all values are within its bounds, which fake ones never are, nor need
-    be; returns what undoes it."""
-    init: Any = torch.nn.init
-    draw: Callable[..., torch.Tensor] = init._no_grad_trunc_normal_
-
-    def draw_once(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if not isinstance(tensor, FakeTensor):
-            return draw(tensor, *args, **kwargs)
-        with torch.no_grad():
-            return tensor.normal_()
-
-    init._no_grad_trunc_normal_ = draw_once
-    return partial(setattr, init, "_no_grad_trunc_normal_", draw)
-
-
-def _compute_with_rows() -> Callable[[], None]:
-    """What is made of rows whose values are known, has values as well; returns what undoes it. By itself torch knows
-    those of single numbers."""
-    known = fake_tensor.CONSTANT_NUMEL_LIMIT
-    fake_tensor.CONSTANT_NUMEL_LIMIT = _MOST_IN_ROW
-    return partial(setattr, fake_tensor, "CONSTANT_NUMEL_LIMIT", known)
-
-
-def _copy_without_warning() -> Callable[[], None]:
-    """To deep-copy a tensor is to look where its bytes are, of which torch warns if it is fake; returns what undoes
-    it."""
-    caught = warnings.catch_warnings()
-    caught.__enter__()
-    warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-    return partial(caught.__exit__, None, None, None)
-
-
-def _grouped_mm(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    offs: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    """In any type: torch's rule for what comes out of it (2.13) knows bfloat16 only, its kernels others as well."""
-    low = [torch.empty_strided(x.shape, x.stride(), dtype=torch.bfloat16, device=x.device) for x in (a, b)]
-    out: torch.Tensor = _aten._grouped_mm.default(*low, offs, bias)
-    return torch.empty_strided(out.shape, out.stride(), dtype=out_dtype or a.dtype, device=out.device)
 
 
 def _put_back(slots: dict[str, Any], before: dict[str, Any]) -> None:

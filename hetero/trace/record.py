@@ -21,7 +21,8 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
 from hetero.errors import ConfigError, PlanError
-from hetero.trace.faking import FakeDevice, Faker, fake_mode, reachable
+from hetero.trace.fakemode import fake_mode
+from hetero.trace.faking import FakeDevice, Faker, reachable
 from hetero.trace.iteration import IterationFinder
 from hetero.trace.ledger import Ledger, RecordedOperator
 from hetero.trace.steptrace import StepTrace, Storage

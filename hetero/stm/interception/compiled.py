@@ -39,7 +39,7 @@ from hetero.stm.interception.fastpaths import (
 from hetero.stm.interception.misplaced import note_misplaced
 from hetero.stm.interception.operators import substituted
 from hetero.stm.interception.outside import full_copies, keeps_its_type
-from hetero.stm.interception.parameter import ManagedParameter, is_managed, managed_of
+from hetero.stm.interception.parameter import ManagedParameter, managed_of, managed_places
 from hetero.stm.interception.parts import is_part_of, look_again
 from hetero.stm.interception.scopes import in_scope
 from hetero.stm.living import Living
@@ -178,7 +178,7 @@ def is_compiling() -> bool:
 def check_called_eagerly(module: nn.Module, name: str) -> None:
     """The managed model, or a part of it, is called with parameters of ours: raises `ManageError` within a function
     that is compiled as a whole."""
-    if is_compiling() and _managed_places(module):
+    if is_compiling() and managed_places(module):
         raise ManageError(
             f"{name} is called within a function that was compiled with it (torch.compile({name}) after "
             f"hetero.manage?): a compiled region would want all its parameters at once. Call {name}.compile() or "
@@ -374,7 +374,7 @@ def _substituting(
         give_back_shown(submodule)
         if is_paused() or not (is_compiled or takes_fast_path(submodule, args, kwargs)):
             return inner(*args, **kwargs)
-        places = _managed_places(submodule)
+        places = managed_places(submodule)
         if not places or not _on_device(places[0][2], args, kwargs):
             return inner(*args, **kwargs)
         operands: list[ManagedTensor] = []
@@ -413,15 +413,6 @@ def _noting(note: str) -> Iterator[None]:
     except BudgetError as error:
         error.add_note(note)
         raise
-
-
-def _managed_places(submodule: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    return [
-        (module, key, parameter)
-        for module in submodule.modules()
-        for key, parameter in module._parameters.items()
-        if parameter is not None and is_managed(parameter)
-    ]
 
 
 def _on_device(parameter: nn.Parameter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from hetero.stm.interception.arguments import tensors_in
-from hetero.stm.interception.parameter import is_managed
+from hetero.stm.interception.parameter import managed_places
 
 __all__ = ["FAST_IN_EVAL", "WHOLE_MODULE", "give_back_shown", "showing_first_layer", "takes_fast_path"]
 
@@ -70,12 +70,7 @@ def give_back_shown(module: nn.Module) -> None:
 @contextlib.contextmanager
 def _shown(layer: nn.Module) -> Iterator[None]:
     """In the places of its managed parameters are empty ones, until `give_back_shown` or the end."""
-    places = [
-        (module, key, parameter)
-        for module in layer.modules()
-        for key, parameter in module._parameters.items()
-        if parameter is not None and is_managed(parameter)
-    ]
+    places = managed_places(layer)
     if not places or _SHOWN in layer.__dict__:
         yield
         return

@@ -13,7 +13,7 @@ from hetero.errors import ManageError
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.managed import ManagedTensor
 
-__all__ = ["HANDLERS", "ManagedParameter", "is_managed", "managed_in", "managed_of"]
+__all__ = ["HANDLERS", "ManagedParameter", "is_managed", "managed_in", "managed_of", "managed_places"]
 
 
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -86,4 +86,14 @@ def managed_in(optimizer: torch.optim.Optimizer) -> list[ManagedTensor]:
         for group in optimizer.param_groups
         for parameter in group["params"]
         if is_managed(parameter)
+    ]
+
+
+def managed_places(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """Where its managed parameters are: in ``_parameters`` of which of its modules, under which name."""
+    return [
+        (submodule, key, parameter)
+        for submodule in module.modules()
+        for key, parameter in submodule._parameters.items()
+        if parameter is not None and is_managed(parameter)
     ]
