@@ -98,7 +98,17 @@ def grouped_mm(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """In any type: torch's rule for what comes out of it (2.13) knows bfloat16 only, its kernels others as well."""
-    low = [torch.empty_strided(x.shape, x.stride(), dtype=torch.bfloat16, device=x.device) for x in (a, b)]
-    out: torch.Tensor = torch.ops.aten._grouped_mm.default(*low, offs, bias)
-    return torch.empty_strided(out.shape, out.stride(), dtype=out_dtype or a.dtype, device=out.device)
+    """What comes out of ``torch._grouped_mm`` on fake tensors: torch's own rule (2.13) knows bfloat16 only, its kernels
+    other types as well."""
+    if a.dtype is torch.bfloat16:
+        out: torch.Tensor = torch.ops.aten._grouped_mm.default(a, b, offs, bias, out_dtype)
+        return out
+    rows, columns = a.shape[-2], b.shape[-1]
+    groups: tuple[int, ...] = ()  # rows of one product, or columns, are divided among the groups
+    if a.dim() == b.dim() == 3:
+        groups = (len(a),)
+    elif a.dim() == b.dim() == 2 and offs is not None:
+        groups = (len(offs),)
+    dtype = out_dtype or a.dtype
+    unit = 16 // dtype.itemsize  # kernels want rows that begin at multiples of 16 bytes
+    return a.new_empty((*groups, rows, -(-columns // unit) * unit), dtype=dtype)[..., :columns]

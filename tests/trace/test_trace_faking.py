@@ -8,6 +8,7 @@ from torch import nn
 
 from hetero import PlanError
 from hetero.trace import trace_recipe
+from hetero.trace.fakemode import fake_mode, grouped_mm
 
 
 class Drop(nn.Module):
@@ -36,15 +37,19 @@ class Stochastic(nn.Module):
 
 
 class Experts(nn.Module):
-    """Rows that are sorted by expert, as mixtures of experts multiply them."""
+    """Rows that are sorted by expert, as mixtures of experts multiply them. ``turned``: weights as linear layers have
+    them."""
 
-    def __init__(self, dtype):
+    def __init__(self, dtype, *, turned):
         super().__init__()
-        self.weights = nn.Parameter(torch.randn(4, 16, 32, dtype=dtype))
+        columns = 48 // dtype.itemsize  # 12, which torch's own rule refuses, of float32
+        shape = (4, columns, 16) if turned else (4, 16, columns)
+        self.weights, self.turned = nn.Parameter(torch.randn(shape, dtype=dtype)), turned
 
     def forward(self, x):
         ends = torch.arange(2, 10, 2, dtype=torch.int32)
-        return torch._grouped_mm(x[0].to(self.weights.dtype), self.weights, offs=ends).float()
+        weights = self.weights.transpose(-2, -1) if self.turned else self.weights
+        return torch._grouped_mm(x[0].to(weights.dtype), weights, offs=ends).float()
 
 
 def step(model, optimizer):
@@ -122,7 +127,30 @@ def test_weights_are_drawn_within_their_bounds_afterwards():
     assert weight.abs().max() > 0.4
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_experts_in_any_type(dtype):
-    fake, real = traces(lambda: Experts(dtype))
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_experts_in_any_type(dtype, turned):
+    fake, real = traces(lambda: Experts(dtype, turned=turned))
     assert described(fake) == described(real)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "ends", "turned"),
+    [
+        ((8, 16), (4, 16, 8), [2, 4, 6, 8], False),
+        ((8, 16), (4, 10, 16), [2, 4, 6, 8], True),  # of 40 bytes, a row begins after 48
+        ((16, 8), (8, 12), [2, 4, 6, 8], False),
+        ((4, 8, 16), (16, 8), [2, 4, 6, 8], False),
+        ((4, 8, 16), (4, 16, 8), None, False),
+    ],
+)
+def test_products_of_groups_have_their_shapes(a, b, ends, turned):
+    def product(multiply):
+        one, other = torch.ones(a), torch.ones(b)
+        offs = None if ends is None else torch.tensor(ends, dtype=torch.int32)
+        return multiply(one, other.transpose(-2, -1) if turned else other, offs=offs)
+
+    real = product(torch._grouped_mm)
+    with fake_mode():
+        fake = product(grouped_mm)
+    assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
