@@ -33,7 +33,7 @@ from hetero.stm.interception.compiled import (
     SlotCall,
     check_called_eagerly,
     is_compiling,
-    is_ours,
+    is_entry,
     run_eagerly,
     set_slot,
 )
@@ -123,7 +123,7 @@ class ModelCalls:
 
     def add_part(self, part: nn.Module) -> None:
         """It is being called by itself."""
-        if self._precision is None and part is not self._model and not is_ours(part.__dict__.get(SLOT)):
+        if self._precision is None and part is not self._model and not is_entry(part.__dict__.get(SLOT)):
             for name, module in self._model.named_modules():
                 if module is part:
                     self._parts[name] = True
@@ -154,11 +154,11 @@ class ModelCalls:
 
     def _wrap_part(self, name: str, part: nn.Module) -> None:
         own = part.__dict__.get(SLOT)
-        if not is_ours(own):
+        if not is_entry(own):
             self._put(part, own, self._of_part(name, part, own))
 
     def _put(self, module: nn.Module, own: _Call | None, call: _Call) -> None:
-        slot_call = SlotCall(run_eagerly(call), own)
+        slot_call = SlotCall(run_eagerly(call), own, is_entry=True)
         set_slot(module, slot_call)
         self._replaced.append(_Replaced(weakref.ref(module), slot_call))
 

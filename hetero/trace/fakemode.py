@@ -1,8 +1,8 @@
 """Torch's mode of fake tensors, and its rules that are in the way of building a model with them.
 
-Owns what is changed in torch meanwhile (`give_way`). By itself torch refuses to convert a model, warns of deep copies
-and puts them into another mode, draws from a distribution until values suit it, and knows the values of single numbers
-only, though models are built by rows of them (`drop_path` of each layer).
+Owns what is changed in torch meanwhile (`give_way`, `rows_with_values`). By itself torch refuses to convert a model,
+warns of deep copies and puts them into another mode, draws from a distribution until values suit it, and knows the
+values of single numbers only, though models are built by rows of them (`drop_path` of each layer).
 """
 
 import warnings
@@ -15,10 +15,9 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-__all__ = ["MOST_KNOWN", "fake_mode", "give_way", "grouped_mm"]
+__all__ = ["fake_mode", "give_way", "grouped_mm", "most_known", "rows_with_values"]
 
-MOST_KNOWN = 1024
-"""Tensors of up to so many numbers may have values."""
+_ROW = 1024  # numbers
 
 
 class _Mode(FakeTensorMode):
@@ -34,7 +33,7 @@ def fake_mode() -> FakeTensorMode:
 @contextmanager
 def give_way(mode: FakeTensorMode) -> Iterator[None]:
     """Within it, models are built, converted and copied with fake tensors of ``mode`` as with any others."""
-    with _conversions(mode), _one_draw(), _rows_with_values(), warnings.catch_warnings():
+    with _conversions(mode), _one_draw(), warnings.catch_warnings():
         # To deep-copy a tensor is to look where its bytes are.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         yield
@@ -81,14 +80,20 @@ def _one_draw() -> Iterator[None]:
 
 
 @contextmanager
-def _rows_with_values() -> Iterator[None]:
-    """What is computed of tensors whose values are known has values, too, if there are few."""
+def rows_with_values() -> Iterator[None]:
+    """While a model is built: what is computed of tensors whose values are known has values, too, if it is short. Not
+    in a step, which writes to tensors in ways that torch does not look for there."""
     most = fake_tensor.CONSTANT_NUMEL_LIMIT
-    fake_tensor.CONSTANT_NUMEL_LIMIT = MOST_KNOWN
+    fake_tensor.CONSTANT_NUMEL_LIMIT = _ROW
     try:
         yield
     finally:
         fake_tensor.CONSTANT_NUMEL_LIMIT = most
+
+
+def most_known() -> int:
+    """Tensors of up to so many numbers may have values now."""
+    return fake_tensor.CONSTANT_NUMEL_LIMIT
 
 
 def grouped_mm(

@@ -24,7 +24,7 @@ from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hetero.errors import ConfigError, PlanError
-from hetero.trace.fakemode import MOST_KNOWN, give_way, grouped_mm
+from hetero.trace.fakemode import give_way, grouped_mm, most_known
 
 __all__ = ["FakeDevice", "Faker", "reachable"]
 
@@ -139,8 +139,8 @@ class Faker:
         return self.fake(tensor)
 
     def call(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator. A gradient scaler that asks whether gradients overflowed hears that they did not. Short rows
-        of numbers have values, as models are built by them (`drop_path` of each layer)."""
+        """Run an operator. A gradient scaler that asks whether gradients overflowed hears that they did not; rows of
+        numbers that are as short as `most_known` have values."""
         if func is _aten._amp_foreach_non_finite_check_and_unscale_.default:
             self._overflow_flags.append(weakref.ref(args[1]))
         if func is _aten._local_scalar_dense.default and any(
@@ -152,13 +152,13 @@ class Faker:
         if func is _aten.lift_fresh.default and not isinstance(args[0], FakeTensor):
             return self._lift(args[0])
         out = func(*args, **kwargs)
-        if func in _ROWS and out.numel() <= MOST_KNOWN:
+        if func in _ROWS and out.numel() <= most_known() and not any(map(_is_symbol, args)):
             return self._with_values(partial(func, *args, **kwargs))
         return out
 
     def _lift(self, tensor: torch.Tensor) -> torch.Tensor:
         """The fake counterpart of what ``torch.tensor(...)`` has made, which nobody else holds."""
-        if tensor.numel() <= MOST_KNOWN and self._device in (None, tensor.device):
+        if tensor.numel() <= most_known() and self._device in (None, tensor.device):
             return self._with_values(tensor.clone)
         with torch.no_grad(), self._mode:
             return self._view_of_base(tensor, {})
@@ -274,6 +274,10 @@ class Faker:
             return False
         kinds = {(self._called or parameter.device).type for parameter in group["params"]}
         return kinds <= set(_get_foreach_kernels_supported_devices())
+
+
+def _is_symbol(value: object) -> bool:
+    return isinstance(value, torch.SymInt | torch.SymFloat)
 
 
 def _has_no_storage(tensor: torch.Tensor) -> bool:

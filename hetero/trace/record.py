@@ -21,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
 from hetero.errors import ConfigError, PlanError
-from hetero.trace.fakemode import fake_mode
+from hetero.trace.fakemode import fake_mode, rows_with_values
 from hetero.trace.faking import FakeDevice, Faker, reachable
 from hetero.trace.iteration import IterationFinder
 from hetero.trace.ledger import Ledger, RecordedOperator
@@ -86,7 +86,7 @@ def trace_recipe(
     """
     where = (FakeDevice.of(device).tensors if fake else device) or "cpu"
     with _recording([], (), fake=fake, device=device) as (ledger, _):
-        with torch.device(where):
+        with torch.device(where), rows_with_values():
             made = recipe()
         if not isinstance(made, tuple) or not made or not callable(made[0]):
             raise ConfigError(

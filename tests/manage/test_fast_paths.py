@@ -105,6 +105,97 @@ def test_one_that_does_not_fit_says_how_to_compute_it_by_operators():
             torch.backends.mha.set_fastpath_enabled(True)
 
 
+class Adapted(nn.Module):
+    """As adapters are put around an attention: it has its attributes. Torch's fast path passes it by."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.added = base, nn.Linear(WIDTH, WIDTH)
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("base"), name)
+
+    def forward(self, q, k, v, **keywords):
+        result, weights = self.base(q, k, v, **keywords)
+        return result + self.added(q), weights
+
+
+class ReadingFirst(nn.TransformerEncoder):
+    """Looks at its first layer before it calls it, and calls another layer's forward."""
+
+    def forward(self, src, *args, **keywords):
+        src = src + self.layers[0].linear1.weight.mean() + self.layers[0].linear2(src.repeat(1, 1, 2))
+        return super().forward(self.layers[1].forward(src), *args, **keywords)
+
+
+def adapted():
+    model = nn.TransformerEncoder(layer(), 3).requires_grad_(False)
+    for part in model.layers:
+        part.self_attn = Adapted(part.self_attn)
+    return model
+
+
+def shared():
+    inner = nn.TransformerEncoder(layer(), 3)
+    return nn.ModuleDict({"one": nn.Sequential(inner, nn.Linear(WIDTH, WIDTH)), "same": inner})["one"]
+
+
+@pytest.mark.parametrize("share", [0.8, 3.0])
+@pytest.mark.parametrize(
+    "make",
+    [adapted, shared, lambda: ReadingFirst(layer(), 3)],
+    ids=["adapted", "shared", "reading the first"],
+)
+def test_modules_that_are_made_of_them(make, share):
+    def loop(model, optimizer, target):
+        seen = []
+        for x in batches(target, 6):
+            for evaluates in (False, True):
+                model.train(not evaluates)
+                y = model(x)
+                seen.append(y.detach().cpu())
+                if not evaluates and y.requires_grad:
+                    y.square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            with torch.no_grad():
+                seen.append(model(x).cpu())
+        return seen
+
+    assert_twins(make, loop, share=share)
+
+
+def test_modules_under_several_names_get_their_calls_back():
+    inner = nn.TransformerEncoder(layer(), 2)
+    model = nn.ModuleDict({"one": inner, "other": nn.Sequential(inner, inner.layers[0])})
+    with hetero.manage(model, device=device(), device_budget="64MiB"):
+        assert "_compiled_call_impl" in inner.__dict__
+    assert not any("_compiled_call_impl" in module.__dict__ for module in model.modules())
+
+
+def test_all_arguments_may_be_given_by_position():
+    def loop(model, optimizer, target):
+        seen = []
+        for x, mask in padded(target):
+            seen.append(model(x, None, mask, False).detach())
+        return seen
+
+    assert_twins(lambda: encoder().train(), loop, share=0.8)
+
+
+def test_torch_answers_itself_when_nobody_is_called():
+    asked = torch.overrides.has_torch_function
+    model = nn.Sequential(layer(), layer()).eval()
+    with hetero.manage(model, device=device(), device_budget="64MiB"), torch.no_grad():
+        model(next(batches(device(), 1)))
+        parameter = next(model.parameters())
+        assert torch.overrides.has_torch_function((parameter,))
+        assert torch.overrides.has_torch_function is asked
+
+
 def padded(target):
     """Batches with padding on the right, as an encoder wants it."""
     for step, x in enumerate(batches(target, 5)):
@@ -140,20 +231,12 @@ def test_padding_is_left_out_by_an_encoder():
         assert_same(seen, expected, f"{budget} bytes")
 
 
-class Zeroed(torch.Tensor):
-    """Stands for a nested tensor on a device that has none."""
-
-    @staticmethod
-    def make(x, keep, mask_check):
-        return (x * keep[..., None]).as_subclass(Zeroed)
-
-    def to_padded_tensor(self, padding, size):
-        return self.as_subclass(torch.Tensor)
-
-
 @pytest.mark.parametrize("budget", [350 << 10, 64 << 20])
 def test_an_encoder_decides_as_without_us_whether_to_leave_padding_out(monkeypatch, budget):
-    monkeypatch.setattr(torch, "_nested_tensor_from_mask", Zeroed.make)
+    # What stands for nested tensors on a device that has none.
+    zeroed = lambda x, keep, mask_check: x * keep[..., None]  # noqa: E731
+    monkeypatch.setattr(torch, "_nested_tensor_from_mask", zeroed)
+    monkeypatch.setattr(torch.Tensor, "to_padded_tensor", lambda x, padding, size: x)
 
     def loop(model, optimizer, target):
         seen = evaluate(model, optimizer, target)

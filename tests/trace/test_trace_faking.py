@@ -61,11 +61,12 @@ def step(model, optimizer):
 def traces(make):
     """Fake and real."""
 
-    def recipe():
-        model = make()
-        return step, model, torch.optim.AdamW(model.parameters(), fused=True)
+    return [trace_recipe(lambda: (step, *made(make)), fake=fake) for fake in (True, False)]
 
-    return [trace_recipe(recipe, fake=fake) for fake in (True, False)]
+
+def made(make):
+    model = make()
+    return model, torch.optim.AdamW(model.parameters(), fused=True)
 
 
 def described(trace):
@@ -118,6 +119,24 @@ def test_values_that_were_written_since_are_not_known():
 
     with pytest.raises(PlanError, match="branches on a value read from a tensor"):
         traces(make)
+
+
+def test_rows_of_a_step_have_no_values():
+    def values(model, optimizer):
+        row = torch.arange(4.0)
+        torch._foreach_add_([row], 1.0)
+        if row[0].item() > 0.5:
+            step(model, optimizer)
+
+    with pytest.raises(PlanError, match="branches on a value read from a tensor"):
+        trace_recipe(lambda: (values, *made(Copies)))
+
+    def symbols(model, optimizer):
+        loss = model(torch.ones(2, 8, 16)).square().mean()
+        (loss * torch.linspace(0, loss.item(), 16).sum()).backward()
+
+    fake, real = (trace_recipe(lambda: (symbols, *made(Copies)), fake=fake) for fake in (True, False))
+    assert described(fake) == described(real)
 
 
 def test_weights_are_drawn_within_their_bounds_afterwards():

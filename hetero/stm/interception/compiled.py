@@ -1,6 +1,7 @@
 """Compiled submodules: operators whose operands are all of a submodule's parameters.
 
-Owns the wrapping of `torch.compile`d submodules inside a managed model. Nothing can be intercepted inside a compiled
+Owns the wrapping of `torch.compile`d submodules inside a managed model (and of those that have fast paths, which
+`hetero.stm.interception.fastpaths` calls). Nothing can be intercepted inside a compiled
 region, so the call as a whole is the operator: device copies of every parameter below the submodule take their
 places in ``module._parameters`` while it runs, and the parameters return when it ends, however it ends.
 Invariant: outside of such a call ``_parameters`` holds the user's own parameters.
@@ -29,13 +30,7 @@ from torch import nn
 from hetero.autograd import in_backward
 from hetero.errors import BudgetError, ManageError
 from hetero.stm.interception.arguments import any_on
-from hetero.stm.interception.fastpaths import (
-    FAST_IN_EVAL,
-    WHOLE_MODULE,
-    give_back_shown,
-    showing_first_layer,
-    takes_fast_path,
-)
+from hetero.stm.interception.fastpaths import HAVE_FAST_PATHS, asked_as_ever, taking_fast_paths
 from hetero.stm.interception.misplaced import note_misplaced
 from hetero.stm.interception.operators import substituted
 from hetero.stm.interception.outside import full_copies, keeps_its_type
@@ -56,7 +51,7 @@ __all__ = [
     "compile_apart",
     "compile_module",
     "is_compiling",
-    "is_ours",
+    "is_entry",
     "note_registered",
     "run_eagerly",
     "set_slot",
@@ -84,16 +79,23 @@ _PACKAGE = Path(__file__).parents[2]
 class SlotCall(functools.partial[Any]):
     """What we put into a module's slot, where ``own`` was. Modules that `torch.nn.utils.parametrize` has changed are
     copied with all they have: a copy gets ``own``, because ours would compute with the original's parameters.
-    ``is_compiled``: around a compiled module's call; others do not make theirs a compiled one."""
+    ``is_compiled``: around a compiled module's call; others do not make theirs a compiled one. ``is_entry``: where the
+    model, or a part of it, is entered (`hetero.stm.modelcalls`)."""
 
     own: Callable[..., Any] | None
     is_compiled: bool
+    is_entry: bool
 
     def __new__(
-        cls, call: Callable[..., Any], own: Callable[..., Any] | None, *, is_compiled: bool = False
+        cls,
+        call: Callable[..., Any],
+        own: Callable[..., Any] | None,
+        *,
+        is_compiled: bool = False,
+        is_entry: bool = False,
     ) -> "SlotCall":
         slot_call = super().__new__(cls, call)
-        slot_call.own, slot_call.is_compiled = own, is_compiled
+        slot_call.own, slot_call.is_compiled, slot_call.is_entry = own, is_compiled, is_entry
         return slot_call
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any] | None:
@@ -154,9 +156,9 @@ def compile_apart(*args: Any, **kwargs: Any) -> Any:
     return compiled
 
 
-def is_ours(call: Callable[..., Any] | None) -> bool:
-    """``call``, in a module's slot, is ours and does not make it a compiled one (`hetero.stm.modelcalls`)."""
-    return isinstance(call, SlotCall) and not call.is_compiled
+def is_entry(call: Callable[..., Any] | None) -> bool:
+    """`SlotCall.is_entry` of what is in a module's slot."""
+    return isinstance(call, SlotCall) and call.is_entry
 
 
 def set_slot(module: nn.Module, call: Callable[..., Any] | None) -> None:
@@ -225,14 +227,16 @@ class CompiledCalls:
         keep_compilers_out()
         self.is_outdated = False
         _ATTACHED.add(self)
-        for name, submodule in _computing_as_one(self._model, ""):
+        # One that is there under several names is wrapped once.
+        for submodule, name in dict(_computing_as_one(self._model, "")).items():
             own = submodule.__dict__.get(SLOT)
             inner = own or submodule._call_impl
-            if isinstance(submodule, nn.TransformerEncoder) and not _is_compiled(submodule):
-                ours = showing_first_layer(submodule, inner, is_paused=lambda: self._is_paused)
-            else:
+            is_compiled = _is_compiled(submodule)
+            if is_compiled:
                 ours = _substituting(submodule, name, inner, is_paused=lambda: self._is_paused)
-            call = SlotCall(ours, own, is_compiled=True)
+            else:
+                ours = taking_fast_paths(submodule, inner, is_paused=lambda: self._is_paused)
+            call = SlotCall(ours, own, is_compiled=is_compiled)
             _keep_apart(ours, call)
             set_slot(submodule, call)
             self._wrapped.append((submodule, call))
@@ -331,13 +335,13 @@ class CompiledCalls:
         self._wrapped.clear()
 
 
-def _computing_as_one(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """The outermost compiled ones, and all with a fast path, which a part of theirs may take alone."""
+def _computing_as_one(module: nn.Module, name: str) -> Iterator[tuple[nn.Module, str]]:
+    """The outermost compiled ones, and all that have fast paths, of which a part may take its own alone."""
     if _is_compiled(module):
-        yield name, module
+        yield module, name
         return
-    if isinstance(module, (*FAST_IN_EVAL, nn.TransformerEncoder)):
-        yield name, module
+    if isinstance(module, HAVE_FAST_PATHS):
+        yield module, name
     for child_name, child in module.named_children():
         yield from _computing_as_one(child, f"{name}.{child_name}" if name else child_name)
 
@@ -348,7 +352,7 @@ def _is_compiled(module: nn.Module) -> bool:
     # ``torch.compiler.disable`` leaves the same mark.
     compiled_forward = compiled_forward and not getattr(forward, "_torchdynamo_disable", False)
     call = module.__dict__.get(SLOT)
-    replaced = call is not None and not is_ours(call)
+    replaced = call is not None and (not isinstance(call, SlotCall) or call.is_compiled)
     return compiled_forward or replaced or _is_optimized(module)
 
 
@@ -366,13 +370,11 @@ def _substituting(
     *,
     is_paused: Callable[[], bool],
 ) -> Callable[..., Any]:
-    is_compiled = _is_compiled(submodule)
-    label = f"{'compiled ' if is_compiled else ''}{name or type(submodule).__name__}"
+    label = f"compiled {name or type(submodule).__name__}"
 
     @functools.wraps(inner)
     def call(*args: Any, **kwargs: Any) -> Any:
-        give_back_shown(submodule)
-        if is_paused() or not (is_compiled or takes_fast_path(submodule, args, kwargs)):
+        if is_paused():
             return inner(*args, **kwargs)
         places = managed_places(submodule)
         if not places or not _on_device(places[0][2], args, kwargs):
@@ -386,7 +388,7 @@ def _substituting(
             tensor.owner.uses.note_unguarded()
         # Modes would make the compiler run everything eagerly, which is not the same arithmetic.
         outside = not in_scope() and keeps_its_type(operands)
-        with _noting(_WHOLE_REGION if is_compiled else WHOLE_MODULE):
+        with _noting(_WHOLE_REGION), asked_as_ever():
             given = full_copies(operands) if outside else substituted(operands, label)
             with plain(), given as copies, unguarded():
                 try:

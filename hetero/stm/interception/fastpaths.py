@@ -1,90 +1,99 @@
-"""Modules of torch that compute otherwise where no parameter is intercepted: the fast paths of its transformer.
+"""The fast paths of torch's transformer: in evaluation, one kernel for a whole attention or layer.
 
-Owns when a call would take one. In evaluation `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` are one kernel
-each, unless gradients are wanted or a parameter has ``__torch_function__``, as managed ones do; so such a call has
-device copies in their places (`hetero.stm.interception.compiled`). An `nn.TransformerEncoder` that is given a padding
-mask looks at its first layer's parameters to decide whether its layers are to compute without the padding (as a nested
-tensor, in which padding comes out as zeros). That is a look, and no operand: it sees others in their places.
+Owns that managed modules take them where they would without us. `nn.MultiheadAttention`, `nn.TransformerEncoderLayer`,
+and `nn.TransformerEncoder` for what it does with a padding mask, look whether a parameter has ``__torch_function__``,
+which managed ones do, and are slower then, with other last digits, and without zeros in the padding. So while one of
+them is called, the question is answered as if managed parameters had none; all else that torch asks, it asks of them
+(is a gradient wanted, is there a hook). The kernel is then an operator like any other, and intercepted as such.
+
+What compiles asks as well, and finds torch's own function (`asked_as_ever`): a compiler knows that one.
 """
 
 import contextlib
 import functools
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from hetero.stm.interception.arguments import tensors_in
-from hetero.stm.interception.parameter import managed_places
+from hetero.errors import BudgetError
+from hetero.stm.interception.parameter import is_managed
 
-__all__ = ["FAST_IN_EVAL", "WHOLE_MODULE", "give_back_shown", "showing_first_layer", "takes_fast_path"]
+__all__ = ["HAVE_FAST_PATHS", "asked_as_ever", "taking_fast_paths"]
 
-FAST_IN_EVAL = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-WHOLE_MODULE = (
-    "hetero: in evaluation torch computes it as one operator, with all its parameters on the device at once; "
+HAVE_FAST_PATHS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
+
+_WHO_ASKS = {"torch.nn.modules.activation", "torch.nn.modules.transformer"}
+_KERNELS = ("_native_multi_head_attention", "_transformer_encoder_layer_fwd")
+_WHOLE_MODULE = (
+    "hetero: in evaluation torch computes a whole attention or layer by this one operator; "
     "torch.backends.mha.set_fastpath_enabled(False) makes it several, whose last digits may be others"
 )
 
-_SHOWN = "_hetero_shown"  # in a module's ``__dict__``: ends the look at what stands for its parameters
+_overrides: Any = torch.overrides
+_has_torch_function: Callable[[Any], bool] = _overrides.has_torch_function
 
 
-def takes_fast_path(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """By what torch demands beside plain parameters: evaluation, and no gradient to be computed. With the rest of its
-    conditions unmet it computes as ever, of copies."""
-    if module.training or not torch.backends.mha.get_fastpath_enabled():
-        return False
-    if not torch.is_grad_enabled():
-        return True
-    given = tensors_in((*args, *kwargs.values()))
-    return not any(tensor.requires_grad for tensor in (*module.parameters(), *given))
+@functools.wraps(_has_torch_function)
+def _has_other(relevant_args: Any) -> bool:
+    if sys._getframe(1).f_globals.get("__name__") in _WHO_ASKS:
+        relevant_args = tuple(value for value in relevant_args if not is_managed(value))
+    return _has_torch_function(relevant_args)
 
 
-def showing_first_layer(
-    encoder: nn.TransformerEncoder, inner: Callable[..., Any], *, is_paused: Callable[[], bool]
-) -> Callable[..., Any]:
-    """``inner``, the call of ``encoder``, which sees plain parameters in its first layer until it calls that."""
+class _Answers:
+    """Which function answers, and how many calls, of any threads, want ours."""
 
-    @functools.wraps(inner)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if is_paused() or not (has_mask(*args, **kwargs) and len(encoder.layers)):
-            return inner(*args, **kwargs)
-        first = encoder.layers[0]
-        if not (isinstance(first, nn.TransformerEncoderLayer) and takes_fast_path(first, args, kwargs)):
-            return inner(*args, **kwargs)
-        with _shown(first):
-            return inner(*args, **kwargs)
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._calls = 0
 
-    def has_mask(src: Any = None, mask: Any = None, src_key_padding_mask: Any = None, **_: Any) -> bool:
-        return src_key_padding_mask is not None
+    def want(self, change: int) -> None:
+        with self._lock:
+            self._calls += change
+            _overrides.has_torch_function = _has_other if self._calls else _has_torch_function
 
-    return call
+    def give_back(self) -> None:
+        with self._lock:
+            _overrides.has_torch_function = _has_torch_function
 
 
-def give_back_shown(module: nn.Module) -> None:
-    """``module`` is called: its own parameters are wanted, if others are shown in their places."""
-    if (end := module.__dict__.get(_SHOWN)) is not None:
-        end()
+_answers = _Answers()
 
 
 @contextlib.contextmanager
-def _shown(layer: nn.Module) -> Iterator[None]:
-    """In the places of its managed parameters are empty ones, until `give_back_shown` or the end."""
-    places = managed_places(layer)
-    if not places or _SHOWN in layer.__dict__:
-        yield
-        return
-
-    def end() -> None:
-        if layer.__dict__.pop(_SHOWN, None) is not None:
-            for module, key, parameter in places:
-                module._parameters[key] = parameter
-
-    layer.__dict__[_SHOWN] = end
+def asked_as_ever() -> Iterator[None]:
+    """Within it, torch's own function answers."""
+    _answers.give_back()
     try:
-        for module, key, parameter in places:
-            empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-            module._parameters[key] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
         yield
     finally:
-        end()
+        _answers.want(0)
+
+
+def taking_fast_paths(
+    module: nn.Module, inner: Callable[..., Any], *, is_paused: Callable[[], bool]
+) -> Callable[..., Any]:
+    """``inner``, the call of ``module``, which is of `HAVE_FAST_PATHS`."""
+    asks_itself = not isinstance(
+        module, nn.TransformerEncoder
+    )  # that asks its first layer whether it is in training
+
+    @functools.wraps(inner)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if (asks_itself and module.training) or is_paused():
+            return inner(*args, **kwargs)
+        _answers.want(1)
+        try:
+            return inner(*args, **kwargs)
+        except BudgetError as error:
+            if any(kernel in str(error) for kernel in _KERNELS):
+                error.add_note(_WHOLE_MODULE)
+            raise
+        finally:
+            _answers.want(-1)
+
+    return call
