@@ -18,6 +18,10 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from twins import adamw, assert_twins, device
 
 import hetero
+from hetero.eviction import HomeStep
+from hetero.eviction.placement import Placement
+from hetero.stm.plans import homechoice
+from hetero.stm.plans.homechoice import HomeChoice
 
 WIDTH, ROWS = 96, 32
 
@@ -62,7 +66,7 @@ def wide(y, times):
 
 
 @contextlib.contextmanager
-def job(budget, build=chain):
+def job(budget, build=chain, **keywords):
     """A model, its input, and so many bytes for both; nobody else's."""
     target = device()
     gc.collect()
@@ -72,7 +76,7 @@ def job(budget, build=chain):
     model = build()
     optimizer = adamw(model)
     base = torch.accelerator.memory_allocated()
-    with hetero.manage(model, optimizer, device=target, device_budget=base + budget) as manager:
+    with hetero.manage(model, optimizer, device=target, device_budget=base + budget, **keywords) as manager:
         torch.accelerator.reset_peak_memory_stats()
         yield model, optimizer, batch(target, ROWS, WIDTH), manager
         assert torch.accelerator.max_memory_allocated() <= base + budget
@@ -202,23 +206,56 @@ class Skipping(nn.Module):
         return x
 
 
-# Of each iteration: how many forwards its loss has; "s": one, which leaves out a layer.
+def train_in_order(order, times, model, optimizer, x):
+    """Of each iteration: how many forwards its loss has; "s": one, which leaves out a layer."""
+    for step, kind in enumerate(order):
+        yield step
+        model.skips = kind == "s"
+        if kind == "2":
+            loss = (model(x) + model(x)).square().mean()
+        else:
+            loss = wide(model(x), times).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 @pytest.mark.parametrize(
     "order", ["2222" + "1111", "2222" + "1s11111", "22222212111122121121122", "2222222221" * 3]
 )
 @pytest.mark.parametrize(("budget", "times"), [(420 << 10, 6), (560 << 10, 8), (620 << 10, 8)])
 def test_a_loss_after_one_forward_is_measured_where_two_had_one(budget, times, order):
-    """Each forward is known by then, and so is the backward: all but what comes between them."""
-    with job(budget, Skipping) as (model, optimizer, x, _):
-        for kind in order:
-            model.skips = kind == "s"
-            if kind == "2":
-                loss = (model(x) + model(x)).square().mean()
-            else:
-                loss = wide(model(x), times).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    """Each forward is known by then, and so is the backward: all but what comes between them. Where parameters lived on
+    the device by then, it could pass the budget once (docs/limits.md)."""
+    with job(budget, Skipping, device_homes=False) as (model, optimizer, x, _):
+        for _step in train_in_order(order, times, model, optimizer, x):
+            pass
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("since", [6, 7, 8])
+@pytest.mark.parametrize("order", ["22222212111122121121122", "2222221221222212222122221"])
+def test_it_is_measured_before_more_lives_on_the_device(monkeypatch, order, since, count):
+    """``since`` an iteration so many parameters live there. Those with a loss after one forward are not expected."""
+    choose, now, chosen = HomeChoice._choose, [0], []
+
+    def late(self, keys):
+        if now[0] >= since:
+            self._spent = 0.0  # whatever the clock says
+            choose(self, keys)
+
+    def some(order, costs, *_, plan, **__):
+        homes = tuple(index for index in order if index in costs)[:count]
+        plan(homes, ())
+        chosen.append(homes)
+        return Placement(home=HomeStep(homes=homes, nbytes=0, seconds=0.0), places=())
+
+    monkeypatch.setattr(HomeChoice, "_choose", late)
+    monkeypatch.setattr(homechoice, "choose_placement", some)
+    with job(420 << 10, Skipping) as (model, optimizer, x, _):
+        for step in train_in_order(order, 6, model, optimizer, x):
+            now[0] = step
+    assert chosen
 
 
 @pytest.mark.parametrize("share", [0.4, 0.45, 0.65])

@@ -1,5 +1,8 @@
 """Modules of torch that compute as one kernel in evaluation, wherever torch would."""
 
+import copy
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from accelerators import device
@@ -186,6 +189,26 @@ def test_all_arguments_may_be_given_by_position():
     assert_twins(lambda: encoder().train(), loop, share=0.8)
 
 
+@pytest.mark.parametrize("budget", [1 << 20, 64 << 20])
+def test_threads_take_them_side_by_side(budget):
+    target = device()
+    model = encoder_of_seed(0).eval()
+    given = [x[:1].contiguous() for x in batches(target, 5)]
+
+    def evaluate(some):
+        with torch.no_grad():
+            return [some(x).cpu() for x in given for _ in range(4)]
+
+    expected = evaluate(copy.deepcopy(model).to(target))
+    base = torch.accelerator.memory_allocated()
+    with (
+        hetero.manage(model, device=target, device_budget=base + budget),
+        ThreadPoolExecutor(2) as threads,
+    ):
+        for seen in threads.map(evaluate, [model] * 4):
+            assert_same(seen, expected, "seen")
+
+
 def test_torch_answers_itself_when_nobody_is_called():
     asked = torch.overrides.has_torch_function
     model = nn.Sequential(layer(), layer()).eval()
@@ -205,6 +228,11 @@ def padded(target):
 
 def encoder():
     return nn.TransformerEncoder(layer(), 3)
+
+
+def encoder_of_seed(seed):
+    torch.manual_seed(seed)
+    return encoder()
 
 
 def evaluate(model, optimizer, target):

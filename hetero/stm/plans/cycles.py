@@ -152,7 +152,7 @@ class Cycles:
         place = len(history.keys) - 1
         if plan is None:
             return Place(plan=None, sample=not sampled, guarded=True, number=place)
-        unsure = book.outgrown.is_unsure(plan.keys)
+        unsure = book.is_unsure(plan, tuple(history.keys))
         return Place(
             plan=plan,
             begin=plan.bounds[place],
@@ -176,8 +176,9 @@ class Cycles:
     def will_be_guarded(self, key: SegmentKey) -> bool:
         """`Place.guarded` of a training segment that is about to begin with ``key``."""
         history = self._training
-        plan = self._book.find((*history.keys, key), self._coming)
-        if plan is None or history.has_strayed or self._book.outgrown.is_unsure(plan.keys):
+        begun = (*history.keys, key)
+        plan = self._book.find(begun, self._coming)
+        if plan is None or history.has_strayed or self._book.is_unsure(plan, begun):
             return True
         return _is_guarded(plan, len(history.keys))
 

@@ -17,6 +17,8 @@ _SPARE = 2  # times as much as was seen is kept free for what may grow on, so th
 # intercepted, of which no more is known than that, so that the first that follows a plan has to tell how much it takes.
 _NOW, _NEXT, _ELSEWHERE = "now", "next", "elsewhere"
 
+_PATIENCE = 8  # iterations that begin as one that is to be measured again, and are others
+
 
 @dataclass(slots=True)
 class _Seen:
@@ -38,7 +40,7 @@ class Outgrown:
         self.trains = False
         self._seen = {False: _Seen(), True: _Seen()}
         self._times: Counter[tuple[Hashable, str]] = Counter()
-        self._unsure: set[Hashable] = set()
+        self._unsure: dict[Hashable, int] = {}  # with how many others have begun alike since
         self._elsewhere: dict[Hashable, int] = {}
 
     def note(self, nbytes: int, *, passes_budget: bool = False, is_next: bool = False) -> None:
@@ -86,13 +88,13 @@ class Outgrown:
         self._times[keys, where] += 1
         is_due = self._times[keys, where].bit_count() == 1
         if is_due:
-            self._unsure.add(keys)
+            self._unsure[keys] = 0
         return is_due
 
     def doubt(self, keys: Hashable) -> None:
         """Its operators have taken more than was measured of them, or what is between them has not been measured: it
         is to be measured again."""
-        self._unsure.add(keys)
+        self._unsure[keys] = 0
 
     def doubt_again(self, keys: Hashable) -> None:
         """As `doubt`, where measuring has told nothing; not for ever."""
@@ -102,6 +104,14 @@ class Outgrown:
         """How much it takes is not known before it has been measured again."""
         return keys in self._unsure
 
+    def awaited(self) -> list[Hashable]:
+        """Those that are unsure, and may come soon: too many others have not come in their stead."""
+        return [keys for keys, others in self._unsure.items() if others < _PATIENCE]
+
+    def note_other(self, keys: Hashable) -> None:
+        """An iteration has begun as those of ``keys``, which are unsure, and was another."""
+        self._unsure[keys] += 1
+
     def note_measured(self, keys: Hashable) -> None:
         """It is known now."""
-        self._unsure.discard(keys)
+        self._unsure.pop(keys, None)

@@ -7,6 +7,7 @@ memory allows it at all, there is a plan for every kind that was sampled, made f
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from hetero.eviction import CapacityError, HomeCost, Schedule, Trace
 from hetero.msc import Phase, Segment, SegmentKey
@@ -79,6 +80,11 @@ class PlanBook:
         """Every segment has been measured while it followed the plan."""
         return keys in self._verified
 
+    def is_unsure(self, plan: CyclePlan, begun: Keys) -> bool:
+        """``plan``'s iterations are, or others that have ``begun`` alike, and may be what this one turns out to be."""
+        awaited = self.outgrown.awaited()
+        return self.outgrown.is_unsure(plan.keys) or any(_begin(keys, begun) for keys in awaited)
+
     def find(self, begun: Keys, coming: Keys | None) -> CyclePlan | None:
         """A plan whose iterations begin so: the one that is expected, else the one before, else the latest."""
         expected = None if coming is None else self._plans.get(coming)
@@ -96,6 +102,9 @@ class PlanBook:
         """An iteration is over: what it has shown of memory. True: it had more than its plan knew, which has been made
         of it now."""
         self.last_segments = segments
+        for other in self.outgrown.awaited():
+            if other != keys and _begin(other, keys[:1]):
+                self.outgrown.note_other(other)
         if len(self.samples) > self._prune_at:
             self._forget_samples(keys)
         if all(segment.sampled for segment in segments):
@@ -351,6 +360,10 @@ class PlanBook:
         return self._planner.make(
             keys, self.samples, margin, homes, costs, places=places, early=self.early, thorough=thorough
         )
+
+
+def _begin(keys: Any, begun: Keys) -> bool:
+    return bool(keys[: len(begun)] == begun)
 
 
 def _trains(keys: Sequence[SegmentKey]) -> bool:
