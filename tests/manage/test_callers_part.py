@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from twins import adamw, assert_twins, device
 
 import hetero
-from hetero.eviction import HomeStep
+from hetero.eviction import CapacityError, HomeStep
 from hetero.eviction.placement import Placement
 from hetero.stm.plans import homechoice
 from hetero.stm.plans.homechoice import HomeChoice
@@ -236,7 +236,8 @@ def test_a_loss_after_one_forward_is_measured_where_two_had_one(budget, times, o
 @pytest.mark.parametrize("since", [6, 7, 8])
 @pytest.mark.parametrize("order", ["22222212111122121121122", "2222221221222212222122221"])
 def test_it_is_measured_before_more_lives_on_the_device(monkeypatch, order, since, count):
-    """``since`` an iteration so many parameters live there. Those with a loss after one forward are not expected."""
+    """``since`` an iteration so many parameters live there, if they fit. Those with a loss after one forward are not
+    expected."""
     choose, now, chosen = HomeChoice._choose, [0], []
 
     def late(self, keys):
@@ -246,7 +247,10 @@ def test_it_is_measured_before_more_lives_on_the_device(monkeypatch, order, sinc
 
     def some(order, costs, *_, plan, **__):
         homes = tuple(index for index in order if index in costs)[:count]
-        plan(homes, ())
+        try:
+            plan(homes, ())
+        except CapacityError:
+            homes = ()
         chosen.append(homes)
         return Placement(home=HomeStep(homes=homes, nbytes=0, seconds=0.0), places=())
 
