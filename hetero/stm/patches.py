@@ -28,6 +28,7 @@ as all managers rest (`hetero.stm.settled`).
   wait for a parameter's update in between.
 * ``Optimizer.load_state_dict`` and ``add_param_group``: what a step has left to be done is done before.
 
+Only for the time of a call, `hetero.stm.interception.fastpaths` replaces ``torch.overrides.has_torch_function``.
 Beside them, torch's own hooks around every optimizer's step, and for every submodule that is set
 (`hetero.stm.wrappers`).
 """

@@ -2,7 +2,7 @@
 
 Owns the replacement of parameters, buffers, gradients and optimizer states inside the user's own modules and
 optimizers while the context lasts. Invariant: on exit, also after an error, every module and optimizer holds
-exactly the objects it held before, and no real byte was read or written. Tensors that share a storage share
+exactly the objects it held before, and none of their bytes was read or written. Tensors that share a storage share
 one when fake.
 """
 

@@ -245,14 +245,18 @@ def has_nested_tensors(target):
     x, mask = next(padded(target))
     try:
         torch._nested_tensor_from_mask(x, ~mask, mask_check=False)
-    except RuntimeError:
-        return False
+    except RuntimeError as error:
+        if "NestedTensorImpl doesn't support strides" in str(
+            error
+        ):  # the virtual device, and the stand-in for CUDA
+            return False
+        raise
     return True
 
 
 def test_padding_is_left_out_by_an_encoder():
     if not has_nested_tensors(device()):
-        pytest.skip("this device has no nested tensors")
+        pytest.skip("the virtual device and the stand-in for CUDA have no nested tensors; a real one has")
     expected, *_ = unmanaged(encoder, evaluate)
     for budget in (350 << 10, 64 << 20):
         seen, *_ = managed(encoder, evaluate, budget)

@@ -1,9 +1,9 @@
 """Compiled submodules: operators whose operands are all of a submodule's parameters.
 
-Owns the wrapping of `torch.compile`d submodules inside a managed model (and of those that have fast paths, which
-`hetero.stm.interception.fastpaths` calls). Nothing can be intercepted inside a compiled
-region, so the call as a whole is the operator: device copies of every parameter below the submodule take their
-places in ``module._parameters`` while it runs, and the parameters return when it ends, however it ends.
+Owns the wrapping of `torch.compile`d submodules inside a managed model, and puts the calls of
+`hetero.stm.interception.fastpaths` in place. Nothing can be intercepted inside a compiled region, so the call as a
+whole is the operator: device copies of every parameter below the submodule take their places in
+``module._parameters`` while it runs, and the parameters return when it ends, however it ends.
 Invariant: outside of such a call ``_parameters`` holds the user's own parameters.
 
 What is compiled while the model is managed (``block.compile()``, ``model[0] = torch.compile(...)``) is wrapped as
@@ -208,7 +208,8 @@ def _refuse_late_compile(name: str) -> ManageError:
 
 
 class CompiledCalls:
-    """The wrapped calls of one model's compiled submodules. `attach` once, `detach` once.
+    """The wrapped calls of one model's submodules: of compiled ones, and of those that have fast paths. `attach` once,
+    `detach` once.
 
     ``release`` and ``wrap``, set by the manager, take its wrapper off the model's call and put it on again.
     """
@@ -228,7 +229,7 @@ class CompiledCalls:
         self.is_outdated = False
         _ATTACHED.add(self)
         # One that is there under several names is wrapped once.
-        for submodule, name in dict(_computing_as_one(self._model, "")).items():
+        for submodule, name in dict(_to_be_wrapped(self._model, "")).items():
             own = submodule.__dict__.get(SLOT)
             inner = own or submodule._call_impl
             is_compiled = _is_compiled(submodule)
@@ -335,7 +336,7 @@ class CompiledCalls:
         self._wrapped.clear()
 
 
-def _computing_as_one(module: nn.Module, name: str) -> Iterator[tuple[nn.Module, str]]:
+def _to_be_wrapped(module: nn.Module, name: str) -> Iterator[tuple[nn.Module, str]]:
     """The outermost compiled ones, and all that have fast paths, of which a part may take its own alone."""
     if _is_compiled(module):
         yield module, name
@@ -343,7 +344,7 @@ def _computing_as_one(module: nn.Module, name: str) -> Iterator[tuple[nn.Module,
     if isinstance(module, HAVE_FAST_PATHS):
         yield module, name
     for child_name, child in module.named_children():
-        yield from _computing_as_one(child, f"{name}.{child_name}" if name else child_name)
+        yield from _to_be_wrapped(child, f"{name}.{child_name}" if name else child_name)
 
 
 def _is_compiled(module: nn.Module) -> bool:
