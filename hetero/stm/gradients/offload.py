@@ -118,6 +118,8 @@ class Gradients:
         place = host if gradient.dtype is home.dtype else landing_place(host, gradient.dtype)
         event = self._engine.download(gradient, place)
         self._note_download(tensor, gradient, event, is_shared=is_shared)
+        # Before its norm is taken: there is room for that beside no more than may be on their way.
+        self.reclaim(self._in_flight_bytes - self.in_flight_limit)
         if place is not host:
             self._upcast_later(tensor, gradient, host, event)
         elif self._is_read_at_once(tensor):
@@ -126,7 +128,6 @@ class Gradients:
         else:
             self.norms.take(tensor.index, gradient)
             self._ready[tensor.index] = event
-        self.reclaim(self._in_flight_bytes - self.in_flight_limit)
         return host
 
     def wait(self, tensor: ManagedTensor) -> None:
