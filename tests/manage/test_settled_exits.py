@@ -182,6 +182,57 @@ def test_a_graph_of_the_settled_state_is_gone_through_after_it_has_ended():
     assert_leaves_and_comes_back(loop)
 
 
+class _Halves(nn.Module):
+    """Its own code makes views of its weight, which Python knows as long as a graph has saved them."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64))
+        self.below = nn.Linear(64, 64)
+
+    def forward(self, x):
+        x = self.below(x)
+        return torch.cat([nn.functional.linear(x, half) for half in self.weight.chunk(2)], -1)
+
+
+@pytest.mark.parametrize("build", [mlp, _Halves])
+def test_a_graph_that_is_kept_stands_in_nobodys_way(build):
+    """Nor does one from before it has settled again, which still holds what parameters lay in."""
+
+    def loop(model, optimizer, target, note):
+        seen = losses(model, optimizer, target, 6)
+        graph = square_loss(model, target)
+        for rows in (16, 32):
+            note(True)
+            seen.append(step(model, optimizer, target, rows))
+            note(False)
+            seen += losses(model, optimizer, target, 6)
+        return [*seen, graph.detach()]
+
+    assert_leaves_and_comes_back(loop, build=build)
+
+
+@pytest.mark.parametrize("named", ["a view", "a view of it", "an alias"])
+def test_what_a_user_holds_beside_a_graph_keeps_it_settled(named):
+    """Whoever writes there expects the parameter to follow."""
+
+    def loop(model, optimizer, target, note):
+        seen = losses(model, optimizer, target, 6)
+        weight = next(model.parameters())
+        held = {
+            "a view": lambda: weight.chunk(2)[0],
+            "a view of it": lambda: weight.chunk(2)[0].t(),
+            "an alias": lambda: weight.detach(),
+        }[named]()
+        graph = square_loss(model, target), (held * 2).sum()
+        note(True)
+        seen.append(step(model, optimizer, target, 16))
+        note(True)
+        return [*seen, graph[0].detach(), held.shape]
+
+    assert_leaves_and_comes_back(loop, build=_Halves)
+
+
 @pytest.mark.parametrize("unfreezes", [False, True])
 def test_a_graph_through_frozen_parameters_is_gone_through_after_it_has_ended(unfreezes):
     """It has saved them, and has no accumulator of theirs: a generator's loss through its critic. ``unfreezes``: it is

@@ -16,7 +16,7 @@ from torch import nn
 
 from hetero.devices import storage_of
 from hetero.stm.interception.parameter import is_managed
-from hetero.stm.tensors.exposure import gradient_is_private, memory_is_private
+from hetero.stm.tensors.exposure import gradient_is_private, listed_beside_graphs, memory_is_private
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.instances import instances_of
 from hetero.stm.tensors.managed import ManagedTensor
@@ -103,8 +103,10 @@ def may_go_back(tensors: Sequence[ManagedTensor], device: torch.device) -> bool:
             held.add(parameter.untyped_storage()._cdata)
     if not held:
         return True
-    # Without a graph it is the user who holds them. With one it may be the graph: its views are not Python's.
-    return has_graph and not _has_alias(held, {id(tensor.parameter) for tensor in tensors})
+    # Without a graph it is the user who holds them. With one it may be that: of its views Python knows those that the
+    # model's own code has made, and of one from before, which goes on to hold that memory, its leaves.
+    aliases = _aliases(held, {id(tensor.parameter) for tensor in tensors})
+    return (has_graph or bool(aliases)) and listed_beside_graphs(aliases)
 
 
 def is_like(parameter: torch.Tensor, home: torch.Tensor, device: torch.device) -> bool:
@@ -117,11 +119,11 @@ def is_like(parameter: torch.Tensor, home: torch.Tensor, device: torch.device) -
     )
 
 
-def _has_alias(storages: set[int], parameters: set[int]) -> bool:
-    """A tensor that Python knows shares one of these storages."""
-    for found in instances_of(torch.Tensor):
-        if id(found) not in parameters:
-            storage = storage_of(found)
-            if storage is not None and storage._cdata in storages:
-                return True
-    return False
+def _aliases(storages: set[int], parameters: set[int]) -> list[torch.Tensor]:
+    """Tensors that Python knows, and that share one of these storages."""
+
+    def is_one(found: torch.Tensor) -> bool:
+        storage = storage_of(found)
+        return id(found) not in parameters and storage is not None and storage._cdata in storages
+
+    return list(filter(is_one, instances_of(torch.Tensor)))
