@@ -45,8 +45,11 @@ __all__ = ["ahead_of_home", "outside", "run_operator", "substituted", "write_bac
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
 
-def run_operator(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``func(*args, **kwargs)`` with device copies in the place of parameters, where it belongs on the device."""
+def run_operator(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, hands_on: bool = False
+) -> Any:
+    """``func(*args, **kwargs)`` with device copies in the place of parameters, where it belongs on the device.
+    ``hands_on``: there to whoever else has a ``__torch_function__``, of the user's own classes of tensors."""
     operands: list[ManagedTensor] = []
     collect(args, operands)
     if kwargs:
@@ -63,8 +66,8 @@ def run_operator(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
                 result = call() if is_once else with_relief(operands[0].owner, call)
                 return restore(result, operands, copies)
         with outside(operands, args, kwargs):
-            return _run_on_device(func, operands, args, kwargs, in_forward=False)
-    return _run_on_device(func, operands, args, kwargs, in_forward=True)
+            return _run_on_device(func, operands, args, kwargs, in_forward=False, hands_on=hands_on)
+    return _run_on_device(func, operands, args, kwargs, in_forward=True, hands_on=hands_on)
 
 
 def outside(
@@ -99,12 +102,13 @@ def _run_on_device(
     kwargs: dict[str, Any],
     *,
     in_forward: bool,
+    hands_on: bool,
 ) -> Any:
     owner = operands[0].owner
     for tensor in operands:
         if tensor.owner is not owner:
             with substituted(operands, func) as copies:
-                return _run(func, operands, copies, args, kwargs, in_forward=in_forward)
+                return _run(func, operands, copies, args, kwargs, in_forward=in_forward, hands_on=hands_on)
     # As `substituted` does it, written out: every operator of a managed model comes here.
     try:
         owner.uses.begin_operator(operands, func)
@@ -119,7 +123,7 @@ def _run_on_device(
             copy = tensor.identity if parameter.requires_grad else tensor.data
             copies[id(parameter)] = owner.uses.copy_for(tensor) if copy is None else copy
         del copy
-        return _run(func, operands, copies, args, kwargs, in_forward=in_forward)
+        return _run(func, operands, copies, args, kwargs, in_forward=in_forward, hands_on=hands_on)
     finally:
         owner.uses.end_operator(operands)
 
@@ -132,6 +136,7 @@ def _run(
     kwargs: dict[str, Any],
     *,
     in_forward: bool,
+    hands_on: bool,
 ) -> Any:
     """``func`` with ``copies``, by id of parameter, in the place of ``operands``, which are in COMPUTE."""
     casts = kept_casts(func, operands, copies) if _is_any_autocast_enabled() else None
@@ -148,10 +153,14 @@ def _run(
             everyone = list(operands)
             collect((args, kwargs), everyone)
             with substituted(everyone, func) as copies:
-                return _run(func, everyone, copies, args, kwargs, in_forward=in_forward)
+                return _run(func, everyone, copies, args, kwargs, in_forward=in_forward, hands_on=hands_on)
         listed = versions_of_list(given)
         try:
-            result = func(*given, **by_name)
+            if hands_on:
+                with torch._C._EnableTorchFunction():  # parameters are not among what is given
+                    result = func(*given, **by_name)
+            else:
+                result = func(*given, **by_name)
             break
         except torch.OutOfMemoryError as error:
             # An in-place operator may have done half its work; everything else can be tried again.

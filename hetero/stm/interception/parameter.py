@@ -26,9 +26,8 @@ class ManagedParameter(nn.Parameter):
     """What ``p.__class__`` is while `p` is managed. It remains a `nn.Parameter` whose data live at home."""
 
     _hetero: ManagedTensor
-    _run_operator: ClassVar[
-        Handler
-    ]  # given by `hetero.stm.interception.operators`, which is made of this class
+    # Given by `hetero.stm.interception.operators`, which is made of this class.
+    _run_operator: ClassVar[Callable[..., Any]]
 
     @classmethod
     def __torch_function__(
@@ -38,7 +37,8 @@ class ManagedParameter(nn.Parameter):
             handler = HANDLERS.get(func)
             if handler is not None:
                 return handler(func, args, kwargs or {})
-            return cls._run_operator(func, args, kwargs or {})
+            # Each class is among them once. Inputs of a class of the user's own are handed on to that.
+            return cls._run_operator(func, args, kwargs or {}, hands_on=len(types) > 1)
 
     def set_(self, *args: Any, **kwargs: Any) -> "ManagedParameter":
         """``p.set_(other)``, of which torch tells nobody, as ``p.data = other``: for a parameter that is the same."""
