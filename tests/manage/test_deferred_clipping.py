@@ -1,5 +1,7 @@
 """Clipping and gradient scalers, beside updates that are done later: the same bits, and no gradient is read."""
 
+import copy
+
 import pytest
 import torch
 from accelerators import ON_CUDA, ON_HOST
@@ -33,6 +35,60 @@ def test_clipping_accumulation_and_a_scheduler():
         return seen
 
     assert_twins(mlp, loop)
+
+
+class Doubles(torch.optim.Optimizer):
+    """A user's own, which writes to gradients, and has its closure called whenever it likes."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 1e-2})
+
+    def step(self, closure=None):
+        loss = None if closure is None else closure()
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.grad.mul_(2)
+                    p.add_(p.grad, alpha=-group["lr"])
+        return loss
+
+
+@pytest.mark.parametrize("closure", [False, True])
+@pytest.mark.parametrize("makes_states", [False, True])
+@pytest.mark.parametrize("share", [0.6, 4.0])
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        lambda model: torch.optim.SGD(model.parameters(), 1e-2, momentum=0.9, nesterov=True, foreach=True),
+        lambda model: Doubles(model.parameters()),
+    ],
+)
+def test_gradients_that_a_step_has_written_to_are_clipped_by_what_they_are_then(
+    make_optimizer, share, makes_states, closure
+):
+    """torch's foreach SGD adds Nesterov's momentum to them, in a step that is done later, or at once, where it makes
+    states."""
+
+    def loop(model, optimizer, target):
+        states, seen = copy.deepcopy(optimizer.state_dict()), []
+
+        def backward():
+            loss = model(batch(target)).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(5):
+            if not closure:
+                backward()
+            seen.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3))
+            optimizer.step(backward if closure else None)
+            seen.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3))
+            optimizer.zero_grad()
+            if makes_states:
+                optimizer.load_state_dict(states)
+        return seen
+
+    assert_twins(mlp, loop, share=share, make_optimizer=make_optimizer)
 
 
 @pytest.fixture

@@ -166,6 +166,7 @@ class Segments:
             else:
                 self._residency.drop_stale(written)
                 self._executor.finish_segment()
+            self._gradients.norms.forget_all()  # it may have written to gradients
             self._executor.release_cap()
 
     def prepare_backward(self) -> None:

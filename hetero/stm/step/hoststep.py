@@ -283,6 +283,7 @@ class HostStep:
         finally:
             self._is_inside = False
             self._leave()
+            self._stm.gradients.norms.forget_all()  # it may have written to gradients
         self.capture.move_versions()
         self.device_homes.note_moves(always=True)
         return result
