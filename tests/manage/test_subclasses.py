@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from loops import mlp
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from twins import assert_twins
@@ -108,3 +109,22 @@ def test_operators_outside_of_forward_hand_it_on_as_well(kind):
         return seen
 
     assert_twins(Net, loop, share=0.6)
+
+
+@pytest.mark.parametrize("kind", [Kept, Tagged, Dropped])
+def test_what_forward_saves_leaves_the_device_whatever_its_class(kind):
+    """There is no room for half of it."""
+
+    def loop(model, optimizer, target):
+        torch.manual_seed(1)
+        seen = []
+        for _ in range(5):
+            x = torch.randn(512, 64).to(target).as_subclass(kind)
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen += look(loss)
+        return seen
+
+    assert_twins(lambda: mlp(depth=4), loop, share=0.5)

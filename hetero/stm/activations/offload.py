@@ -17,6 +17,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -29,6 +30,7 @@ from hetero.stm.activations.flights import Flights
 from hetero.stm.activations.records import Account, Activation, Flight, Key, Saved
 from hetero.stm.activations.slots import HostSlots
 from hetero.stm.tensors.exposure import listed_alone
+from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.managed import WRAPPER_USES
 from hetero.stm.tensors.state import Kind, Ledger, Tier
 
@@ -101,13 +103,13 @@ class Activations:
         reference = self._by_storage.get(storage_key)
         record = None if reference is None else reference()
         if record is not None and record.aliases is not None:
-            return Saved(record, record.add(tensor.detach()), tensor._version)
+            return Saved(record, record.add(_alias(tensor)), tensor._version)
         with self._lock:
             if self._closed:
                 return None
             record = self._register(storage_key, nbytes)
             # Without its node: an operator's own output would hold the node that holds what we return.
-            saved = Saved(record, record.add(tensor.detach()), tensor._version)
+            saved = Saved(record, record.add(_alias(tensor)), tensor._version)
             if nbytes >= self._large:
                 self.moment("saved")
         return saved
@@ -388,9 +390,24 @@ class Activations:
 def _may_move(tensor: torch.Tensor) -> bool:
     """Whether its storage's bytes say all of it; the caller knows that it is on the device, and strided."""
     return (
-        type(tensor) is torch.Tensor
+        (type(tensor) is torch.Tensor or _is_ordinary(tensor))
         and tensor.dtype in _DTYPES
         and not tensor.is_conj()
         and not tensor.is_neg()
         and not tensor.is_inference()
     )
+
+
+def _is_ordinary(tensor: torch.Tensor) -> bool:
+    """Of a class of the user's own that only its ``__torch_function__`` tells from a tensor, and that backward does not
+    see: autograd gives back one that requires gradients as an ordinary tensor, whatever a hook has returned."""
+    kind: Any = type(tensor)
+    dispatches = kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+    return tensor.requires_grad and not (dispatches or issubclass(kind, torch.nn.Parameter))
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    if type(tensor) is torch.Tensor:
+        return tensor.detach()
+    with plain():
+        return tensor.detach()
