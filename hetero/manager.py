@@ -277,8 +277,7 @@ class Manager:
                 f"trim(device_budget={device_budget!r}) is above the budget of {self.config.device_budget} bytes "
                 "that manage() was given: trim only gives back"
             )
-        self._settled.leave()
-        return self._stm.trim(nbytes)
+        return self._stm.trim(nbytes, goes_on=not self._settled.leave_soon())
 
     def plot(self, path: str) -> None:
         """Draw model and non-model data per period against the budget, as PNG, SVG or PDF by the name's ending.

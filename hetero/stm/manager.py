@@ -223,8 +223,9 @@ class StatefulTensorMgr:
 
     # -- iterations -----------------------------------------------------------------------------------
 
-    def trim(self, device_budget: int | None) -> int:
-        """Leave the device's other bytes to others (`Manager.trim`); returns what the process has given back."""
+    def trim(self, device_budget: int | None, *, goes_on: bool = False) -> int:
+        """Leave the device's other bytes to others (`Manager.trim`); returns what the process has given back.
+        ``goes_on``: everything is on the device, and has to stay there for now; only plans are made anew."""
         with self.lock:
             self.close_books()
             before = self._accelerator.reserved_bytes()
@@ -238,9 +239,11 @@ class StatefulTensorMgr:
                     )
                 budget = max(least, present if device_budget is None else device_budget)
                 self.plans.trim(min(budget, self._budget))
-                self.home_choice.follow_plans(tensor.index for tensor in self.tensors if tensor.stays)
+                if not goes_on:
+                    self.home_choice.follow_plans(tensor.index for tensor in self.tensors if tensor.stays)
                 self.home_choice.choose_again()
-            self.residency.evict_idle()
+            if not goes_on:
+                self.residency.evict_idle()
             self._accelerator.release_cached()
             return max(0, before - self._accelerator.reserved_bytes())
 

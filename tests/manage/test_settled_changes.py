@@ -155,6 +155,39 @@ def test_a_smaller_share_of_the_device():
         assert torch.accelerator.max_memory_allocated() <= (600 << 10) + GAPS
 
 
+@pytest.mark.parametrize("when", ["within forward", "beside an alias"])
+def test_a_smaller_share_of_the_device_that_cannot_be_had_now(when, monkeypatch):
+    """It is from the next forward on at which nothing stands against it."""
+    managers, manage = [], hetero.manage
+    monkeypatch.setattr(
+        hetero, "manage", lambda *args, **kwargs: managers.append(manage(*args, **kwargs)) or managers[0]
+    )
+
+    def loop(model, optimizer, target):
+        seen = losses(model, optimizer, target, 6)
+        settled = [not is_intercepted(model)]
+
+        def trim(*_):
+            for manager in managers:
+                manager.trim(torch.accelerator.memory_allocated() - (200 << 10))
+
+        if when == "within forward":
+            with model[2].register_forward_hook(trim):
+                seen += losses(model, optimizer, target, 1)
+        else:
+            held = model.state_dict()
+            trim()
+            seen += losses(model, optimizer, target, 2)
+            del held
+        settled.append(not is_intercepted(model))
+        seen += losses(model, optimizer, target, 2)
+        settled.append(not is_intercepted(model))
+        assert settled == ([True, True, False] if managers else [True] * 3)
+        return seen
+
+    assert_twins(mlp, loop, budget=PLENTY)
+
+
 def test_what_is_saved_for_backward_is_no_longer_kept_on_the_host_by_the_caller():
     """The same inputs, and the same operators: what forward leaves on the device is many times as much."""
     budget = 16 << 20

@@ -225,6 +225,13 @@ class Settled:
             stm.begin_anew()
         return True
 
+    def leave_soon(self) -> bool:
+        """As `leave`, and where that cannot be now, at the next forward at which it can."""
+        has_left = self.leave()
+        if not has_left:
+            self._check.must_leave = True
+        return has_left
+
     def _may_leave(self, *, amid: bool) -> bool:
         """Nothing runs that would be in the middle of it, and nobody has an alias of what would be left behind."""
         if self.running or is_transforming() or (in_scope() and not amid):
