@@ -367,6 +367,10 @@ def period_stats(segments: list[Segment]) -> list[PeriodStats]:
             if not period.is_sampled:
                 continue
             period.read_events()
+            # What has become model data within the period, a gradient, is none that was there when it began.
+            non_model = max(
+                period.non_model_bytes + period.excess_bytes, period.peak_bytes - period.model_bytes
+            )
             rows.append(
                 PeriodStats(
                     index=len(rows),
@@ -376,7 +380,7 @@ def period_stats(segments: list[Segment]) -> list[PeriodStats]:
                     device_activation_bytes=period.activation_bytes,
                     activation_out_bytes=period.activation_out_bytes,
                     activation_in_bytes=period.activation_in_bytes,
-                    device_non_model_bytes=period.non_model_bytes + period.excess_bytes,
+                    device_non_model_bytes=non_model,
                     device_peak_bytes=period.peak_bytes,
                     host_model_bytes=period.host_model_bytes,
                     host_non_model_bytes=max(0, period.host_bytes - period.host_model_bytes),

@@ -217,9 +217,9 @@ class PeriodStats:
         index: position in the iteration.
         operator: the operator and its parameters, as ``linear(layer.weight)``.
         phase: ``"forward"``, ``"backward"`` or ``"step"``.
-        device_model_bytes: parameters, gradients, states and buffers on the device.
-        device_activation_bytes: tensors saved for backward that may leave, on the device.
-        device_non_model_bytes: peak of everything else on the device: what operators allocate.
+        device_model_bytes: parameters, gradients, states and buffers on the device when the operator begins.
+        device_activation_bytes: tensors saved for backward that may leave, on the device, likewise.
+        device_non_model_bytes: peak of everything else on the device: what operators allocate, gradients among it.
         device_peak_bytes: peak of all device memory in use.
         host_model_bytes: model data on the host.
         host_non_model_bytes: what else the process holds in host memory.

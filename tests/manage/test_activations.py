@@ -183,6 +183,23 @@ def test_statistics_show_saved_tensors_as_a_class_of_their_own(tmp_path):
         assert (tmp_path / "plot.svg").stat().st_size > 0
 
 
+@pytest.mark.parametrize("budget", ["1MiB", "2MiB", "16MiB"])
+def test_a_periods_parts_come_to_no_less_than_its_peak(budget):
+    """Gradients that become model data within a period were none when it began."""
+    target = device()
+    blocks = [(nn.LayerNorm(64), nn.Linear(64, 192), nn.GELU(), nn.Linear(192, 64)) for _ in range(4)]
+    model = nn.Sequential(*[layer for block in blocks for layer in block])
+    optimizer = adamw(model)
+    with hetero.manage(model, optimizer, device=target, device_budget=budget) as manager:
+        for _ in range(4):
+            steps(model, optimizer, target, 1)
+            periods = manager.stats.periods
+            assert periods
+            for period in periods:
+                model_data = period.device_model_bytes + period.device_activation_bytes
+                assert model_data + period.device_non_model_bytes >= period.device_peak_bytes, period
+
+
 def test_the_plan_lists_those_that_leave():
     target = device()
     model = deep()
