@@ -32,6 +32,10 @@ def chain():
     return nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(WIDTH, WIDTH), nn.Tanh())])
 
 
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, fused=True)
+
+
 def penalized(model, optimizer, target, steps=6, of=lambda x, model: [x]):
     """With a loss on gradients, which are wide for a while."""
     seen = []
@@ -393,3 +397,36 @@ def test_what_a_loss_takes_now_and_then_is_kept_free_once_an_iteration_that_is_p
         passed = train(model, optimizer, target, budget)
     assert passed[0] == 9
     assert passed[-1] <= 29  # settled twice, the second time after some iterations without, and once planned
+
+
+# With more, everything fits until then, and nobody sees it begin.
+@pytest.mark.parametrize(
+    ("named", "share"), [(sgd, 0.6), (sgd, 0.65), (adamw, 0.6), (adamw, 0.65), (adamw, 0.7), (adamw, 0.75)]
+)
+def test_a_penalty_on_weights_that_begins_in_the_middle_of_training(named, share):
+    """Its operators on parameters are the first that come there. What runs short then may not be refused with nobody
+    there who makes room."""
+
+    def loop(model, optimizer, target):
+        seen, anchors = [], []
+        for number in range(10):
+            loss = model(batch(target, ROWS, WIDTH)).square().mean()
+            if number == 4:
+                anchors = [p.detach().to(target, copy=True) for p in model.parameters()]
+            if anchors:
+                distances = ((p - a).square().sum() for p, a in zip(model.parameters(), anchors, strict=True))
+                loss = loss + 1e-2 * sum(distances).to(target)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss.detach())
+        return seen
+
+    def build():
+        wide = 3 * WIDTH
+        layers = [
+            (nn.LayerNorm(WIDTH), nn.Linear(WIDTH, wide), nn.GELU(), nn.Linear(wide, WIDTH)) for _ in range(6)
+        ]
+        return nn.Sequential(*[layer for block in layers for layer in block])
+
+    assert_twins(build, loop, share=share, make_optimizer=named)

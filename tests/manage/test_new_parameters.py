@@ -42,3 +42,24 @@ def test_weights_parametrized_in_the_middle_of_training():
         return seen
 
     assert_twins(mlp, loop, share=0.9)
+
+
+@pytest.mark.parametrize("share", [0.56, 0.57, 0.58])
+@pytest.mark.parametrize("fused", [None, True])
+def test_layers_that_are_added_in_the_middle_of_training(fused, share):
+    """They are nobody's, on the device. What their step allocates there finds room."""
+
+    def make_optimizer(model):
+        return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, fused=fused)
+
+    def loop(model, optimizer, target):
+        seen = []
+        for number in range(12):
+            seen += losses(model, optimizer, target, 1)
+            if number in (3, 6):
+                added = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64)).to(target)
+                optimizer.add_param_group({"params": added.parameters()})
+                model.append(added)
+        return seen
+
+    assert_twins(lambda: mlp(depth=4), loop, share=share, make_optimizer=make_optimizer)

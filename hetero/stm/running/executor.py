@@ -145,7 +145,7 @@ class Executor:
         if there and planned and self._plans.samples.note_gradients(key):
             # The plan is of iterations that begin without, and has used their memory.
             if self._is_backward:
-                self._guarding.from_here()
+                self._guard_from_here()
             else:  # its guard is still to come
                 self._guarding.set(True)
         self._growth.begin()
@@ -243,7 +243,7 @@ class Executor:
         if self._course.plan is not None and self._room.exceeds(limit - nbytes):
             self._activations.shed(self._room.excess(limit - nbytes))
             if not self._guarding.is_on and self._room.exceeds(limit - nbytes):
-                self._guarding.from_here()
+                self._guard_from_here()
 
     def leave_room(self) -> None:
         """Before what the caller does between forward and backward, unguarded: what was measured of it fits, with more
@@ -309,9 +309,7 @@ class Executor:
 
     def leave_to_caller(self) -> None:
         """The caller goes on."""
-        self._guarding.leave_to_caller(
-            by_values=self._course.plan is not None and self._course.plan.by_values
-        )
+        self._guarding.leave_to_caller(by_values=self._is_by_values)
         self._collector.peaks.end_turn()
 
     def take_from_caller(self) -> None:
@@ -319,6 +317,13 @@ class Executor:
         self._guarding.take_from_caller()
 
     # -- helpers --------------------------------------------------------------------------------------
+
+    def _guard_from_here(self) -> None:
+        self._guarding.from_here(by_values=self._is_by_values)
+
+    @property
+    def _is_by_values(self) -> bool:
+        return self._course.plan is not None and self._course.plan.by_values
 
     def _note_values(self) -> None:
         if self._segment is not None:
@@ -329,12 +334,12 @@ class Executor:
         actions = self._course.advance(indices)
         plan = self._course.plan
         if (self._course.has_strayed or self._course.saves_otherwise) and not self._guarding.is_on:
-            self._guarding.from_here()  # it may take more than was measured, in operators that nobody sees as well
+            self._guard_from_here()  # it may take more than was measured, in operators that nobody sees as well
         self._backlog.forget_overtaken(actions)
         asks = plan is not None and plan.others_gave[self._course.current]
         looks = bool(asks or actions.evict or actions.fetch or self._collector.is_sampling)
         if looks and growth.has_grown() and not self._guarding.is_on and not self._is_step:
-            self._guarding.from_here()
+            self._guard_from_here()
         self._backlog.evict(actions.evict)
         if growth.drift or growth.excess:
             growth.answer(actions.fetch, self._limit() - self._gradient_room())
@@ -348,7 +353,7 @@ class Executor:
             fetched = self._residency.require(operands, limit=limit, operator=lambda: _label(name, operands))
             coming = growth.still_to_come(self._course.current)
             if not self._guarding.is_on and self._room.exceeds(limit + growth.excess - coming):
-                self._guarding.from_here()  # the operands alone pass it: what the operator itself needs may not fit
+                self._guard_from_here()  # the operands alone pass it: what the operator itself needs may not fit
             if fetched and plan is not None:
                 self._collector.count_unplanned(
                     max(0, fetched - sum(index in indices for index in actions.fetch))

@@ -135,15 +135,16 @@ def lifted(cap: Callable[[bool], None], lifts: bool) -> Iterator[bool]:
             cap(True)
 
 
-def arm(relieve: Relieve) -> None:
-    """What runs now on this thread needs guarding after all, by the guard that has ``relieve``.
+def arm(relieve: Relieve) -> bool:
+    """What runs now on this thread needs guarding after all, by the guard that has ``relieve``. False if nothing does
+    that has one.
 
     In a backward, which runs on threads of autograd's, it is every node that is still to come."""
     guard = _here.guard
     if guard is None:
         theirs = next((guard for guard in reversed(_guards) if guard.retry.relieve == relieve), None)
         if theirs is None:
-            return
+            return False
         for backward in theirs.backwards:
             if not backward.handles:  # else it is armed, if by another model's guard
                 _arm_nodes(theirs.retry, backward)
@@ -151,6 +152,7 @@ def arm(relieve: Relieve) -> None:
         guard.is_armed = True
         guard.retry.begin()
         modes.put_below(guard.retry)
+    return True
 
 
 def _arm_nodes(retry: Retry, backward: _Backward) -> None:

@@ -71,10 +71,12 @@ class Guarding:
             self._cap(on)
         self.is_on = on
 
-    def from_here(self) -> None:
-        """What runs already, on this thread or in a backward, is guarded after all."""
+    def from_here(self, *, by_values: bool) -> None:
+        """What runs already, on this thread or in a backward, is guarded after all; where the caller goes on, its own
+        is (``by_values``: as in `leave_to_caller`)."""
         self.set(True)
-        arm(self._relief.relieve)
+        if not arm(self._relief.relieve):
+            self.leave_to_caller(by_values=by_values)
 
     def leave_to_caller(self, *, by_values: bool) -> None:
         """The caller goes on. What is still capped is tried again as the model's operators are; it is not refused for

@@ -19,6 +19,7 @@ at its end, it does with the lock: an update that is announced and not queued wo
 ever; a copy that is being written on the device would come home in pieces and pass for up to date.
 """
 
+import contextlib
 import sys
 import types
 from collections import defaultdict
@@ -75,6 +76,7 @@ class HostStep:
     ) -> None:
         self.optimizer = optimizer
         self._stm = manager
+        self._device = accelerator.device
         self._kept_ids = kept_ids
         self._own_step: Any = None
         self._step_method: Any = None
@@ -311,8 +313,19 @@ class HostStep:
                 self._stepped_now |= {i for i, t in ours.items() if t.parameter.grad is not None}
                 self.capture.use_kernels()
             self.queued += len(later)
-            self._plain = plain()
-            self._plain.__enter__()
+            self._plain = contextlib.ExitStack()
+            self._plain.enter_context(plain())
+            if self._stm.executor.is_guarded and self._steps_others_there():
+                self._plain.enter_context(self._stm.executor.guarded_within())
+
+    def _steps_others_there(self) -> bool:
+        """Parameters on the device that are nobody's, of layers that were added, whose step allocates by itself. Ours
+        makes its room before."""
+        return any(
+            parameter.device == self._device and not is_managed(parameter)
+            for group in self.optimizer.param_groups
+            for parameter in group["params"]
+        )
 
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """The first post-hook: queue."""
