@@ -183,7 +183,7 @@ def test_statistics_show_saved_tensors_as_a_class_of_their_own(tmp_path):
         assert (tmp_path / "plot.svg").stat().st_size > 0
 
 
-@pytest.mark.parametrize("budget", ["1MiB", "2MiB", "16MiB"])
+@pytest.mark.parametrize("budget", ["1300KiB", "2MiB", "16MiB"])
 def test_a_periods_parts_come_to_no_less_than_its_peak(budget):
     """Gradients that become model data within a period were none when it began."""
     target = device()
