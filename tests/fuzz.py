@@ -4,7 +4,8 @@
     python -m tests.fuzz --seed N                        # that one, in this process
 
 A managed run has to show the numbers and errors of the unmanaged one, keep the budget, race nowhere, end, and leave
-nothing. Prints of a seed that fails what it trains, how, and the first difference. Exits with 1 if any failed.
+nothing; what does not fit has to be explained. Prints of a seed that fails what it trains, how, and the first
+difference. Exits with 1 if any failed.
 """
 
 import argparse
@@ -93,7 +94,8 @@ OPTIMIZERS: tuple[tuple[type[torch.optim.Optimizer], dict[str, Any]], ...] = (
 ITERATION: dict[str, tuple[Any, ...]] = {
     "models": ((0,), (-1,), (0, -1)),  # one after the other
     "penalizes": (False, True),  # the size of gradients
-    "rows": ((8,), (8,), (4, 16), (256,), (24,), (250,)),
+    "anchored": (False, True),  # weights are drawn to where they were
+    "rows": ((8,), (8,), (4, 16), (256,), (24,), (250,), (12,)),
     "micro": (1, 1, 1, 2, 3),  # batches for a step
     "forwards": (1, 1, 1, 2),  # for a backward
     "asks": (False, True),  # without gradients, before it
@@ -142,6 +144,7 @@ AVOIDED: tuple[Callable[[SimpleNamespace, str], bool], ...] = (
     # Passes the budget once: what takes more than when the same inputs were measured.
     lambda how, words: how.penalizes != (how.rows == (24,)),
     lambda how, words: how.asks != (how.rows == (250,)),
+    lambda how, words: how.anchored != (how.rows == (12,)),
     # The loss of a large batch that comes out of such a checkpoint: likewise.
     lambda how, words: how.called == "reentrant" and max(how.rows) > 24,
     # torch has no gradients of gradients through reentrant checkpoints.
@@ -234,6 +237,11 @@ class Run:
         self.scaler = torch.amp.GradScaler(target.type, init_scale=256.0, growth_interval=3)
         torch.manual_seed(program.seed)
         self.models = nn.ModuleList(build_model(*spec) for spec in program.models)
+        self.anchors: dict[
+            nn.Parameter, torch.Tensor
+        ] = {}  # made here: what you keep may pass the budget once
+        if any(how.get("anchored") for _, how, _ in program.steps):
+            self.anchors = {p: p.detach().to(target, copy=True) for p in self.models.parameters()}
         self.models.to("cpu" if keywords else target)
         self.optimizers = [
             kind(model.parameters(), **(chosen if keywords else as_chosen(kind, chosen)))
@@ -294,6 +302,11 @@ class Run:
                 with torch.no_grad():
                     if how.asks:
                         self.note("said", model(x).sum())
+                if how.anchored:
+                    distances = [
+                        (p - self.anchors[p]).square().sum() for p in parameters if p.is_floating_point()
+                    ]
+                    loss = loss + 1e-2 * sum(distance.to(x.device) for distance in distances)
                 if how.penalizes:
                     wanted = [p for p in parameters if p.requires_grad]
                     gradients = torch.autograd.grad(loss, wanted, create_graph=True, allow_unused=True)
@@ -443,10 +456,11 @@ def compare(program: Any, target: torch.device, setting: dict[str, Any], expecte
     keywords = {key: setting[key] for key in KEYWORDS}
     keywords["device_budget"] = base + int(setting["share"] * peak)
     run, refused, difference = Run(program, target, keywords), "", ""
+    is_explained = True
     try:
         run.play()
     except (hetero.BudgetError, torch.OutOfMemoryError) as refusal:
-        refused = f"{run.where}: refused: {refusal}"
+        refused, is_explained = f"{run.where}: refused: {refusal}", isinstance(refusal, hetero.BudgetError)
     try:
         for (where, value), (there, other) in zip(run.seen, expected, strict=not refused):  # until then
             assert where == there, f"{where} instead of {there}"
@@ -458,7 +472,8 @@ def compare(program: Any, target: torch.device, setting: dict[str, Any], expecte
     left = fresh_memory() - base
     for wrong in (
         *races(),
-        refused if setting["share"] >= 1.6 else "",  # there is room then
+        # There is room then; and the device has more than any budget.
+        refused if setting["share"] >= 1.6 or not is_explained else "",
         difference,
         over,
         unlike_before,
