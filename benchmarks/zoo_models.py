@@ -331,6 +331,41 @@ def _graphs(geometric: Any) -> Iterator[Model]:
         )
 
 
+def _volumes(monai: Any) -> Iterator[Model]:
+    """Of tensors of that library's own class, which carry what is known of the patient; so do results."""
+    nets = importlib.import_module(f"{monai.__name__}.networks.nets")
+    losses, data = (importlib.import_module(f"{monai.__name__}.{part}") for part in ("losses", "data"))
+    side, kernels, strides = 32, [[3] * 3] * 3, [[1] * 3, [2] * 3, [2] * 3]
+    vit = {"hidden_size": 48, "mlp_dim": 96, "num_heads": 4}
+    makes: dict[str, Callable[[], nn.Module]] = {
+        "UNet": partial(nets.UNet, 3, 1, 2, (8, 16, 32), (2, 2)),
+        "BasicUNet": partial(nets.BasicUNet, 3, 1, 2, features=(8, 8, 16, 16, 16, 8)),
+        "AttentionUnet": partial(nets.AttentionUnet, 3, 1, 2, (8, 16, 32), (2, 2)),
+        "DynUNet": partial(nets.DynUNet, 3, 1, 2, kernels, strides, strides[1:], filters=(8, 16, 32)),
+        "VNet": partial(nets.VNet, 3, 1, 2),
+        "SegResNet": partial(nets.SegResNet, 3, 8, 1, 2, blocks_down=(1, 1), blocks_up=(1,)),
+        "HighResNet": partial(nets.HighResNet, 3, 1, 2),
+        "UNETR": partial(nets.UNETR, 1, 2, (side,) * 3, feature_size=4, **vit),
+        "DenseNet121": partial(nets.DenseNet121, spatial_dims=3, in_channels=1, out_channels=2),
+        "EfficientNetBN": partial(nets.EfficientNetBN, "efficientnet-b0", False, False, 3, 1, 2),
+        "ViT": partial(nets.ViT, 1, (side,) * 3, (8,) * 3, num_layers=4, classification=True, **vit),
+    }
+
+    def loss(module: nn.Module, seed: int, device: torch.device) -> Tensor:
+        x = data.MetaTensor(_random(seed, 2, 1, side, side, side), meta={"patient": seed}).to(device)
+        out: Any = module(x)
+        out = out[0] if isinstance(out, list | tuple) else out
+        assert out.meta["patient"] == seed
+        if out.dim() < x.dim():  # classes
+            total = nn.functional.cross_entropy(out, torch.tensor([0, 1], device=device))
+        else:
+            total = losses.DiceCELoss(to_onehot_y=True, softmax=True)(out, (x > 0).long())
+        return total.as_subclass(Tensor)
+
+    for name, make in makes.items():
+        yield Model(name, make, loss)
+
+
 LIBRARIES: dict[str, Callable[[Any], Iterator[Model]]] = {
     "timm": _timm,
     "torchvision": _torchvision,
@@ -338,4 +373,5 @@ LIBRARIES: dict[str, Callable[[Any], Iterator[Model]]] = {
     "diffusers": _diffusers,
     "peft": _peft,
     "torch_geometric": _graphs,
+    "monai": _volumes,
 }

@@ -145,6 +145,8 @@ AVOIDED: tuple[Callable[[SimpleNamespace, str], bool], ...] = (
     lambda how, words: how.penalizes != (how.rows == (24,)),
     lambda how, words: how.asks != (how.rows == (250,)),
     lambda how, words: how.anchored != (how.rows == (12,)),
+    # Where everything fits, a graph that is kept of views that a model's own code has made keeps it there.
+    lambda how, words: "hold" in words and "views" in words and max(how.rows) > 24,
     # The loss of a large batch that comes out of such a checkpoint: likewise.
     lambda how, words: how.called == "reentrant" and max(how.rows) > 24,
     # torch has no gradients of gradients through reentrant checkpoints.

@@ -182,21 +182,7 @@ def test_a_graph_of_the_settled_state_is_gone_through_after_it_has_ended():
     assert_leaves_and_comes_back(loop)
 
 
-class _Halves(nn.Module):
-    """Its own code makes views of its weight, which Python knows as long as a graph has saved them."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(64, 64))
-        self.below = nn.Linear(64, 64)
-
-    def forward(self, x):
-        x = self.below(x)
-        return torch.cat([nn.functional.linear(x, half) for half in self.weight.chunk(2)], -1)
-
-
-@pytest.mark.parametrize("build", [mlp, _Halves])
-def test_a_graph_that_is_kept_stands_in_nobodys_way(build):
+def test_a_graph_that_is_kept_stands_in_nobodys_way():
     """Nor does one from before it has settled again, which still holds what parameters lay in."""
 
     def loop(model, optimizer, target, note):
@@ -209,28 +195,42 @@ def test_a_graph_that_is_kept_stands_in_nobodys_way(build):
             seen += losses(model, optimizer, target, 6)
         return [*seen, graph.detach()]
 
-    assert_leaves_and_comes_back(loop, build=build)
+    assert_leaves_and_comes_back(loop)
 
 
-@pytest.mark.parametrize("named", ["a view", "a view of it", "an alias"])
-def test_what_a_user_holds_beside_a_graph_keeps_it_settled(named):
-    """Whoever writes there expects the parameter to follow."""
+HOLDERS = {
+    "a view": lambda weight: weight.chunk(2)[0],
+    "a view of a view": lambda weight: weight.chunk(2)[0].t(),
+    "an alias": lambda weight: weight.detach(),
+}
+
+
+@pytest.mark.parametrize("gives_away", [False, True])
+@pytest.mark.parametrize("held", HOLDERS)
+def test_what_a_user_holds_beside_graphs_keeps_it_settled(held, gives_away):
+    """Whoever writes there expects the parameter to follow. ``gives_away``: as a gradient of something, so that no name
+    in Python holds it."""
 
     def loop(model, optimizer, target, note):
         seen = losses(model, optimizer, target, 6)
-        weight = next(model.parameters())
-        held = {
-            "a view": lambda: weight.chunk(2)[0],
-            "a view of it": lambda: weight.chunk(2)[0].t(),
-            "an alias": lambda: weight.detach(),
-        }[named]()
-        graph = square_loss(model, target), (held * 2).sum()
-        note(True)
+        graphs = [square_loss(model, target)]
         seen.append(step(model, optimizer, target, 16))
+        seen += losses(model, optimizer, target, 6)
+        graphs.append(square_loss(model, target))
+        alias = HOLDERS[held](next(model.parameters()))
+        holder = torch.zeros_like(alias)
+        if gives_away:
+            holder.grad = alias
+            del alias
         note(True)
-        return [*seen, graph[0].detach(), held.shape]
+        seen.append(step(model, optimizer, target, 32))
+        note(True)
+        with torch.no_grad():
+            (holder.grad if gives_away else alias).zero_()
+        seen.append(step(model, optimizer, target, 32))
+        return [*seen, *[graph.detach() for graph in graphs]]
 
-    assert_leaves_and_comes_back(loop, build=_Halves)
+    assert_leaves_and_comes_back(loop)
 
 
 @pytest.mark.parametrize("unfreezes", [False, True])

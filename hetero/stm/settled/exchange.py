@@ -16,7 +16,7 @@ from torch import nn
 
 from hetero.devices import storage_of
 from hetero.stm.interception.parameter import is_managed
-from hetero.stm.tensors.exposure import gradient_is_private, listed_beside_graphs, memory_is_private
+from hetero.stm.tensors.exposure import gradient_is_private, memory_is_private
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.instances import instances_of
 from hetero.stm.tensors.managed import ManagedTensor
@@ -53,11 +53,17 @@ def _has_end(shadow: nn.Parameter) -> bool:
     return has_end
 
 
+_FORMER = (
+    "_hetero_former"  # attribute of a leaf that only graphs from before hold, and nobody else has been given
+)
+
+
 def redirect(shadow: nn.Parameter, tensor: ManagedTensor) -> None:
     """What graphs from before accumulate into the implementation that ``shadow`` has now is the parameter's.
 
     A backward that comes by both adds to one ``p.grad``, on two threads if it is not kept to one
     (`Segments.need_one_thread`)."""
+    vars(shadow)[_FORMER] = True
     if not shadow.requires_grad or shadow._use_count() <= 1:  # type: ignore[attr-defined]
         return
 
@@ -103,10 +109,10 @@ def may_go_back(tensors: Sequence[ManagedTensor], device: torch.device) -> bool:
             held.add(parameter.untyped_storage()._cdata)
     if not held:
         return True
-    # Without a graph it is the user who holds them. With one it may be that: of its views Python knows those that the
-    # model's own code has made, and of one from before, which goes on to hold that memory, its leaves.
+    # A graph may hold them as views that Python does not know; and one from before, which goes on to hold that memory,
+    # ends in a leaf of ours. Whatever else Python knows may be the user's, whoever holds it.
     aliases = _aliases(held, {id(tensor.parameter) for tensor in tensors})
-    return (has_graph or bool(aliases)) and listed_beside_graphs(aliases)
+    return (has_graph or bool(aliases)) and all(_FORMER in vars(alias) for alias in aliases)
 
 
 def is_like(parameter: torch.Tensor, home: torch.Tensor, device: torch.device) -> bool:

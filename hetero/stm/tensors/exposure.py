@@ -15,7 +15,6 @@ has failed.
 import functools
 import sys
 import types
-import weakref
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -30,7 +29,6 @@ __all__ = [
     "holds_alone",
     "incoming_is_shared",
     "listed_alone",
-    "listed_beside_graphs",
     "measure_incoming",
     "memory_is_private",
     "state_is_private",
@@ -86,17 +84,6 @@ def listed_alone(tensors: list[torch.Tensor]) -> bool:
     """Only this list holds ``tensors``; others may hold their memory."""
     listed = _expected().listed
     return all((sys.getrefcount(tensor), _uses(tensor)) == listed for tensor in tensors)
-
-
-def listed_beside_graphs(tensors: list[torch.Tensor]) -> bool:
-    """Only this list and graphs hold ``tensors``, as what they have saved: nobody has a name for them."""
-    expected = _expected()
-    return all(
-        tensor.requires_grad
-        and sys.getrefcount(tensor) == expected.saved
-        and _uses(tensor) > expected.listed[1]
-        for tensor in tensors
-    )
 
 
 def state_is_private(entry: dict[str, Any], kept: frozenset[int]) -> bool:
@@ -169,7 +156,6 @@ class _Expected(NamedTuple):
     value: tuple[int, int, int]
     held: tuple[int, int, int]
     listed: tuple[int, int]
-    saved: int
     entry: int
 
 
@@ -181,12 +167,7 @@ def _expected() -> _Expected:
 def _measured(_: int) -> _Expected:
     """[Note: how many there should be]"""
     return _Expected(
-        _measure_gradient(),
-        _measure_value(),
-        _measure_held(),
-        _measure_listed(),
-        _measure_saved(),
-        _measure_entry(),
+        _measure_gradient(), _measure_value(), _measure_held(), _measure_listed(), _measure_entry()
     )
 
 
@@ -216,18 +197,6 @@ def _measure_held() -> tuple[int, int, int]:
 
 def _measure_listed() -> tuple[int, int]:
     return next((sys.getrefcount(tensor), _uses(tensor)) for tensor in [torch.zeros(2, device="cpu")])
-
-
-def _measure_saved() -> int:
-    """A tensor's wrapper lives on where a graph has saved it, and is held by that."""
-    with torch.inference_mode(False), torch.enable_grad():
-        value = torch.zeros(2, device="cpu", requires_grad=True).clone()
-        result = value.square()
-    saved = weakref.ref(value)
-    del value
-    references = next(sys.getrefcount(tensor) for tensor in [saved()])
-    del result
-    return references
 
 
 def _measure_entry() -> int:
