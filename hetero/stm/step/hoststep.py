@@ -107,7 +107,9 @@ class HostStep:
             kept_ids=kept_ids,
             watches=lambda: self.defers and self._attached and self._watch(optimizer),
         )
-        self._plain: Any = None
+        self._around: Any = (
+            None  # what is around torch's updates: no dispatch to us, and where they need it, a guard
+        )
         self._depth = 0
         # Makes the step where everything has come to live on the device: within a closure, or since a method was kept.
         self.step_settled: Callable[..., Any] = lambda inner, args, kwargs: inner(*args, **kwargs)
@@ -267,8 +269,8 @@ class HostStep:
             if any(is_open(optimizer, group) for group in optimizer.param_groups):
                 self._stm.homes.wait_all()
                 self._stm.homes.before_writes(self.capture.managed())
-                self._plain = plain()
-                self._plain.__enter__()
+                self._around = plain()
+                self._around.__enter__()
                 self.capture.use_kernels()
             return loss
 
@@ -313,10 +315,10 @@ class HostStep:
                 self._stepped_now |= {i for i, t in ours.items() if t.parameter.grad is not None}
                 self.capture.use_kernels()
             self.queued += len(later)
-            self._plain = contextlib.ExitStack()
-            self._plain.enter_context(plain())
+            self._around = contextlib.ExitStack()
+            self._around.enter_context(plain())
             if self._stm.executor.is_guarded and self._steps_others_there():
-                self._plain.enter_context(self._stm.executor.guarded_within())
+                self._around.enter_context(self._stm.executor.guarded_within())
 
     def _steps_others_there(self) -> bool:
         """Parameters on the device that are nobody's, of layers that were added, whose step allocates by itself. Ours
@@ -353,9 +355,9 @@ class HostStep:
 
     def _leave(self) -> None:
         self._depth = 0
-        if self._plain is not None:
-            self._plain.__exit__(None, None, None)
-            self._plain = None
+        if self._around is not None:
+            self._around.__exit__(None, None, None)
+            self._around = None
         self.capture.end_groups()
 
     def _end_unfinished(self) -> None:
@@ -417,7 +419,7 @@ class HostStep:
 
     def _before_state_access(self, writes: bool) -> None:
         with self._stm.lock:
-            if self.capture.is_under_way or self._plain is not None or not self._attached:
+            if self.capture.is_under_way or self._around is not None or not self._attached:
                 return  # the step itself
             self._stm.homes.roll_back()
             self._stm.homes.finish_updates()
@@ -431,7 +433,7 @@ class HostStep:
     def _after_state_access(self, parameter: Any) -> None:
         """Loops that move all states to the device (after resuming, say) need no more memory there than one's take."""
         with self._stm.lock:
-            if self._plain is None and self._attached and is_managed(parameter):
+            if self._around is None and self._attached and is_managed(parameter):
                 self.device_homes.keep_home(managed_of(parameter))
 
     def _bring_states_home(self) -> None:
