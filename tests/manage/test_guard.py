@@ -1,14 +1,12 @@
 """Iterations that follow no plan, or leave it: the budget holds, and the numbers stay."""
 
 import copy
-import functools
 
 import pytest
 import torch
 from accelerators import GAPS, ON_CUDA, SEGMENTS, set_memory_limit
 from random_graphs import Graph, Node, Step, run, twin
 from torch import nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from twins import assert_same, assert_twins, device, plain
 
 import hetero
@@ -153,88 +151,6 @@ def test_an_error_of_a_library_that_hides_the_allocators_is_answered_like_that()
 
 def test_formulas_that_depend_on_the_mode_give_the_same_bits():
     assert_twins(Formulas, steps, share=0.9)
-
-
-class Smoothed(nn.Module):
-    """A loss whose forward ATen computes in two ways (guard: [Note: formulas])."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.last = nn.Linear(WIDTH, 20)
-        # Where only the order of a sum differs, one may come to the same.
-        self.losses = nn.ModuleList(
-            nn.CrossEntropyLoss(torch.linspace(0.1, most, 10), label_smoothing=0.1)
-            for most in (0.3, 0.5, 0.7, 0.9)
-        )
-
-    def forward(self, x):
-        logits = self.last(self.first(x)).view(-1, 10)
-        classes = torch.arange(len(logits), device=x.device)
-        targets = (classes % 10).masked_fill(classes % 3 == 1, -100)
-        return torch.stack([loss(logits, targets) for loss in self.losses])
-
-
-def test_a_forward_formula_that_depends_on_the_mode_gives_the_same_bits():
-    assert_twins(Smoothed, steps, share=0.9)
-
-
-def test_without_stepping_aside_that_formula_gives_other_bits():
-    x, model = torch.randn(32, WIDTH), Smoothed()
-    expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
-    with guard.guarded(Retry(lambda unless_free: 0), at_once=True):
-        other = torch.autograd.grad(model(x).sum(), list(model.parameters()))
-    assert not all(torch.equal(*pair) for pair in zip(other, expected, strict=True))
-
-
-@pytest.fixture
-def smoothed():
-    """Cross entropy of that formula, as long as a manager is there."""
-    logits, targets, weights = torch.randn(8, 10), torch.arange(8), torch.rand(10)
-    model = nn.Linear(WIDTH, WIDTH)
-    with hetero.manage(model, device=device(), device_budget="64MiB"):
-        yield lambda: nn.functional.cross_entropy(logits, targets, weights, label_smoothing=0.1)
-
-
-def test_that_formula_takes_memory_by_values(smoothed):
-    noted = []
-    with guard.guarded(Retry(lambda unless_free: 0, note_values=lambda: noted.append(None)), at_once=True):
-        smoothed()
-    assert noted
-
-
-def test_what_that_formula_finds_no_memory_for_is_explained(smoothed, monkeypatch):
-    def refuse(*given):
-        raise torch.OutOfMemoryError("2 MiB")
-
-    def explain(operator, error):
-        return hetero.BudgetError(f"{operator}: {error}")
-
-    monkeypatch.setattr(guard, "_cross_entropy", functools.wraps(guard._cross_entropy)(refuse))
-    with guard.guarded(Retry(lambda unless_free: 0, explain=explain), at_once=True):
-        with pytest.raises(hetero.BudgetError, match="cross_entropy_loss: 2 MiB"):
-            smoothed()
-        assert len(_get_current_dispatch_mode_stack()) == 1
-
-
-def test_modes_stay_where_they_are_if_no_room_can_be_made(smoothed):
-    def relieve(unless_free):
-        raise KeyboardInterrupt
-
-    with guard.guarded(Retry(relieve), at_once=True):
-        with pytest.raises(KeyboardInterrupt):
-            smoothed()
-        assert len(_get_current_dispatch_mode_stack()) == 1
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
-def test_that_formula_can_be_scripted(smoothed):
-    class Loss(nn.Module):
-        def forward(self, logits: torch.Tensor, targets: torch.Tensor):
-            return nn.functional.cross_entropy(logits, targets, label_smoothing=0.1)
-
-    given = torch.randn(8, 10), torch.arange(8)
-    assert torch.equal(torch.jit.script(Loss())(*given), Loss()(*given))
 
 
 def test_without_stepping_aside_those_formulas_give_other_bits(monkeypatch):

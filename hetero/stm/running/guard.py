@@ -11,13 +11,11 @@ ATen chooses the backward formula of a few operators by whether any dispatch mod
 gives other bits. For those nodes the guard steps aside, after making room for many times what they return. All there
 is would be more than enough, but to leave for that has lasting effects: it counts as memory that has run short. What
 one of them finds too little for ends the backward, and is explained there. Which they are was found by running
-PyTorch's operator database, and losses of mixed types, with and without a mode; what they take, by measuring it. Of
-forward formulas there is one: cross entropy with label smoothing, divided by the sum of the weights of what is not
-ignored.
+PyTorch's operator database, and losses of mixed types, with and without a mode; what they take, by measuring it.
+Forward formulas: `hetero.stm.interception.formulas`.
 """
 
 import contextlib
-import functools
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +28,7 @@ from hetero.errors import BudgetError
 from hetero.stm.running import modes
 from hetero.stm.running.retry import Relieve, Retry
 
-__all__ = ["REPLACEMENTS", "arm", "formulas_kept", "guarded", "lifted", "unguarded"]
+__all__ = ["arm", "formulas_kept", "guarded", "lifted", "unguarded"]
 
 _CHOSEN_BY_MODE = frozenset(
     {
@@ -45,10 +43,6 @@ _CHOSEN_BY_MODE = frozenset(
 )
 # Bytes that they take for each that they return: up to 12 were measured (cumprod's, in half precision).
 _FOR_EACH_RETURNED = 16
-
-
-_cross_entropy: Any = torch._C._nn.cross_entropy_loss
-_MEAN = 1  # as ATen counts reductions
 
 
 class _Backward:
@@ -211,38 +205,6 @@ def _around() -> list[_Guard]:
     backward, nothing tells whose that is: all there are, whichever of them comes to be armed."""
     here = threading.get_ident()
     return [guard for guard in _guards if guard.thread == here] or list(_guards)
-
-
-@functools.wraps(_cross_entropy)
-def _cross_entropy_unguarded(
-    input: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    reduction: int = _MEAN,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-) -> Any:
-    """[Note: formulas]"""
-    given = (input, target, weight, reduction, ignore_index, label_smoothing)
-    if weight is None or reduction != _MEAN or label_smoothing <= 0:
-        return _cross_entropy(*given)
-    with unguarded() as retries:
-        for retry in retries:
-            retry.make_room(_FOR_EACH_RETURNED * input.nbytes)
-            retry.note_values()  # its memory depends on how many targets are not ignored
-        try:
-            return _cross_entropy(*given)
-        except torch.OutOfMemoryError as error:
-            if not retries:
-                raise
-            raise retries[0].explain(_cross_entropy.__name__, error) from error
-
-
-# TorchScript knows torch's functions by their identity. Here, so that it has all the original ones by then.
-torch.jit._builtins._register_builtin(_cross_entropy_unguarded, "aten::cross_entropy_loss")
-
-REPLACEMENTS = [(torch._C._nn, "cross_entropy_loss", _cross_entropy_unguarded)]
-"""Functions of torch, as (where, name, what is put there) (`hetero.stm.patches`)."""
 
 
 def _reachable(roots: Sequence[Any]) -> Iterator[Any]:

@@ -1,0 +1,213 @@
+"""Forward formulas that ATen chooses by whether a dispatch mode is on: the bits are those without one."""
+
+import functools
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from twins import assert_twins, device
+
+import hetero
+from hetero.stm.interception import formulas
+from hetero.stm.running.guard import guarded
+from hetero.stm.running.retry import Retry
+
+WIDTH = 64
+
+
+def steps(model, optimizer, target, count=3):
+    seen = []
+    for _ in range(count):
+        loss = model(torch.randn(32, WIDTH).to(target)).square().mean()
+        loss.backward()
+        seen.append([loss, [p.grad for p in model.parameters()]])
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+class Smoothed(nn.Module):
+    """A loss whose forward ATen computes in two ways by the mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, 20)
+        # Where only the order of a sum differs, one may come to the same.
+        self.losses = nn.ModuleList(
+            nn.CrossEntropyLoss(torch.linspace(0.1, most, 10), label_smoothing=0.1)
+            for most in (0.3, 0.5, 0.7, 0.9)
+        )
+
+    def forward(self, x):
+        logits = self.last(self.first(x)).view(-1, 10)
+        classes = torch.arange(len(logits), device=x.device)
+        targets = (classes % 10).masked_fill(classes % 3 == 1, -100)
+        return torch.stack([loss(logits, targets) for loss in self.losses])
+
+
+def test_a_forward_formula_that_depends_on_the_mode_gives_the_same_bits():
+    assert_twins(Smoothed, steps, share=0.9)
+
+
+def test_without_stepping_aside_that_formula_gives_other_bits():
+    x, model = torch.randn(32, WIDTH), Smoothed()
+    expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    with guarded(Retry(lambda unless_free: 0), at_once=True):
+        other = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    assert not all(torch.equal(*pair) for pair in zip(other, expected, strict=True))
+
+
+@pytest.fixture
+def smoothed():
+    """Cross entropy of that formula, as long as a manager is there."""
+    logits, targets, weights = torch.randn(8, 10), torch.arange(8), torch.rand(10)
+    model = nn.Linear(WIDTH, WIDTH)
+    with hetero.manage(model, device=device(), device_budget="64MiB"):
+        yield lambda: nn.functional.cross_entropy(logits, targets, weights, label_smoothing=0.1)
+
+
+def test_that_formula_takes_memory_by_values(smoothed):
+    noted = []
+    with guarded(Retry(lambda unless_free: 0, note_values=lambda: noted.append(None)), at_once=True):
+        smoothed()
+    assert noted
+
+
+def test_what_that_formula_finds_no_memory_for_is_explained(smoothed, monkeypatch):
+    def refuse(*given):
+        raise torch.OutOfMemoryError("2 MiB")
+
+    def explain(operator, error):
+        return hetero.BudgetError(f"{operator}: {error}")
+
+    monkeypatch.setattr(formulas, "_cross_entropy", functools.wraps(formulas._cross_entropy)(refuse))
+    with guarded(Retry(lambda unless_free: 0, explain=explain), at_once=True):
+        with pytest.raises(hetero.BudgetError, match="cross_entropy_loss: 2 MiB"):
+            smoothed()
+        assert len(_get_current_dispatch_mode_stack()) == 1
+
+
+def test_modes_stay_where_they_are_if_no_room_can_be_made(smoothed):
+    def relieve(unless_free):
+        raise KeyboardInterrupt
+
+    with guarded(Retry(relieve), at_once=True):
+        with pytest.raises(KeyboardInterrupt):
+            smoothed()
+        assert len(_get_current_dispatch_mode_stack()) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_that_formula_can_be_scripted(smoothed):
+    class Loss(nn.Module):
+        def forward(self, logits: torch.Tensor, targets: torch.Tensor):
+            return nn.functional.cross_entropy(logits, targets, label_smoothing=0.1)
+
+    given = torch.randn(8, 10), torch.arange(8)
+    assert torch.equal(torch.jit.script(Loss())(*given), Loss()(*given))
+
+
+def _nuclear(matrix):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated
+        return torch.nuclear_norm(matrix)
+
+
+# What asks for singular values or eigenvalues alone. Looked up when it is called, as functions are replaced.
+SPECTRA = {
+    "svdvals": lambda matrix: torch.linalg.svdvals(matrix),
+    "svd": lambda matrix: torch.svd(matrix, compute_uv=False).S,
+    "method svd": lambda matrix: matrix.svd(compute_uv=False)[1],
+    "eigvalsh": lambda matrix: torch.linalg.eigvalsh(matrix + matrix.t()),
+    "eigvals": lambda matrix: torch.linalg.eigvals(matrix).abs(),
+    "cond": lambda matrix: torch.linalg.cond(matrix),
+    "cond by name": lambda matrix: torch.linalg.cond(input=matrix, p=-2),
+    "matrix_norm": lambda matrix: torch.linalg.matrix_norm(matrix, 2),
+    "norm": lambda matrix: torch.linalg.norm(matrix, "nuc"),
+    "norm of dimensions": lambda matrix: torch.linalg.norm(matrix[None], ord=2, dim=(1, 2)),
+    "old norm": lambda matrix: torch.norm(matrix, "nuc"),
+    "method norm": lambda matrix: matrix.norm("nuc"),
+    "nuclear_norm": _nuclear,
+    "matrix_rank": lambda matrix: torch.linalg.matrix_rank(matrix).to(matrix.dtype),
+}
+
+
+class Normalized(nn.Module):
+    """Weights and activations divided by something of their spectra, of which nothing is recorded."""
+
+    def __init__(self, spectrum):
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(WIDTH, WIDTH) / 8 for _ in range(4))
+        self.spectrum = spectrum
+
+    def forward(self, x):
+        for weight in self.weights:
+            with torch.no_grad():
+                squares = x.t() @ x + torch.eye(WIDTH, device=x.device)
+                size = (self.spectrum(weight) + self.spectrum(squares)).amax()
+            x = torch.tanh(x @ (weight / size))
+        return x
+
+
+@pytest.mark.parametrize("share", [0.7, 1.5])
+@pytest.mark.parametrize("named", SPECTRA)
+def test_spectra_of_which_nothing_is_recorded_are_those_without_a_mode(named, share):
+    assert_twins(lambda: Normalized(SPECTRA[named]), steps, share=share)
+
+
+@pytest.mark.parametrize("named", ["svdvals", "eigvalsh", "matrix_norm", "norm", "old norm", "cond", "svd"])
+def test_without_stepping_aside_spectra_are_others(named):
+    # So that the test above cannot pass by chance: torch still chooses by the mode.
+    torch.manual_seed(0)
+    matrices = torch.randn(8, WIDTH, WIDTH)  # a sum may come to the same
+    expected = [SPECTRA[named](matrix) for matrix in matrices]
+    with guarded(Retry(lambda unless_free: 0), at_once=True):
+        seen = [SPECTRA[named](matrix) for matrix in matrices]
+    assert not all(torch.equal(*pair) for pair in zip(seen, expected, strict=True))
+
+
+def test_spectra_of_ordinary_norms_are_tried_again():
+    """No mode steps aside for what does not depend on it."""
+    seen = []
+
+    class Counted(Retry):
+        def make_room(self, nbytes):
+            seen.append(nbytes)
+
+    matrix = torch.randn(WIDTH, WIDTH)
+    model = nn.Linear(WIDTH, WIDTH)
+    with (
+        hetero.manage(model, device=device(), device_budget="64MiB"),
+        guarded(Counted(lambda unless_free: 0), at_once=True),
+    ):
+        torch.linalg.norm(matrix)
+        torch.linalg.norm(matrix, 2, dim=-1)
+        torch.linalg.norm(matrix, 2, -1)
+        torch.linalg.norm(matrix[0], 2)
+        torch.linalg.matrix_norm(matrix)
+        torch.norm(matrix)
+        torch.svd(matrix)
+        torch.linalg.svdvals(matrix.clone().requires_grad_())
+        assert not seen
+        torch.linalg.svdvals(matrix)
+        assert seen
+
+
+def test_spectra_are_torchs_own_functions_again_afterwards():
+    before = [getattr(place, name) for place, name, _ in formulas.REPLACEMENTS]
+    with hetero.manage(nn.Linear(WIDTH, WIDTH), device=device(), device_budget="64MiB"):
+        assert torch.linalg.svdvals is not before[1]
+    assert [getattr(place, name) for place, name, _ in formulas.REPLACEMENTS] == before
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_spectra_can_be_scripted(smoothed):
+    class Spectrum(nn.Module):
+        def forward(self, x: torch.Tensor):
+            return torch.linalg.svdvals(x) + torch.linalg.matrix_norm(x, 2)
+
+    matrix = torch.randn(8, 8)
+    assert torch.equal(torch.jit.script(Spectrum())(matrix), Spectrum()(matrix))
