@@ -6,14 +6,17 @@ import gc
 import pytest
 import torch
 from accelerators import GAPS, ON_CUDA, device
+from equality import fresh_memory
 from loops import batch, mlp
 from random_graphs import WIDTH, Graph, Net, Node
 from settling import is_intercepted
 from several import in_turn, sgd, twins, two_that_are_trained
 from torch import nn
 from torch.nn.utils import parametrizations
+from twins import adamw
 
 import hetero
+from hetero.stm.gradients.offload import Gradients
 from hetero.stm.running.executor import Executor
 
 
@@ -394,3 +397,57 @@ def test_what_the_caller_takes_after_two_models_is_kept_free_by_both(budget):
     policy, _ = twins(ask_afterwards, taught, budget)
     assert policy.activation_in_bytes > 0
     assert policy.unplanned_fetches == 0
+
+
+class Wide(nn.Module):
+    """Takes several times as much as it is given, forward and backward."""
+
+    def __init__(self, times):
+        super().__init__()
+        self.times = times
+
+    def forward(self, x):
+        return torch.cat([x] * self.times, 1).square().view(len(x), self.times, -1).sum(1)
+
+
+def chain_of(*layers):
+    """Of layers of so many outputs, times that the next one takes."""
+    modules, inputs = [], 64
+    for outputs, times in (*layers, (64, 0)):
+        modules += [nn.Linear(inputs, outputs), nn.Tanh(), *([Wide(times)] if times else [])]
+        inputs = outputs
+    return nn.Sequential(*modules)
+
+
+def in_one_graph(models, optimizers, target):
+    """Iterations of two backwards, now through both, now through the second alone."""
+    first, second = models
+    for step in range(10):
+        x = torch.randn(32, 64).to(target)
+        for _ in range(2):
+            with torch.autograd.graph.save_on_cpu():
+                y = second(first(x) if step % 4 < 2 else x)
+            loss = y.square().mean()
+            del y  # which backward frees
+            loss.backward()
+        for optimizer in optimizers if step % 4 < 2 else optimizers[1:]:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_beside_what_another_has_on_the_device_fewer_gradients_are_on_their_way(monkeypatch):
+    """Than planned: what they would take was measured without it. None arrives before it is waited for."""
+    reclaim = Gradients.reclaim
+    monkeypatch.setattr(
+        Gradients, "reclaim", lambda self, nbytes: reclaim(self, nbytes) if nbytes > 0 else None
+    )
+    target = device(bandwidth="100GiB/s", latency="1us")
+    torch.manual_seed(0)
+    models = [chain_of((32, 0), (64, 2)), chain_of((256, 4), (128, 0))]
+    optimizers = [adamw(model) for model in models]
+    limit = fresh_memory() + (1005 << 10)
+    with contextlib.ExitStack() as stack:
+        for model, optimizer in zip(models, optimizers, strict=True):
+            stack.enter_context(hetero.manage(model, optimizer, device=target, device_budget=limit))
+        in_one_graph(models, optimizers, target)
+        assert torch.accelerator.max_memory_allocated() <= limit + GAPS

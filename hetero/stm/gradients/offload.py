@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from hetero.devices import CopyEngine, HostArena
+from hetero.eviction import OnTheirWay
 from hetero.msc import MemStatsCollector
 from hetero.stm.gradients.additions import Additions, can_be_added
 from hetero.stm.gradients.changes import Change, Changes
@@ -68,15 +69,32 @@ class Gradients:
         self._foreign: dict[int, torch.Tensor] = {}
         # Gradients with a graph have come home: a backward may go through them.
         self.have_graphs = False
+        self._is_measured = True
         # How many bytes may be on their way at once; 0 hands each gradient over before the next operator runs.
-        self.in_flight_limit = 0
+        self._in_flight_limit = 0
         # Room for them beside what operators take, bytes: for no more are on their way as an operator begins.
-        self.kept_free = 0
+        self._kept_free = 0
 
     @property
     def room_left(self) -> int:
-        """What of ``kept_free`` they do not take now, bytes."""
-        return max(0, self.kept_free - self._in_flight_bytes)
+        """What of the room that is kept free for them they do not take now, bytes."""
+        return max(0, self._kept_free - self._in_flight_bytes)
+
+    def follow(self, ways: OnTheirWay | None) -> None:
+        """Before an operator: how many may be on their way until the next. None before anything is known: a gradient is
+        handed over at once, and what is measured is then the operator's own memory."""
+        self._is_measured = ways is None
+        if ways is None:
+            self._in_flight_limit = self._kept_free = 0
+            return
+        self._in_flight_limit, self._kept_free = ways.most, ways.begin
+        if self._in_flight_bytes > ways.begin:
+            self.reclaim(self._in_flight_bytes - ways.begin)
+
+    def do_with_less(self, nbytes: int) -> None:
+        """So much of the room that was planned for them is not there."""
+        self._in_flight_limit = max(0, self._in_flight_limit - nbytes)
+        self._kept_free = max(0, self._kept_free - nbytes)
 
     @property
     def in_flight_bytes(self) -> int:
@@ -119,7 +137,7 @@ class Gradients:
         event = self._engine.download(gradient, place)
         self._note_download(tensor, gradient, event, is_shared=is_shared)
         # Before its norm is taken: there is room for that beside no more than may be on their way.
-        self.reclaim(self._in_flight_bytes - self.in_flight_limit)
+        self.reclaim(self._in_flight_bytes - self._in_flight_limit)
         if place is not host:
             self._upcast_later(tensor, gradient, host, event)
         elif self._is_read_at_once(tensor):
@@ -247,7 +265,7 @@ class Gradients:
             self._upcasts[tensor.index] = upcast
 
     def _rehearse_norm(self, tensor: ManagedTensor, gradient: torch.Tensor, cast: torch.dtype) -> None:
-        if self.in_flight_limit == 0:  # a CPU's kernels cast all of it first
+        if self._is_measured:  # a CPU's kernels cast all of it first
             self.norms.rehearse(tensor.index, gradient, cast)
 
     def _note_download(
@@ -287,7 +305,7 @@ class Gradients:
         self._upcasts.pop(tensor.index, None)
         self.changes.ask(tensor.index, addition)
         self._note_download(tensor, gradient, event, is_shared=is_shared)
-        self.reclaim(self._in_flight_bytes - self.in_flight_limit)
+        self.reclaim(self._in_flight_bytes - self._in_flight_limit)
         return True
 
     def _is_read_at_once(self, tensor: ManagedTensor) -> bool:

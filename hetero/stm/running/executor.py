@@ -354,6 +354,11 @@ class Executor:
             coming = growth.still_to_come(self._course.current)
             if not self._guarding.is_on and self._room.exceeds(limit + growth.excess - coming):
                 self._guard_from_here()  # the operands alone pass it: what the operator itself needs may not fit
+            if plan is not None and self._is_backward:
+                # Operands, and what was not there when it was measured, may leave less than was planned.
+                less = self._room.excess(limit + growth.excess - self._gradient_room())
+                if less > 0:
+                    self._gradients.do_with_less(less)
             if fetched and plan is not None:
                 self._collector.count_unplanned(
                     max(0, fetched - sum(index in indices for index in actions.fetch))
@@ -412,16 +417,9 @@ class Executor:
         return min(limit, self._cycles.unplanned_limit(None)) if self._has_left_plan else limit
 
     def _limit_gradients(self) -> None:
-        """Before anything is known, a gradient is handed over at once: what is measured is then the operator's own
-        memory. Afterwards copies may overlap, within what the plan keeps free for them here."""
-        plan, gradients = self._course.plan, self._gradients
-        if plan is None:
-            gradients.in_flight_limit = gradients.kept_free = 0
-            return
-        ways = plan.gradient_reserves[min(self._course.position, self._course.stop - 1)]
-        gradients.in_flight_limit, gradients.kept_free = ways.most, ways.begin
-        if gradients.in_flight_bytes > ways.begin:
-            gradients.reclaim(gradients.in_flight_bytes - ways.begin)
+        plan = self._course.plan
+        position = min(self._course.position, self._course.stop - 1)
+        self._gradients.follow(None if plan is None else plan.gradient_reserves[position])
 
     def _gradient_room(self) -> int:
         """What has to stay free for gradients that will be on their way before the next moment."""
