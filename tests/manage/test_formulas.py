@@ -6,12 +6,12 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from twins import assert_twins, device
 
 import hetero
 from hetero.stm.interception import formulas
-from hetero.stm.running.guard import guarded
+from hetero.stm.running.guard import guarded, unguarded
 from hetero.stm.running.retry import Retry
 
 WIDTH = 64
@@ -196,11 +196,35 @@ def test_spectra_of_ordinary_norms_are_tried_again():
         assert seen
 
 
-def test_spectra_are_torchs_own_functions_again_afterwards():
+def test_they_are_torchs_own_functions_again_afterwards():
     before = [getattr(place, name) for place, name, _ in formulas.REPLACEMENTS]
+    method = torch.randn(2, 2).matmul
     with hetero.manage(nn.Linear(WIDTH, WIDTH), device=device(), device_budget="64MiB"):
         assert torch.linalg.svdvals is not before[1]
+        assert type(torch.randn(2, 2).matmul) is not type(method)
     assert [getattr(place, name) for place, name, _ in formulas.REPLACEMENTS] == before
+    assert type(torch.randn(2, 2).matmul) is type(method)
+
+
+def test_what_a_class_of_the_users_is_told_of_are_torchs_own_functions():
+    told = []
+
+    class Listening(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            told.append(func)
+            return super().__torch_function__(func, types, args, kwargs)
+
+    def tell():
+        told.clear()
+        x = torch.randn(4, 4).as_subclass(Listening)
+        torch.randn(4, 4) @ x @ torch.randn(4, 4)
+        x.matmul(x), torch.matmul(x, x), torch.linalg.svdvals(x), x.svd(), torch.svd(x)
+        return list(told)
+
+    before = tell()
+    with hetero.manage(nn.Linear(WIDTH, WIDTH), device=device(), device_budget="64MiB"):
+        assert tell() == before
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
@@ -211,3 +235,130 @@ def test_spectra_can_be_scripted(smoothed):
 
     matrix = torch.randn(8, 8)
     assert torch.equal(torch.jit.script(Spectrum())(matrix), Spectrum()(matrix))
+
+
+# Of one matrix that has no gradient with each of several.
+PRODUCTS = {
+    "matmul": lambda x, one: torch.matmul(x, one),
+    "by name": lambda x, one: torch.matmul(input=x, other=one),
+    "method": lambda x, one: x.matmul(one),
+    "method by name": lambda x, one: x.matmul(other=one),
+    "operator": lambda x, one: x @ one,
+    "the one first": lambda x, one: (one @ x.mT).mT,
+    "reflected": lambda x, one: one.__rmatmul__(x),
+}
+
+
+class Projecting(nn.Module):
+    """Activations times a fixed matrix, a frozen one, and, not recorded, one of their own."""
+
+    def __init__(self, multiply):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.register_buffer("fixed", torch.randn(1, WIDTH, WIDTH) / 8)
+        self.frozen = nn.Parameter(torch.randn(1, WIDTH, WIDTH) / 8, requires_grad=False)
+        self.multiply = multiply
+
+    def forward(self, x):
+        x = x.view(-1, 2, WIDTH)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            x = self.multiply(x, self.fixed) + self.multiply(x, self.frozen)
+            with torch.no_grad():
+                scale = self.multiply(x, x[:1].mT @ x[:1]).abs().amax()
+            x = x / scale
+        return x
+
+
+def trained_and_evaluated(model, optimizer, target):
+    seen = steps(model, optimizer, target)
+    with torch.no_grad():
+        seen += [model(torch.randn(32, WIDTH).to(target)) for _ in range(2)]
+    return [*seen, steps(model, optimizer, target)]
+
+
+@pytest.mark.parametrize("share", [0.7, 1.5])
+@pytest.mark.parametrize("named", PRODUCTS)
+def test_products_of_one_matrix_with_each_of_several_are_those_without_a_mode(named, share):
+    assert_twins(lambda: Projecting(PRODUCTS[named]), trained_and_evaluated, share=share)
+
+
+def test_without_replacing_them_products_are_others():
+    # So that the test above cannot pass by chance: torch still chooses by the mode.
+    several, one = torch.randn(16, 2, WIDTH), torch.randn(1, WIDTH, WIDTH)
+    expected = several @ one
+    with guarded(Retry(lambda unless_free: 0), at_once=True):
+        assert not torch.equal(several @ one, expected)
+
+
+@pytest.fixture
+def guarding():
+    """A guard that is on, beside a manager."""
+    with (
+        hetero.manage(nn.Linear(WIDTH, WIDTH), device=device(), device_budget="64MiB"),
+        guarded(Retry(lambda unless_free: 0), at_once=True),
+    ):
+        yield
+
+
+SHAPES = [
+    *(((1, 4, 6), (3, 6, 5)), ((3, 4, 6), (1, 6, 5)), ((1, 4, 6), (1, 6, 5)), ((3, 4, 6), (3, 6, 5))),
+    *(
+        ((0, 4, 6), (1, 6, 5)),
+        ((1, 4, 0), (3, 0, 5)),
+        ((3, 4, 6), (6, 5)),
+        ((6,), (1, 6, 5)),
+        ((2, 1, 4, 6), (1, 6, 5)),
+    ),
+]
+
+
+@pytest.mark.parametrize(("first", "second"), SHAPES)
+@pytest.mark.parametrize("trains", [(False, False), (True, False), (False, True), (True, True)])
+def test_products_of_all_shapes_and_their_gradients(first, second, trains, guarding):
+    torch.manual_seed(0)
+    operands = [
+        torch.randn(shape, requires_grad=is_trained)
+        for shape, is_trained in zip((first, second), trains, strict=True)
+    ]
+    trained = [operand for operand in operands if operand.requires_grad]
+
+    def compute():
+        product = torch.matmul(*operands)
+        out = torch.empty_like(product)
+        with torch.no_grad():
+            torch.matmul(*operands, out=out)
+        gradients = torch.autograd.grad(product.square().sum(), trained) if trained else ()
+        return [product, out, *gradients]
+
+    seen = compute()
+    with unguarded():
+        expected = compute()
+    assert all(torch.equal(*pair) for pair in zip(seen, expected, strict=True))
+
+
+def test_what_matmul_refuses_it_refuses(guarding):
+    for first, second in (((1, 4, 6), (3, 5, 6)), ((2, 4, 6), (3, 6, 5))):
+        with pytest.raises(RuntimeError, match=r"must match|Expected size"):
+            torch.matmul(torch.randn(first), torch.randn(second))
+    with pytest.raises(TypeError, match="matmul"):
+        torch.matmul(torch.randn(1, 4, 6))
+    with pytest.raises(RuntimeError, match="type"):
+        torch.matmul(torch.randn(1, 4, 6), torch.randn(3, 6, 5).double())
+
+
+def test_products_within_a_transform_or_another_mode_are_computed_as_these_do(guarding):
+    several, one = torch.randn(2, 3, 4, 6), torch.randn(1, 6, 5)
+    seen = torch.func.vmap(lambda x: x @ one)(several)
+    calls = []
+
+    class Noting(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            calls.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Noting():
+        several[0] @ one
+    assert torch.ops.aten.mm.default in calls
+    with unguarded():
+        assert torch.equal(seen, torch.func.vmap(lambda x: x @ one)(several))

@@ -166,6 +166,19 @@ def test_without_stepping_aside_those_formulas_give_other_bits(monkeypatch):
     assert torch.equal(kept, expected)
 
 
+@pytest.mark.parametrize("of_all", [torch.max, torch.min, torch.median, torch.nanmedian])
+def test_infinite_gradients_of_an_extreme_are_zero_elsewhere(of_all):
+    x = torch.randn(WIDTH, requires_grad=True)
+    infinite = torch.tensor(torch.inf)
+    (expected,) = torch.autograd.grad(of_all(x), x, infinite)
+    with guard.guarded(Retry(lambda unless_free: 0), at_once=True):
+        (other,) = torch.autograd.grad(of_all(x), x, infinite)
+        with guard.formulas_kept([value := of_all(x)]):
+            (kept,) = torch.autograd.grad(value, x, infinite)
+    assert other.isnan().any(), "torch does not choose by the mode any more"
+    assert torch.equal(kept, expected)
+
+
 def reduced(w, index, ones, lists):
     w.scatter_reduce_(0, index, ones, "mean")
 

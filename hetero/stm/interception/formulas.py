@@ -1,21 +1,29 @@
 """Forward formulas that ATen chooses by whether a dispatch mode is on, as a guard is, computed as without one.
 
-Owns which functions these are and their replacements: the guard steps aside for the call (`hetero.stm.running.guard`:
-[Note: formulas]).
-They were found by running PyTorch's operator database with a mode and without, with gradients and without. Cross
-entropy with label smoothing is divided by the sum of the weights of what is not ignored. Where nothing is recorded,
-singular values and eigenvalues are computed without their vectors, which is another algorithm in LAPACK: a mode might
-want them.
+Owns which functions these are and their replacements. For most the guard steps aside (`hetero.stm.running.guard`:
+[Note: formulas]). They were found by running PyTorch's operator database with a mode and without, with gradients and
+without, and comparing both the results and which operators had been called.
+
+* Cross entropy with label smoothing is divided by the sum of the weights of what is not ignored.
+* Where nothing is recorded, singular values and eigenvalues are computed without their vectors, which is another
+  algorithm in LAPACK: a mode might want them.
+* One matrix times each of several, [1, n, m] by [b, m, p] or the other way round, is one product of larger matrices if
+  the one is to have a gradient, or a mode is on, and b of them otherwise.
 """
 
 import functools
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
 
 from hetero.stm.interception.parameter import is_managed
+from hetero.stm.interception.transforms import is_transforming
+from hetero.stm.running import modes
 from hetero.stm.running.guard import unguarded
+from hetero.stm.running.retry import Retry
+from hetero.stm.tensors.fetch import plain
 
 __all__ = ["INSTEAD", "REPLACEMENTS"]
 
@@ -65,24 +73,31 @@ def _cross_entropy_unguarded(
     return _step_aside(_cross_entropy, given, {}, of=input, by_values=True)
 
 
-def _spectrum(original: Callable[..., Any], asks: Callable[..., bool]) -> Callable[..., Any]:
+def _spectrum(original: Callable[..., Any], *, asks: Callable[..., bool]) -> Callable[..., Any]:
     """``original``, a function of a matrix, which ``asks`` for its singular values or eigenvalues."""
 
     @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if _leaves_as_it_is(args, kwargs):
             return original(*args, **kwargs)
         matrix = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
-        # For a managed parameter this is called again, with its copy.
-        if matrix is None or is_managed(matrix) or _is_recorded(matrix):
+        if matrix is None:
             return original(*args, **kwargs)
         # Its name is another for each of them.
         named = {key: value for key, value in kwargs.items() if value is not matrix}
-        if not asks(matrix, *args[1:], **named):
-            return original(*args, **kwargs)
-        return _step_aside(original, args, kwargs, of=matrix)
+        with plain():
+            differs = not _is_recorded(matrix) and asks(matrix, *args[1:], **named)
+        return _step_aside(original, args, kwargs, of=matrix) if differs else original(*args, **kwargs)
 
     return run
+
+
+def _leaves_as_it_is(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """No mode is on, or is to see it otherwise. Every product of matrices comes here."""
+    if torch.compiler.is_compiling() or not torch._C._len_torch_dispatch_stack():
+        return True
+    # For a managed parameter it is called again, with its copy.
+    return any(map(is_managed, (*args, *kwargs.values())))
 
 
 def _is_recorded(matrix: torch.Tensor) -> bool:
@@ -106,6 +121,53 @@ def _svd_asks(matrix: torch.Tensor, some: bool = True, compute_uv: bool = True, 
     return not compute_uv
 
 
+def _product(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``original``, a product of matrices."""
+
+    @functools.wraps(original)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if _leaves_as_it_is(args, kwargs):
+            return original(*args, **kwargs)
+        with plain():
+            factors = _of_one(args, kwargs)
+        if factors is None:
+            return original(*args, **kwargs)
+        first, second, many = factors
+        out = {key: value for key, value in kwargs.items() if key == "out"}
+        return torch.bmm(first.expand(many, -1, -1), second.expand(many, -1, -1), **out)
+
+    return run
+
+
+def _of_one(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, int] | None:
+    """The factors, and of how many the product is, if our mode would make another of it."""
+    if not _is_of_one(*args, **kwargs):
+        return None
+    first, second = _factors(args, kwargs)
+    one, many = (first, len(second)) if len(first) == 1 else (second, len(first))
+    return None if one.requires_grad or not _would_see_no_mode(first, second) else (first, second, many)
+
+
+def _is_of_one(*args: Any, **kwargs: Any) -> bool:
+    """Of one matrix with each of several."""
+    given = _factors(args, kwargs)
+    if len(given) != 2 or not all(isinstance(value, torch.Tensor) and value.dim() == 3 for value in given):
+        return False
+    (first, _, inner), (second, other, _) = given[0].shape, given[1].shape
+    return first != second and 1 in (first, second) and inner == other
+
+
+def _factors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    return (*args, *(value for key, value in kwargs.items() if key != "out")) if kwargs else args
+
+
+def _would_see_no_mode(*tensors: torch.Tensor) -> bool:
+    """Without our guard, which is there, ATen would not be in a mode, or transform, nor in a tensor's own."""
+    if not modes.active(Retry) or modes.has_others(Retry) or is_transforming():
+        return False
+    return not any(torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python) for tensor in tensors)
+
+
 # Where it is, its name there and as an operator, and when it asks for them.
 _SPECTRA: list[tuple[Any, str, str, Callable[..., bool]]] = [
     *(
@@ -120,16 +182,44 @@ _SPECTRA: list[tuple[Any, str, str, Callable[..., bool]]] = [
     (torch.Tensor, "svd", "svd", _svd_asks),
 ]
 
-INSTEAD: dict[Any, Callable[..., Any]] = {}
-"""By the function that torch tells a managed parameter of, what computes it."""
+# Where it is, and its name there. `torch.Tensor.__rmatmul__` calls the first.
+_PRODUCTS: list[tuple[Any, str]] = [
+    (torch, "matmul"),
+    (torch.Tensor, "matmul"),
+    (torch.Tensor, "__matmul__"),
+]
+
+INSTEAD: dict[Any, tuple[Callable[..., Any], Callable[..., bool]]] = {}
+"""By function, as torch tells managed parameters of it: what computes it, if it says yes to the operands."""
 
 REPLACEMENTS: list[tuple[Any, str, Any]] = [(torch._C._nn, "cross_entropy_loss", _cross_entropy_unguarded)]
 """Functions of torch, as (where, name, what is put there) (`hetero.stm.patches`)."""
 
+
+class _Method:
+    """In the place of a tensor's method: ``run`` to whoever calls it of a tensor; ``original`` to whoever asks the
+    class, as torch does for what it tells ``__torch_function__``, and tables of functions do."""
+
+    def __init__(self, original: Callable[..., Any], run: Callable[..., Any]) -> None:
+        self._original, self._run = original, run
+
+    def __get__(self, tensor: torch.Tensor | None, owner: Any) -> Callable[..., Any]:
+        return self._original if tensor is None else MethodType(self._run, tensor)
+
+
+def _replace(place: Any, name: str, operator: str, make: Callable[..., Any], applies: Any) -> None:
+    original = getattr(place, name)
+    replacement, _ = INSTEAD.setdefault(original, (make(original), applies))
+    if place is torch.Tensor:
+        REPLACEMENTS.append((place, name, _Method(original, replacement)))
+    else:
+        REPLACEMENTS.append((place, name, replacement))
+        # TorchScript knows torch's functions by their identity.
+        torch.jit._builtins._register_builtin(replacement, f"aten::{operator}")
+
+
 for _place, _name, _operator, _asks in _SPECTRA:
-    _original = getattr(_place, _name)
-    _replacement = INSTEAD.setdefault(_original, _spectrum(_original, _asks))
-    REPLACEMENTS.append((_place, _name, _replacement))
-    # TorchScript knows torch's functions by their identity.
-    torch.jit._builtins._register_builtin(_replacement, f"aten::{_operator}")
+    _replace(_place, _name, _operator, functools.partial(_spectrum, asks=_asks), _always)
+for _place, _name in _PRODUCTS:
+    _replace(_place, _name, "matmul", _product, _is_of_one)
 torch.jit._builtins._register_builtin(_cross_entropy_unguarded, "aten::cross_entropy_loss")

@@ -13,7 +13,6 @@ from torch import nn
 from hetero.autograd import in_backward
 from hetero.errors import ManageError
 from hetero.stm.interception.athome import run_at_home
-from hetero.stm.interception.formulas import INSTEAD
 from hetero.stm.interception.operators import run_operator, substituted
 from hetero.stm.interception.parameter import HANDLERS, ManagedParameter, managed_of
 from hetero.stm.interception.parts import computes_on
@@ -50,10 +49,6 @@ def _convert(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 def _home_outside(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Copies: outside a scope they are about home, whatever the other operand's device."""
     return run_operator(func, args, kwargs) if in_scope() else run_at_home(func, args, kwargs)
-
-
-def _compute_otherwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return run_operator(INSTEAD[func], args, kwargs)
 
 
 def _device(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -297,7 +292,6 @@ HANDLERS.update(
         **dict.fromkeys([*_getters("dtype", "itemsize", "nbytes"), _T.element_size], _type),
         **dict.fromkeys([_T.copy_, _T.cpu], _home_outside),
         **dict.fromkeys([_T.to, _T.type], _convert),
-        **dict.fromkeys(INSTEAD, _compute_otherwise),
         **dict.fromkeys([_T.device.__get__, _T.get_device, *_DEVICE_FLAGS], _device),
         **dict.fromkeys(_getters("grad", "_grad"), _get_grad),
         **dict.fromkeys(_getters("_version"), _version),

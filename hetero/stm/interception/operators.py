@@ -28,6 +28,7 @@ from hetero.stm.interception.arguments import tensors_in
 from hetero.stm.interception.athome import run_at_home
 from hetero.stm.interception.casts import drop_bytes, kept_casts, note_plain_uses
 from hetero.stm.interception.draws import DRAWING
+from hetero.stm.interception.formulas import INSTEAD
 from hetero.stm.interception.inplace import writes_in_place
 from hetero.stm.interception.operands import collect, replace, replace_one, restore
 from hetero.stm.interception.outside import full_copies, keeps_its_type, note_outside, with_relief
@@ -50,6 +51,9 @@ def run_operator(
 ) -> Any:
     """``func(*args, **kwargs)`` with device copies in the place of parameters, where it belongs on the device.
     ``hands_on``: there to whoever else has a ``__torch_function__``, of the user's own classes of tensors."""
+    instead = INSTEAD.get(func)
+    if instead is not None and instead[1](*args, **kwargs):
+        func = instead[0]
     operands: list[ManagedTensor] = []
     collect(args, operands)
     if kwargs:

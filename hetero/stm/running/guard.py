@@ -36,6 +36,11 @@ _CHOSEN_BY_MODE = frozenset(
         "ProdBackward1",
         "CumprodBackward0",
         "MaskedFillBackward1",
+        # Only what is infinite: the others have no gradient, or none that is a number.
+        "MaxBackward1",
+        "MinBackward1",
+        "MedianBackward0",
+        "NanmedianBackward0",
         # Only where types are mixed: in place, or not.
         "BinaryCrossEntropyBackward0",
         "BinaryCrossEntropyWithLogitsBackward0",
