@@ -14,6 +14,7 @@ as all managers rest (`hetero.stm.settled`).
 * ``zero_grad`` of optimizers and modules looks whether there is a gradient, which would wait for it.
 * Clipping (`hetero.stm.interception.clipping`).
 * ``torch.inference_mode``'s end, where modes have come or gone within (`hetero.stm.running.staying`).
+* Constructors of sparse tensors, which tell nobody of their values (`hetero.stm.interception.constructors`).
 * Functions of torch that ATen computes otherwise while operators are guarded (`hetero.stm.interception.formulas`).
 * ``Tensor.cpu`` and ``Tensor.to``, which copy what is on a device (`hetero.stm.tensors.hostcopies`).
 * ``torch.compiler``'s session: while one thread compiles, ``torch.compiler.is_compiling()`` answers True to all, and
@@ -52,7 +53,7 @@ from hetero.stm import conversions
 from hetero.stm.activations.saved import part_saved_as_handles
 from hetero.stm.checkpoints import check_loads_in_place
 from hetero.stm.deferred import finish_everything
-from hetero.stm.interception import clipping, formulas, interrupts, lists, scaling
+from hetero.stm.interception import clipping, constructors, formulas, interrupts, lists, scaling
 from hetero.stm.interception.casts import begin_region
 from hetero.stm.interception.compiled import compile_apart, compile_module, note_registered
 from hetero.stm.interception.onethread import await_device_thread, run_on_device_thread
@@ -425,6 +426,7 @@ _REPLACEMENTS: list[tuple[Any, str, Any]] = [
     (_autograd, "_engine_run_backward", _announced_backward),
     (torch, "clear_autocast_cache", _announced_clear),
     (_Optimizer, "zero_grad", _zero_optimizer_grad),
+    *constructors.REPLACEMENTS,
     *formulas.REPLACEMENTS,
     *staying.REPLACEMENTS,
     *hostcopies.REPLACEMENTS,

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hetero.errors import ManageError
+from hetero.stm.interception.scopes import in_scope
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.managed import ManagedTensor
 
@@ -50,8 +51,16 @@ class ManagedParameter(nn.Parameter):
         self.data = args[0]
         return self
 
-    # A copy is an ordinary parameter: nobody manages it.
+    def as_subclass(self, cls: Any) -> Any:
+        """``p.as_subclass(cls)``, of which torch tells nobody."""
+        with plain():
+            return self._run_operator(torch.Tensor.as_subclass, (self, cls), {})
+
+    # A copy is an ordinary parameter: nobody manages it. One that is made in forward is computed with there.
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if in_scope():
+            memo[id(self)] = copy = nn.Parameter(self.data.clone(), self.requires_grad)
+            return copy
         self._hetero.owner.homes.wait(self._hetero)
         if self._hetero.owner.settled is not None:
             self._hetero.owner.settled.forbid()
@@ -62,8 +71,9 @@ class ManagedParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         self._hetero.owner.homes.wait(self._hetero)
+        there = self.data if in_scope() else None
         with plain():
-            twin = nn.Parameter(self.detach(), self.requires_grad)
+            twin = nn.Parameter(self.detach() if there is None else there, self.requires_grad)
             twin.__dict__.update({k: v for k, v in self.__dict__.items() if k != "_hetero"})
             return twin.__reduce_ex__(protocol)
 
