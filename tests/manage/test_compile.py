@@ -1,5 +1,6 @@
 """Models with compiled blocks train as the same compiled blocks do unmanaged, bit for bit."""
 
+import contextlib
 import functools
 import os
 import subprocess
@@ -347,6 +348,48 @@ def test_compiled_functions_within_a_model_train_to_the_same_bits(kind: type[ByC
     expected = _unmanaged_within(kind)
     assert_identical(_train_within(kind, libraries_bytes() + budget), expected)
     assert races() == []
+
+
+class Multiplying(nn.Module):
+    """Of functions that are replaced while operators are intercepted (`hetero.stm.interception.formulas`)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("fixed", torch.randn(1, WIDTH, WIDTH) / 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.matmul(self.layer(x).view(-1, 2, WIDTH), self.fixed)
+        with torch.no_grad():
+            size = torch.linalg.matrix_norm(y[:, 0], 2) + torch.linalg.svdvals(y[0]).amax()
+        return ((y @ self.fixed) / size).view(-1, WIDTH)
+
+
+@pytest.mark.parametrize("budget", [112 << 10, 4 << 20])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_functions_that_are_replaced_break_no_graph_and_are_compiled_as_torchs_own(
+    backend: str, budget: int
+) -> None:
+    def run(target: torch.device, budget: int | None) -> dict[str, torch.Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Multiplying() for _ in range(3)))
+        for block in model:
+            block.compile(backend=backend, fullgraph=True)
+        found = {}
+        with contextlib.ExitStack() as stack:
+            if budget is None:
+                model.to(target)
+            else:
+                stack.enter_context(hetero.manage(model, device=target, device_budget=budget))
+            for step in range(4):
+                loss = model(torch.randn(32, WIDTH, device=target)).square().sum()
+                loss.backward()
+                found[f"loss {step}"] = loss.detach().cpu()
+        return found | values_of(model)
+
+    expected = run(device(), None)
+    assert_identical(run(device(), libraries_bytes() + fresh_memory() + budget), expected)
 
 
 def test_a_function_that_is_compiled_without_breaks_says_what_to_do() -> None:

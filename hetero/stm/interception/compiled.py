@@ -31,6 +31,7 @@ from hetero.autograd import in_backward
 from hetero.errors import BudgetError, ManageError
 from hetero.stm.interception.arguments import any_on
 from hetero.stm.interception.fastpaths import HAVE_FAST_PATHS, asked_as_ever, taking_fast_paths
+from hetero.stm.interception.formulas import INSTEAD
 from hetero.stm.interception.misplaced import note_misplaced
 from hetero.stm.interception.operators import substituted
 from hetero.stm.interception.outside import full_copies, keeps_its_type
@@ -146,6 +147,9 @@ def keep_compilers_out() -> None:
     if ManagedParameter not in config.nontraceable_tensor_subclasses:
         config.nontraceable_tensor_subclasses.add(ManagedParameter)
         rules.add(_PACKAGE.name)
+        # In graphs they stand for the functions that they replace, as which they are traced.
+        allow: Any = found("torch._dynamo.decorators").allow_in_graph
+        allow([function for function, _ in INSTEAD.values()])
 
 
 @functools.wraps(_compile)
