@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from twins import assert_same, assert_twins, device, plain
 
 import hetero
@@ -33,6 +34,15 @@ def _with_copies(model, x):
     return x + twin(x)
 
 
+def _recomputed(use_reentrant):
+    def make(model, x):
+        return checkpoint(
+            lambda y: y + copy.deepcopy(model.bias) + copy.copy(model.bias), x, use_reentrant=use_reentrant
+        )
+
+    return make
+
+
 MADE = {
     "sparse": _sparse,
     "sparse of double": lambda model, x: _sparse(model, x.double(), dtype=torch.float64).float(),
@@ -42,6 +52,8 @@ MADE = {
     "copy": lambda model, x: x + copy.copy(model.bias),
     "deep copy": lambda model, x: x + copy.deepcopy(model.bias),
     "deep copy of a module": _with_copies,
+    "copies in a checkpoint": _recomputed(False),
+    "copies in a reentrant one": _recomputed(True),
 }
 
 

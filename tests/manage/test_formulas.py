@@ -1,16 +1,18 @@
 """Forward formulas that ATen chooses by whether a dispatch mode is on: the bits are those without one."""
 
 import functools
+import pickle
 import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from twins import assert_twins, device
 
 import hetero
-from hetero.stm.interception import formulas
+from hetero.stm.interception import constructors, formulas
 from hetero.stm.running.guard import guarded, unguarded
 from hetero.stm.running.retry import Retry
 
@@ -241,6 +243,8 @@ def test_spectra_can_be_scripted(smoothed):
 PRODUCTS = {
     "matmul": lambda x, one: torch.matmul(x, one),
     "by name": lambda x, one: torch.matmul(input=x, other=one),
+    "by name, the other way round": lambda x, one: torch.matmul(other=one, input=x),
+    "of linalg": lambda x, one: torch.linalg.matmul(x, one),
     "method": lambda x, one: x.matmul(one),
     "method by name": lambda x, one: x.matmul(other=one),
     "operator": lambda x, one: x @ one,
@@ -325,11 +329,8 @@ def test_products_of_all_shapes_and_their_gradients(first, second, trains, guard
 
     def compute():
         product = torch.matmul(*operands)
-        out = torch.empty_like(product)
-        with torch.no_grad():
-            torch.matmul(*operands, out=out)
         gradients = torch.autograd.grad(product.square().sum(), trained) if trained else ()
-        return [product, out, *gradients]
+        return [product, *gradients]
 
     seen = compute()
     with unguarded():
@@ -345,6 +346,83 @@ def test_what_matmul_refuses_it_refuses(guarding):
         torch.matmul(torch.randn(1, 4, 6))
     with pytest.raises(RuntimeError, match="type"):
         torch.matmul(torch.randn(1, 4, 6), torch.randn(3, 6, 5).double())
+
+
+class Experts(nn.Module):
+    """Weights of several, used twice for the same input, and a plain leaf likewise."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.weights = nn.Parameter(torch.randn(16, WIDTH, WIDTH) / 8)
+        self.leaf = [torch.randn(16, WIDTH, WIDTH)]
+
+    def forward(self, x):
+        with torch.autocast(x.device.type, torch.bfloat16):
+            leaf = self.leaf[0].to(x.device).detach().requires_grad_()
+            x = x[None, :2].detach()
+            y = x @ self.weights + x @ self.weights + x @ leaf
+            y = y + torch.matmul(x * 2, self.weights) + torch.matmul(x * 2, leaf)
+        (gradient,) = torch.autograd.grad(y.float().square().sum(), leaf, retain_graph=True)
+        return self.first(y.float()) + gradient.mean()
+
+
+@pytest.mark.parametrize("share", [0.9, 4.0])
+def test_products_with_one_keep_autocasts_casts_of_the_others(share):
+    assert_twins(Experts, steps, share=share)
+
+
+def test_whoever_is_told_of_products_is_told_of_these(guarding):
+    told = []
+
+    class Only(torch.Tensor):
+        """Knows one function."""
+
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            told.append(func)
+            assert func.__name__ == "matmul"
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+
+    class Noting(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            told.append(func)
+            return func(*args, **(kwargs or {}))
+
+    several, one = torch.randn(3, 4, 6), torch.randn(1, 6, 5)
+    torch.matmul(several.as_subclass(Only), one)
+    assert len(told) == 1
+    with Noting():
+        torch.matmul(several, one)
+    assert len(told) == 2
+
+
+def test_a_context_of_a_device_is_nobody_who_is_told(guarding):
+    several, one = torch.randn(16, 2, WIDTH), torch.randn(1, WIDTH, WIDTH)
+    with unguarded():
+        expected = several @ one
+    with torch.device("cpu"):
+        assert torch.equal(several @ one, expected)
+
+
+def test_functions_can_be_pickled(guarding):
+    for place, name, _ in (*formulas.REPLACEMENTS, *constructors.REPLACEMENTS):
+        if place not in (torch.Tensor, torch._VF, torch._C._nn):
+            function = getattr(place, name)
+            assert pickle.loads(pickle.dumps(function)) is function
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_nested_factors_and_those_on_the_meta_device_are_torchs_own_matter(guarding):
+    nested = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(2, 3)])
+    products = torch.matmul(nested, nested.transpose(1, 2)).unbind()
+    assert torch.equal(products[0], nested.unbind()[0] @ nested.unbind()[0].t())
+    assert torch.matmul(torch.randn(3, 4, 6, device="meta"), torch.randn(1, 6, 5, device="meta")).shape == (
+        3,
+        4,
+        5,
+    )
 
 
 def test_products_within_a_transform_or_another_mode_are_computed_as_these_do(guarding):

@@ -149,7 +149,7 @@ def keep_compilers_out() -> None:
         rules.add(_PACKAGE.name)
         # In graphs they stand for the functions that they replace, as which they are traced.
         allow: Any = found("torch._dynamo.decorators").allow_in_graph
-        allow([function for function, _ in INSTEAD.values()])
+        allow(list(INSTEAD.values()))
 
 
 @functools.wraps(_compile)

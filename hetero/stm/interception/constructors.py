@@ -27,6 +27,7 @@ def _told(original: Callable[..., Any]) -> Callable[..., Any]:
                 return run_operator(original, args, kwargs)
         return original(*args, **kwargs)
 
+    run.__module__, run.__qualname__ = torch.__name__, run.__name__  # as it is found, for whoever pickles it
     return run
 
 

@@ -17,18 +17,23 @@ from types import MethodType
 from typing import Any
 
 import torch
+from torch import nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from hetero.stm.interception.parameter import is_managed
 from hetero.stm.interception.transforms import is_transforming
 from hetero.stm.running import modes
 from hetero.stm.running.guard import unguarded
 from hetero.stm.running.retry import Retry
-from hetero.stm.tensors.fetch import plain
 
 __all__ = ["INSTEAD", "REPLACEMENTS"]
 
-# Bytes for each that they are given: what is made of it besides, and casts.
+# Bytes for each that they are given: results, workspaces, and casts to float64, several times over.
 _FOR_EACH_GIVEN = 16
+
+# What is asked of tensors within it no class or mode is told of.
+_unseen = torch._C.DisableTorchFunction
 
 _cross_entropy: Any = torch._C._nn.cross_entropy_loss
 _MEAN = 1  # as ATen counts reductions
@@ -80,12 +85,13 @@ def _spectrum(original: Callable[..., Any], *, asks: Callable[..., bool]) -> Cal
     def run(*args: Any, **kwargs: Any) -> Any:
         if _leaves_as_it_is(args, kwargs):
             return original(*args, **kwargs)
-        matrix = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
+        given = (*args, *(value for key, value in kwargs.items() if key != "out"))
+        matrix = next((value for value in given if isinstance(value, torch.Tensor)), None)
         if matrix is None:
             return original(*args, **kwargs)
         # Its name is another for each of them.
         named = {key: value for key, value in kwargs.items() if value is not matrix}
-        with plain():
+        with _unseen():
             differs = not _is_recorded(matrix) and asks(matrix, *args[1:], **named)
         return _step_aside(original, args, kwargs, of=matrix) if differs else original(*args, **kwargs)
 
@@ -93,7 +99,7 @@ def _spectrum(original: Callable[..., Any], *, asks: Callable[..., bool]) -> Cal
 
 
 def _leaves_as_it_is(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """No mode is on, or is to see it otherwise. Every product of matrices comes here."""
+    """The common case: no mode is on, or a compiler's tracing is."""
     if torch.compiler.is_compiling() or not torch._C._len_torch_dispatch_stack():
         return True
     # For a managed parameter it is called again, with its copy.
@@ -128,44 +134,47 @@ def _product(original: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if _leaves_as_it_is(args, kwargs):
             return original(*args, **kwargs)
-        with plain():
-            factors = _of_one(args, kwargs)
-        if factors is None:
+        with _unseen():
+            one = _one_for_several(*_factors(args, kwargs))
+        if one is None:
             return original(*args, **kwargs)
-        first, second, many = factors
-        out = {key: value for key, value in kwargs.items() if key == "out"}
-        return torch.bmm(first.expand(many, -1, -1), second.expand(many, -1, -1), **out)
+        # Not the others: autocast keeps casts of leaves.
+        first, second = _factors(args, kwargs)
+        if one is first:
+            return torch.bmm(first.expand(len(second), -1, -1), second)
+        return torch.bmm(first, second.expand(len(first), -1, -1))
 
     return run
 
 
-def _of_one(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, int] | None:
-    """The factors, and of how many the product is, if our mode would make another of it."""
-    if not _is_of_one(*args, **kwargs):
+def _factors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    if len(args) == 2 and not kwargs:
+        return args
+    named = dict(zip(("input", "other"), args, strict=False)) | kwargs
+    return (named["input"], named["other"]) if named.keys() == {"input", "other"} else (None, None)
+
+
+def _one_for_several(first: Any, second: Any) -> torch.Tensor | None:
+    """The one matrix that is multiplied with each of several, if only our mode would make one product of that."""
+    for value in (first, second):
+        # Of others' classes and on the meta device, and of other layouts, it is one product in any case, or none.
+        if type(value) not in (torch.Tensor, nn.Parameter) or value.is_meta or value.is_nested:
+            return None
+        if value.layout is not torch.strided or value.dim() != 3:
+            return None
+    if len(first) == len(second) or 1 not in (len(first), len(second)) or first.shape[2] != second.shape[1]:
         return None
-    first, second = _factors(args, kwargs)
-    one, many = (first, len(second)) if len(first) == 1 else (second, len(first))
-    return None if one.requires_grad or not _would_see_no_mode(first, second) else (first, second, many)
+    one: torch.Tensor = first if len(first) == 1 else second
+    return None if one.requires_grad or _is_watched() else one
 
 
-def _is_of_one(*args: Any, **kwargs: Any) -> bool:
-    """Of one matrix with each of several."""
-    given = _factors(args, kwargs)
-    if len(given) != 2 or not all(isinstance(value, torch.Tensor) and value.dim() == 3 for value in given):
-        return False
-    (first, _, inner), (second, other, _) = given[0].shape, given[1].shape
-    return first != second and 1 in (first, second) and inner == other
-
-
-def _factors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    return (*args, *(value for key, value in kwargs.items() if key != "out")) if kwargs else args
-
-
-def _would_see_no_mode(*tensors: torch.Tensor) -> bool:
-    """Without our guard, which is there, ATen would not be in a mode, or transform, nor in a tensor's own."""
+def _is_watched() -> bool:
+    """Somebody besides our guard, which is on, would see other operators; or ATen is in another mode, or a transform,
+    anyway."""
     if not modes.active(Retry) or modes.has_others(Retry) or is_transforming():
-        return False
-    return not any(torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python) for tensor in tensors)
+        return True
+    # This one only says where to make new tensors.
+    return not all(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
 
 
 # Where it is, its name there and as an operator, and when it asks for them.
@@ -182,15 +191,16 @@ _SPECTRA: list[tuple[Any, str, str, Callable[..., bool]]] = [
     (torch.Tensor, "svd", "svd", _svd_asks),
 ]
 
-# Where it is, and its name there. `torch.Tensor.__rmatmul__` calls the first.
-_PRODUCTS: list[tuple[Any, str]] = [
-    (torch, "matmul"),
-    (torch.Tensor, "matmul"),
-    (torch.Tensor, "__matmul__"),
+# Likewise. `torch.Tensor.__rmatmul__` calls the first.
+_PRODUCTS: list[tuple[Any, str, str]] = [
+    (torch, "matmul", "matmul"),
+    (torch.linalg, "matmul", "linalg_matmul"),
+    (torch.Tensor, "matmul", "matmul"),
+    (torch.Tensor, "__matmul__", "matmul"),
 ]
 
-INSTEAD: dict[Any, tuple[Callable[..., Any], Callable[..., bool]]] = {}
-"""By function, as torch tells managed parameters of it: what computes it, if it says yes to the operands."""
+INSTEAD: dict[Any, Callable[..., Any]] = {}
+"""By function, as torch tells managed parameters of it: what computes it with their copies."""
 
 REPLACEMENTS: list[tuple[Any, str, Any]] = [(torch._C._nn, "cross_entropy_loss", _cross_entropy_unguarded)]
 """Functions of torch, as (where, name, what is put there) (`hetero.stm.patches`)."""
@@ -207,9 +217,13 @@ class _Method:
         return self._original if tensor is None else MethodType(self._run, tensor)
 
 
-def _replace(place: Any, name: str, operator: str, make: Callable[..., Any], applies: Any) -> None:
+def _replace(place: Any, name: str, operator: str, make: Callable[..., Any]) -> None:
     original = getattr(place, name)
-    replacement, _ = INSTEAD.setdefault(original, (make(original), applies))
+    replacement = INSTEAD.get(original)
+    if replacement is None:
+        replacement = INSTEAD[original] = make(original)
+        # As it is found, for whoever pickles it.
+        replacement.__module__, replacement.__name__, replacement.__qualname__ = place.__name__, name, name
     if place is torch.Tensor:
         REPLACEMENTS.append((place, name, _Method(original, replacement)))
     else:
@@ -219,7 +233,7 @@ def _replace(place: Any, name: str, operator: str, make: Callable[..., Any], app
 
 
 for _place, _name, _operator, _asks in _SPECTRA:
-    _replace(_place, _name, _operator, functools.partial(_spectrum, asks=_asks), _always)
-for _place, _name in _PRODUCTS:
-    _replace(_place, _name, "matmul", _product, _is_of_one)
+    _replace(_place, _name, _operator, functools.partial(_spectrum, asks=_asks))
+for _place, _name, _operator in _PRODUCTS:
+    _replace(_place, _name, _operator, _product)
 torch.jit._builtins._register_builtin(_cross_entropy_unguarded, "aten::cross_entropy_loss")

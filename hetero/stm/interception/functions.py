@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from hetero.autograd import in_backward
 from hetero.errors import ManageError
 from hetero.stm.interception.athome import run_at_home
 from hetero.stm.interception.operators import run_operator, substituted
 from hetero.stm.interception.parameter import HANDLERS, ManagedParameter, managed_of
 from hetero.stm.interception.parts import computes_on
-from hetero.stm.interception.scopes import at_home, in_scope, is_at_home
+from hetero.stm.interception.scopes import at_home, computes, in_scope
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.hostcopies import note_at_home
 from hetero.stm.tensors.managed import ManagedTensor
@@ -29,20 +28,15 @@ def _ask(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     return func(*args, **kwargs)
 
 
-def _computes() -> bool:
-    """The caller computes with parameters on the device: a managed forward, or a checkpoint's within backward."""
-    return in_scope() or (in_backward() and not is_at_home())
-
-
 def _is_there(parameter: ManagedParameter) -> bool:
     """As far as the caller can tell: it computes with parameters, or is called by itself."""
-    return _computes() or computes_on(managed_of(parameter).owner.device)
+    return computes() or computes_on(managed_of(parameter).owner.device)
 
 
 def _convert(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Conversions: about home outside a scope, but a checkpoint converts what it computes with."""
     is_ours = type(args[0]) is ManagedParameter
-    there = _is_there(args[0]) if is_ours else _computes()
+    there = _is_there(args[0]) if is_ours else computes()
     return run_operator(func, args, kwargs) if there else run_at_home(func, args, kwargs)
 
 
@@ -66,14 +60,14 @@ def _device(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 def _type(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The parameter's type and what follows from it: home's, or the copy's for those who ask while it computes."""
     low = managed_of(args[0]).low
-    return func(*args, **kwargs) if low is None or not _computes() else func(low.tensor, *args[1:], **kwargs)
+    return func(*args, **kwargs) if low is None or not computes() else func(low.tensor, *args[1:], **kwargs)
 
 
 def _gradients(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``autograd.grad``: gradients of parameters are at home, or where whoever asks while it computes (an inner step
     within forward, a Function's backward) goes on with them."""
     found = func(*args, **kwargs)
-    if not _computes():
+    if not computes():
         for of in args[1]:
             if type(of) is ManagedParameter:
                 _note_seen(managed_of(of))

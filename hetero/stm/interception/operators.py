@@ -51,9 +51,6 @@ def run_operator(
 ) -> Any:
     """``func(*args, **kwargs)`` with device copies in the place of parameters, where it belongs on the device.
     ``hands_on``: there to whoever else has a ``__torch_function__``, of the user's own classes of tensors."""
-    instead = INSTEAD.get(func)
-    if instead is not None and instead[1](*args, **kwargs):
-        func = instead[0]
     operands: list[ManagedTensor] = []
     collect(args, operands)
     if kwargs:
@@ -148,6 +145,7 @@ def _run(
     ahead = {} if in_forward else ahead_of_home(operands)
     by_name = kwargs
     draw_again = operands[0].owner.relief.random_numbers() if func in DRAWING else None
+    compute = INSTEAD.get(func, func)
     while True:
         try:
             given = replace(args, copies)
@@ -162,9 +160,9 @@ def _run(
         try:
             if hands_on:
                 with torch._C._EnableTorchFunction():  # parameters are not among what is given
-                    result = func(*given, **by_name)
+                    result = compute(*given, **by_name)
             else:
-                result = func(*given, **by_name)
+                result = compute(*given, **by_name)
             break
         except torch.OutOfMemoryError as error:
             # An in-place operator may have done half its work; everything else can be tried again.

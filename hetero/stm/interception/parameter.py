@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hetero.errors import ManageError
-from hetero.stm.interception.scopes import in_scope
+from hetero.stm.interception.scopes import computes
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.managed import ManagedTensor
 
@@ -58,8 +58,8 @@ class ManagedParameter(nn.Parameter):
 
     # A copy is an ordinary parameter: nobody manages it. One that is made in forward is computed with there.
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        if in_scope():
-            memo[id(self)] = copy = nn.Parameter(self.data.clone(), self.requires_grad)
+        if computes():
+            memo[id(self)] = copy = nn.Parameter(self._there().clone(), self.requires_grad)
             return copy
         self._hetero.owner.homes.wait(self._hetero)
         if self._hetero.owner.settled is not None:
@@ -71,11 +71,16 @@ class ManagedParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         self._hetero.owner.homes.wait(self._hetero)
-        there = self.data if in_scope() else None
+        there = self._there() if computes() else None
         with plain():
             twin = nn.Parameter(self.detach() if there is None else there, self.requires_grad)
             twin.__dict__.update({k: v for k, v in self.__dict__.items() if k != "_hetero"})
             return twin.__reduce_ex__(protocol)
+
+    def _there(self) -> torch.Tensor:
+        with plain():
+            result: torch.Tensor = self._run_operator(torch.Tensor.detach, (self,), {})
+            return result
 
 
 def is_managed(value: object) -> bool:

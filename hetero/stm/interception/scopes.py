@@ -7,7 +7,9 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-__all__ = ["at_home", "in_scope", "is_at_home", "scope"]
+from hetero.autograd import in_backward
+
+__all__ = ["at_home", "computes", "in_scope", "is_at_home", "scope"]
 
 
 class _Scope(threading.local):
@@ -43,6 +45,11 @@ def at_home() -> Iterator[None]:
         yield
     finally:
         _scope.depth, _scope.is_at_home = before
+
+
+def computes() -> bool:
+    """Parameters are computed with on the device: in a managed forward, or a checkpoint's within backward."""
+    return in_scope() or (in_backward() and not is_at_home())
 
 
 def is_at_home() -> bool:
