@@ -1,9 +1,11 @@
 """What is made of a parameter in forward, of which torch does not tell it."""
 
 import copy
+import functools
 
 import pytest
 import torch
+from loops import train
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from twins import assert_same, assert_twins, device, plain
@@ -70,21 +72,10 @@ class Making(nn.Module):
         return self.last(self.make(self, self.first(x)).tanh())
 
 
-def steps(model, optimizer, target):
-    seen = []
-    for _ in range(5):
-        loss = model(torch.randn(16, WIDTH).to(target)).square().mean()
-        loss.backward()
-        seen.append([loss, [p.grad for p in model.parameters()]])
-        optimizer.step()
-        optimizer.zero_grad()
-    return seen
-
-
 @pytest.mark.parametrize("share", [0.8, 4.0])
 @pytest.mark.parametrize("named", MADE)
 def test_what_is_made_of_parameters_in_forward_is_on_the_device(named, share):
-    assert_twins(lambda: Making(MADE[named]), steps, share=share)
+    assert_twins(lambda: Making(MADE[named]), functools.partial(train, steps=5), share=share)
 
 
 def test_what_is_made_of_parameters_elsewhere_is_at_home():

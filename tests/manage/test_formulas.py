@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from loops import square_loss_of_32, train
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
@@ -19,15 +20,7 @@ from hetero.stm.running.retry import Retry
 WIDTH = 64
 
 
-def steps(model, optimizer, target, count=3):
-    seen = []
-    for _ in range(count):
-        loss = model(torch.randn(32, WIDTH).to(target)).square().mean()
-        loss.backward()
-        seen.append([loss, [p.grad for p in model.parameters()]])
-        optimizer.step()
-        optimizer.zero_grad()
-    return seen
+steps = functools.partial(train, loss_of=square_loss_of_32)
 
 
 class Smoothed(nn.Module):

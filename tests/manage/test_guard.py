@@ -1,10 +1,12 @@
 """Iterations that follow no plan, or leave it: the budget holds, and the numbers stay."""
 
 import copy
+import functools
 
 import pytest
 import torch
 from accelerators import GAPS, ON_CUDA, SEGMENTS, set_memory_limit
+from loops import square_loss_of_32, train
 from random_graphs import Graph, Node, Step, run, twin
 from torch import nn
 from twins import assert_same, assert_twins, device, plain
@@ -33,15 +35,7 @@ class Formulas(nn.Module):
         return self.last(x) * product
 
 
-def steps(model, optimizer, target, count=3):
-    seen = []
-    for _ in range(count):
-        loss = model(torch.randn(32, WIDTH).to(target)).square().mean()
-        loss.backward()
-        seen.append([loss, [p.grad for p in model.parameters()]])
-        optimizer.step()
-        optimizer.zero_grad()
-    return seen
+steps = functools.partial(train, loss_of=square_loss_of_32)
 
 
 class Sorts(nn.Module):
