@@ -239,9 +239,8 @@ class Run:
         self.scaler = torch.amp.GradScaler(target.type, init_scale=256.0, growth_interval=3)
         torch.manual_seed(program.seed)
         self.models = nn.ModuleList(build_model(*spec) for spec in program.models)
-        self.anchors: dict[
-            nn.Parameter, torch.Tensor
-        ] = {}  # made here: what you keep may pass the budget once
+        # Made here: what you keep may pass the budget once.
+        self.anchors: dict[nn.Parameter, torch.Tensor] = {}
         if any(how.get("anchored") for _, how, _ in program.steps):
             self.anchors = {p: p.detach().to(target, copy=True) for p in self.models.parameters()}
         self.models.to("cpu" if keywords else target)
@@ -385,9 +384,8 @@ class Run:
         averages = list(self.averages.parameters())
         with torch.no_grad():
             for mean, p in zip(averages, self.models.parameters(), strict=True):
-                mean.lerp_(
-                    p.detach().to(mean.device), 0.1
-                )  # docs/limits.md: copies stay where they were made
+                # docs/limits.md: copies stay where they were made.
+                mean.lerp_(p.detach().to(mean.device), 0.1)
         self.note("averages", averages)
 
     def rewind(self, rng):

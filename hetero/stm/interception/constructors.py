@@ -12,6 +12,7 @@ from torch.utils._device import _device_constructors
 
 from hetero.stm.interception.operators import run_operator
 from hetero.stm.interception.parameter import is_managed
+from hetero.stm.interception.standins import stand_in
 from hetero.stm.tensors.fetch import plain
 
 __all__ = ["REPLACEMENTS"]
@@ -27,12 +28,11 @@ def _told(original: Callable[..., Any]) -> Callable[..., Any]:
                 return run_operator(original, args, kwargs)
         return original(*args, **kwargs)
 
-    run.__module__, run.__qualname__ = torch.__name__, run.__name__  # as it is found, for whoever pickles it
     return run
 
 
 REPLACEMENTS: list[tuple[Any, str, Any]] = [
-    (torch, name, _told(getattr(torch, name)))
+    (torch, name, stand_in(_told(getattr(torch, name)), torch, name, name))
     for name in (
         "sparse_coo_tensor",
         "sparse_compressed_tensor",
@@ -43,7 +43,3 @@ REPLACEMENTS: list[tuple[Any, str, Any]] = [
     )
 ]
 """As `hetero.stm.patches` wants them."""
-
-for _, _name, _replacement in REPLACEMENTS:
-    # TorchScript knows torch's functions by their identity.
-    torch.jit._builtins._register_builtin(_replacement, f"aten::{_name}")

@@ -22,6 +22,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from hetero.stm.interception.parameter import is_managed
+from hetero.stm.interception.standins import stand_in
 from hetero.stm.interception.transforms import is_transforming
 from hetero.stm.running import modes
 from hetero.stm.running.guard import unguarded
@@ -29,7 +30,8 @@ from hetero.stm.running.retry import Retry
 
 __all__ = ["INSTEAD", "REPLACEMENTS"]
 
-# Bytes for each that they are given: results, workspaces, and casts to float64, several times over.
+# Bytes that they take for each that they are given: up to 4.3 were measured (svd's, of a tall matrix), on a device
+# whose kernels have no workspaces of their own.
 _FOR_EACH_GIVEN = 16
 
 # What is asked of tensors within it no class or mode is told of.
@@ -83,7 +85,7 @@ def _spectrum(original: Callable[..., Any], *, asks: Callable[..., bool]) -> Cal
 
     @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if _leaves_as_it_is(args, kwargs):
+        if _is_unaffected(args, kwargs):
             return original(*args, **kwargs)
         given = (*args, *(value for key, value in kwargs.items() if key != "out"))
         matrix = next((value for value in given if isinstance(value, torch.Tensor)), None)
@@ -98,7 +100,7 @@ def _spectrum(original: Callable[..., Any], *, asks: Callable[..., bool]) -> Cal
     return run
 
 
-def _leaves_as_it_is(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _is_unaffected(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """The common case: no mode is on, or a compiler's tracing is."""
     if torch.compiler.is_compiling() or not torch._C._len_torch_dispatch_stack():
         return True
@@ -132,14 +134,14 @@ def _product(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if _leaves_as_it_is(args, kwargs):
+        if _is_unaffected(args, kwargs):
             return original(*args, **kwargs)
+        first, second = _factors(args, kwargs)
         with _unseen():
-            one = _one_for_several(*_factors(args, kwargs))
+            one = _one_for_several(first, second)
         if one is None:
             return original(*args, **kwargs)
-        # Not the others: autocast keeps casts of leaves.
-        first, second = _factors(args, kwargs)
+        # The others are given as they are: autocast keeps casts of leaves.
         if one is first:
             return torch.bmm(first.expand(len(second), -1, -1), second)
         return torch.bmm(first, second.expand(len(first), -1, -1))
@@ -202,38 +204,37 @@ _PRODUCTS: list[tuple[Any, str, str]] = [
 INSTEAD: dict[Any, Callable[..., Any]] = {}
 """By function, as torch tells managed parameters of it: what computes it with their copies."""
 
-REPLACEMENTS: list[tuple[Any, str, Any]] = [(torch._C._nn, "cross_entropy_loss", _cross_entropy_unguarded)]
+REPLACEMENTS: list[tuple[Any, str, Any]] = [
+    (
+        torch._C._nn,
+        "cross_entropy_loss",
+        stand_in(_cross_entropy_unguarded, torch._C._nn, "cross_entropy_loss", "cross_entropy_loss"),
+    )
+]
 """Functions of torch, as (where, name, what is put there) (`hetero.stm.patches`)."""
 
 
 class _Method:
-    """In the place of a tensor's method: ``run`` to whoever calls it of a tensor; ``original`` to whoever asks the
-    class, as torch does for what it tells ``__torch_function__``, and tables of functions do."""
+    """In the place of a tensor's method: what computes it instead to whoever calls it of a tensor; ``original`` to
+    whoever asks the class, as torch does for what it tells ``__torch_function__``, and tables of functions do."""
 
-    def __init__(self, original: Callable[..., Any], run: Callable[..., Any]) -> None:
-        self._original, self._run = original, run
+    def __init__(self, original: Callable[..., Any]) -> None:
+        self._original = original
 
     def __get__(self, tensor: torch.Tensor | None, owner: Any) -> Callable[..., Any]:
-        return self._original if tensor is None else MethodType(self._run, tensor)
+        return self._original if tensor is None else MethodType(INSTEAD[self._original], tensor)
 
 
 def _replace(place: Any, name: str, operator: str, make: Callable[..., Any]) -> None:
     original = getattr(place, name)
-    replacement = INSTEAD.get(original)
-    if replacement is None:
-        replacement = INSTEAD[original] = make(original)
-        # As it is found, for whoever pickles it.
-        replacement.__module__, replacement.__name__, replacement.__qualname__ = place.__name__, name, name
-    if place is torch.Tensor:
-        REPLACEMENTS.append((place, name, _Method(original, replacement)))
-    else:
-        REPLACEMENTS.append((place, name, replacement))
-        # TorchScript knows torch's functions by their identity.
-        torch.jit._builtins._register_builtin(replacement, f"aten::{operator}")
+    is_method = place is torch.Tensor
+    if original not in INSTEAD:
+        replacement = make(original)
+        INSTEAD[original] = replacement if is_method else stand_in(replacement, place, name, operator)
+    REPLACEMENTS.append((place, name, _Method(original) if is_method else INSTEAD[original]))
 
 
 for _place, _name, _operator, _asks in _SPECTRA:
     _replace(_place, _name, _operator, functools.partial(_spectrum, asks=_asks))
 for _place, _name, _operator in _PRODUCTS:
     _replace(_place, _name, _operator, _product)
-torch.jit._builtins._register_builtin(_cross_entropy_unguarded, "aten::cross_entropy_loss")

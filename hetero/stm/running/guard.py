@@ -36,7 +36,7 @@ _CHOSEN_BY_MODE = frozenset(
         "ProdBackward1",
         "CumprodBackward0",
         "MaskedFillBackward1",
-        # Only what is infinite: the others have no gradient, or none that is a number.
+        # Where the gradient is infinite: elsewhere it is zero, or, under a mode, not a number.
         "MaxBackward1",
         "MinBackward1",
         "MedianBackward0",

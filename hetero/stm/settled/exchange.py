@@ -53,9 +53,8 @@ def _has_end(shadow: nn.Parameter) -> bool:
     return has_end
 
 
-_FORMER = (
-    "_hetero_former"  # attribute of a leaf that only graphs from before hold, and nobody else has been given
-)
+# Attribute of a leaf that only graphs from before hold, and nobody else has been given.
+_FORMER = "_hetero_former"
 
 
 def redirect(shadow: nn.Parameter, tensor: ManagedTensor) -> None:

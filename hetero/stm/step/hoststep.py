@@ -107,9 +107,8 @@ class HostStep:
             kept_ids=kept_ids,
             watches=lambda: self.defers and self._attached and self._watch(optimizer),
         )
-        self._around: Any = (
-            None  # what is around torch's updates: no dispatch to us, and where they need it, a guard
-        )
+        # What is around torch's updates: no dispatch to us, and where they need it, a guard.
+        self._around: Any = None
         self._depth = 0
         # Makes the step where everything has come to live on the device: within a closure, or since a method was kept.
         self.step_settled: Callable[..., Any] = lambda inner, args, kwargs: inner(*args, **kwargs)
