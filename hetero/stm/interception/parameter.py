@@ -56,31 +56,31 @@ class ManagedParameter(nn.Parameter):
         with plain():
             return self._run_operator(torch.Tensor.as_subclass, (self, cls), {})
 
-    # A copy is an ordinary parameter: nobody manages it. One that is made in forward is computed with there.
+    # A copy is an ordinary parameter: nobody manages it.
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        if computes():
-            memo[id(self)] = copy = nn.Parameter(self._there().clone(), self.requires_grad)
-            return copy
-        self._hetero.owner.homes.wait(self._hetero)
-        if self._hetero.owner.settled is not None:
-            self._hetero.owner.settled.forbid()
-        with plain():
-            copy = nn.Parameter(self.detach().clone(memory_format=torch.preserve_format), self.requires_grad)
+        if not computes():
+            self._hetero.owner.homes.wait(self._hetero)
+            if self._hetero.owner.settled is not None:
+                self._hetero.owner.settled.forbid()
+        copy = nn.Parameter(self._memory().clone(memory_format=torch.preserve_format), self.requires_grad)
         memo[id(self)] = copy
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         self._hetero.owner.homes.wait(self._hetero)
-        there = self._there() if computes() else None
+        memory = self._memory()
         with plain():
-            twin = nn.Parameter(self.detach() if there is None else there, self.requires_grad)
+            twin = nn.Parameter(memory, self.requires_grad)
             twin.__dict__.update({k: v for k, v in self.__dict__.items() if k != "_hetero"})
             return twin.__reduce_ex__(protocol)
 
-    def _there(self) -> torch.Tensor:
+    def _memory(self) -> torch.Tensor:
+        """Home's, or the device copy's for whoever computes with it now."""
         with plain():
-            result: torch.Tensor = self._run_operator(torch.Tensor.detach, (self,), {})
-            return result
+            if not computes():
+                return self.detach()
+            copy: torch.Tensor = self._run_operator(torch.Tensor.detach, (self,), {})
+            return copy
 
 
 def is_managed(value: object) -> bool:
