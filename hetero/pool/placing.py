@@ -11,6 +11,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hetero.devices import calling
 from hetero.devices.operators import ALLOCATE_ONLY, NO_KERNEL, tensors_of
 from hetero.pool.slots import Call, Offer
 
@@ -101,7 +102,7 @@ class Placing(TorchDispatchMode):
         if rule.resizes or rule.other_stream:
             self._arena.leave_alone((*args, *kwargs.values()), resized=rule.resizes)
         if rule.passes or kwargs.get("pin_memory"):
-            return func(*args, **kwargs)
+            return calling.call(func, args, kwargs)
         call = None
         if rule.into is not None:
             out, call = self._arena.run_into_slot(func, rule.into, args, kwargs)
@@ -109,7 +110,7 @@ class Placing(TorchDispatchMode):
                 return out
         offer = self._arena.offer(func)
         try:
-            out = func(*args, **kwargs)
+            out = calling.call(func, args, kwargs)
         finally:
             if offer is not None:
                 self._arena.withdraw(offer)

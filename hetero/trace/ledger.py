@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from hetero.devices import storage_of
+from hetero.devices import calling, storage_of
 from hetero.devices.operators import ALLOCATE_ONLY, NO_KERNEL, tensors_of
 from hetero.errors import PlanError
 from hetero.trace.scopes import Scopes
@@ -93,7 +93,7 @@ class Ledger(TorchDispatchMode):
         self.running = ""
         self.recording = True
         self._substitute = substitute
-        self._call = call or _call
+        self._call = call or calling.call
         self._on_operator = on_operator
         self._lives: list[_Life] = []
         self._live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
@@ -121,7 +121,7 @@ class Ledger(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if not self.recording or func.namespace in NO_KERNEL or func._opname in _METADATA:
-            return func(*args, **kwargs)
+            return calling.call(func, args, kwargs)
         self.running = str(func)
         if self._substitute is not None and func is not _LIFT:
             args = tuple(self._replace(a) for a in args)
@@ -349,10 +349,6 @@ class _Signature:
             overwrites=bool(written) and (only_out or bare in _OVERWRITES),
             allocates_only=bare.startswith(ALLOCATE_ONLY),
         )
-
-
-def _call(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return func(*args, **kwargs)
 
 
 def _flops(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:

@@ -173,6 +173,38 @@ def test_infinite_gradients_of_an_extreme_are_zero_elsewhere(of_all):
     assert torch.equal(kept, expected)
 
 
+def test_a_determinant_that_is_differentiated_twice_has_the_same_derivatives():
+    def derivatives(matrix):
+        loss = torch.linalg.det(matrix).sum()
+        with guard.formulas_kept([loss]):
+            (first,) = torch.autograd.grad(loss, matrix, create_graph=True)
+        second = first.square().sum()
+        with guard.formulas_kept([second]):
+            return first.detach(), *torch.autograd.grad(second, matrix)
+
+    matrices = torch.randn(5, 8, 8, requires_grad=True)
+    expected = derivatives(matrices)
+    with guard.guarded(Retry(lambda unless_free: 0), at_once=True):
+        kept = derivatives(matrices)
+    assert all(map(torch.equal, kept, expected))
+
+
+# Each of a complex matrix, of whose vectors the phases are arbitrary.
+PHASES = {
+    "eig": lambda matrix: torch.linalg.eig(matrix)[1],
+    "eigh": lambda matrix: torch.linalg.eigh(matrix + matrix.mH)[1],
+}
+
+
+@pytest.mark.parametrize("name", PHASES)
+def test_a_loss_of_an_arbitrary_phase_is_an_error_when_guarded_as_well(name):
+    matrix = torch.randn(8, 8, dtype=torch.complex64, requires_grad=True)
+    with guard.guarded(Retry(lambda unless_free: 0), at_once=True):
+        loss = PHASES[name](matrix).real.sum()
+        with guard.formulas_kept([loss]), pytest.raises(RuntimeError, match="ill-defined"):
+            loss.backward()
+
+
 def reduced(w, index, ones, lists):
     w.scatter_reduce_(0, index, ones, "mean")
 

@@ -21,6 +21,34 @@ def test_views_share_memory_and_version(device: torch.device) -> None:
     assert all(view._version == x._version == 1 for view in views[:5])
 
 
+VIEWS = {
+    "view": lambda x, z: x.view(16),
+    "view as another type": lambda x, z: x.view(torch.int32),
+    "slices": lambda x, z: x.split(2)[1],
+    "unfold": lambda x, z: x.unfold(0, 2, 1),
+    "as complex": lambda x, z: torch.view_as_complex(x.view(8, 2)),
+    "as real": lambda x, z: torch.view_as_real(z),
+    "real part": lambda x, z: z.real,
+    "of a conjugate": lambda x, z: z.conj().imag,
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_view_made_in_inference_mode_is_for_inference_if_what_it_views_is(
+    device: torch.device, name: str
+) -> None:
+    def views(target: torch.device) -> list[torch.Tensor]:
+        with torch.inference_mode(False):
+            x = torch.arange(16.0).view(4, 4).to(target)
+            z = torch.complex(x, -x)
+        with torch.inference_mode():
+            return [VIEWS[name](x, z), VIEWS[name](x.clone(), z.clone())]
+
+    for got, expected in zip(views(device), views(torch.device("cpu")), strict=True):
+        assert got.is_inference() == expected.is_inference()
+        assert torch.equal(got.cpu(), expected)
+
+
 def test_in_place_operators_return_the_same_tensor(device: torch.device) -> None:
     x = torch.ones(3, device=device)
     address = x.data_ptr()

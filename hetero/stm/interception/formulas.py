@@ -7,6 +7,8 @@ without, and comparing both the results and which operators had been called.
 * Cross entropy with label smoothing is divided by the sum of the weights of what is not ignored.
 * Where nothing is recorded, singular values and eigenvalues are computed without their vectors, which is another
   algorithm in LAPACK: a mode might want them.
+* The lengths that CTC's loss is given as tensors are taken for numbers, wherever they are, unless a mode is on or cuDNN
+  computes it.
 * One matrix times each of several, [1, n, m] by [b, m, p] or the other way round, is one product of larger matrices if
   the one is to have a gradient, or a mode is on, and b of them otherwise.
 """
@@ -80,6 +82,28 @@ def _cross_entropy_unguarded(
     return _step_aside(_cross_entropy, given, {}, of=input, by_values=True)
 
 
+_ctc_loss: Any = torch.ctc_loss
+
+
+@functools.wraps(_ctc_loss)
+def _ctc_loss_by_numbers(
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: int = _MEAN,
+    zero_infinity: bool = False,
+) -> Any:
+    lengths = input_lengths, target_lengths
+    given = log_probs, targets, *lengths
+    if not _is_unaffected(given, {}) and all(map(_is_ordinary, given)) and not _is_watched():
+        with _unseen():
+            if not (log_probs.is_cuda and torch._use_cudnn_ctc_loss(*given, blank)):
+                lengths = input_lengths.tolist(), target_lengths.tolist()
+    return _ctc_loss(log_probs, targets, *lengths, blank, reduction, zero_infinity)
+
+
 def _spectrum(original: Callable[..., Any], *, asks: Callable[..., bool]) -> Callable[..., Any]:
     """``original``, a function of a matrix, which ``asks`` for its singular values or eigenvalues."""
 
@@ -106,6 +130,10 @@ def _is_unaffected(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return True
     # For a managed parameter it is called again, with its copy.
     return any(map(is_managed, (*args, *kwargs.values())))
+
+
+def _is_ordinary(value: Any) -> bool:
+    return type(value) in (torch.Tensor, nn.Parameter)
 
 
 def _is_recorded(matrix: torch.Tensor) -> bool:
@@ -160,7 +188,7 @@ def _one_for_several(first: Any, second: Any) -> torch.Tensor | None:
     """The one matrix that is multiplied with each of several, if only our mode would make one product of that."""
     for value in (first, second):
         # Of others' classes and on the meta device, and of other layouts, it is one product in any case, or none.
-        if type(value) not in (torch.Tensor, nn.Parameter) or value.is_meta or value.is_nested:
+        if not _is_ordinary(value) or value.is_meta or value.is_nested:
             return None
         if value.layout is not torch.strided or value.dim() != 3:
             return None
@@ -209,7 +237,8 @@ REPLACEMENTS: list[tuple[Any, str, Any]] = [
         torch._C._nn,
         "cross_entropy_loss",
         stand_in(_cross_entropy_unguarded, torch._C._nn, "cross_entropy_loss", "cross_entropy_loss"),
-    )
+    ),
+    (torch, "ctc_loss", stand_in(_ctc_loss_by_numbers, torch, "ctc_loss", "ctc_loss")),
 ]
 """Functions of torch, as (where, name, what is put there) (`hetero.stm.patches`)."""
 

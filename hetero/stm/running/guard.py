@@ -41,6 +41,11 @@ _CHOSEN_BY_MODE = frozenset(
         "MinBackward1",
         "MedianBackward0",
         "NanmedianBackward0",
+        # Differentiated twice, its first derivatives are of another formula.
+        "LinalgDetBackward0",
+        # Complex, of a loss that depends on a phase that is arbitrary: an error, or, under a mode, some number.
+        "LinalgEigBackward0",
+        "LinalgEighBackward0",
         # Only where types are mixed: in place, or not.
         "BinaryCrossEntropyBackward0",
         "BinaryCrossEntropyWithLogitsBackward0",

@@ -10,11 +10,6 @@ when it is tried again.
 cuDNN tries engines until the memory that one wants can be had, and catches the allocator's error itself. Where all want
 too much, it says that there is no engine for this computation, in an ordinary `RuntimeError`. That it was memory is
 told by the allocator's count of its errors.
-
-[Note: composites]
-In inference mode, operators that are made of others (`linear`, `matmul`) come here whole, below what tells autograd of
-views. The transposed weight of a layer without a bias would then want no gradient, as that of a parameter does
-otherwise, and by that ATen chooses between one product and many, which round otherwise.
 """
 
 import contextlib
@@ -28,6 +23,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from hetero.devices.calling import call
 from hetero.stm.running.byvalues import depends_on_values
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.listwrites import count_writes, versions_of_list
@@ -37,7 +33,6 @@ __all__ = ["Explain", "Numbers", "Relieve", "Retry", "Uncapped"]
 # In place: what they divide by, or, of a list, the casts of a later operand, is allocated when something is written.
 _WRITE_EARLY = re.compile(r"aten\.(scatter_reduce_|index_reduce_|_foreach_\w+_)\.\w+")
 _DRAWS = torch.Tag.nondeterministic_seeded
-_TRACKS_VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 _THEIR_OWN = 4  # bytes for each byte of their operands: a count of float64, or casts to it, are twice as many
 
 
@@ -46,24 +41,6 @@ def _traits(func: Any) -> tuple[bool, bool, bool]:
     """Whether it writes before all is allocated, whether it writes to what it is given, and whether it draws. In one
     look: an operator's hash is computed in Python, and every operator comes here."""
     return _WRITE_EARLY.fullmatch(str(func)) is not None, func._schema.is_mutable, _DRAWS in func.tags
-
-
-@functools.cache
-def _is_composite(func: Any) -> bool:
-    # What returns a view of an operand has its view told to autograd by the dispatcher already.
-    return func._can_decompose() and all(value.alias_info is None for value in func._schema.returns)
-
-
-def _call(func: Any, args: Any, kwargs: Any) -> Any:
-    """[Note: composites]"""
-    if not (torch.is_inference_mode_enabled() and _is_composite(func)):
-        return func(*args, **kwargs)
-    included, excluded = (
-        torch._C._dispatch_tls_local_include_set(),
-        torch._C._dispatch_tls_local_exclude_set(),
-    )
-    with torch._C._ForceDispatchKeyGuard(included, excluded - _TRACKS_VIEWS):
-        return func(*args, **kwargs)
 
 
 Relieve = Callable[..., int]
@@ -117,7 +94,7 @@ class Retry(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.is_over:
-            return _call(func, args, kwargs)
+            return call(func, args, kwargs)
         # Below autograd a managed parameter is only memory at home: it must not be intercepted again.
         with plain():
             if depends_on_values(func, args):
@@ -138,7 +115,7 @@ class Retry(TorchDispatchMode):
             try:
                 while True:
                     try:
-                        result = _call(func, args, kwargs)
+                        result = call(func, args, kwargs)
                         if copies and is_mutable:  # autograd counts a write to what it was given
                             torch.autograd.graph.increment_version(copies)
                         if listed:

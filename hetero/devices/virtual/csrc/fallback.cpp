@@ -250,8 +250,7 @@ at::Tensor Call::take(const at::Tensor& t) {
   if (Operand* given = operands.find(t.unsafeGetTensorImpl())) return given->device;
   if (host_written.defined() && host_written.unsafeGetTensorImpl() == t.unsafeGetTensorImpl()) return t;
   auto* storage = t.storage().unsafeGetStorageImpl();
-  if (Operand* shares = operands.find(storage))
-    return tensor_on(shares->device.storage(), c10::DispatchKey::PrivateUse1, t);
+  if (Operand* shares = operands.find(storage)) return view_of(shares->device, t);
   for (auto& [cpu, device] : adopted)
     if (cpu == storage) return tensor_on(device, c10::DispatchKey::PrivateUse1, t);
   at::Tensor result = adopt(t);

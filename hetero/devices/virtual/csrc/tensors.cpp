@@ -96,6 +96,14 @@ at::Tensor tensor_on(c10::Storage storage, c10::DispatchKey key, const at::Tenso
   return t;
 }
 
+at::Tensor view_of(const at::Tensor& base, const at::Tensor& like) {
+  auto keys = base.key_set() - c10::DispatchKeySet({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
+  auto t = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(base.storage()), keys,
+                                                    like.dtype());
+  copy_geometry(like, t);
+  return t;
+}
+
 InlineWork::InlineWork(Stream& s) : exclusive(s.exec), no_autocast(c10::DispatchKey::AutocastCPU) { s.settle(); }
 
 at::DataPtr take_memory(c10::StorageImpl* cpu) {

@@ -43,6 +43,9 @@ at::Tensor adopt(const at::Tensor& cpu);
 // A tensor on `storage` with the geometry and type of `like`.
 at::Tensor tensor_on(c10::Storage storage, c10::DispatchKey key, const at::Tensor& like);
 
+// Likewise on the storage of the device tensor `base`: for inference if that is, whatever mode the caller is in.
+at::Tensor view_of(const at::Tensor& base, const at::Tensor& like);
+
 // Work of s done by the calling thread, with CPU kernels: in stream order, after what is queued, allocating
 // on the device.
 struct InlineWork {

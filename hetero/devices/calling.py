@@ -1,0 +1,73 @@
+"""Running an operator from within a dispatch mode, as it runs without one.
+
+Owns which dispatch keys count for what an operator calls within itself. Torch leaves out all above the mode's own, as
+if they had been dealt with; but an operator that is made of others comes to a mode whole: each one in inference mode,
+and a few at any time.
+
+[Note: keys]
+* Conjugate, Negative: a complex tensor's conjugate is a view with a mark, which is looked at under this key. Without it
+  what is computed with such a view is computed with the numbers before they were conjugated: ``pinv`` of a complex
+  matrix is no inverse.
+* Autocast: ``einsum``, ``bilinear`` or a convolution with padding "same" would not be cast in inference mode, nor
+  ``pinv`` in any. An operator that autocast casts the operands of has had its turn: what is within is as they are.
+* ADInplaceOrView tells autograd of views. Without it the transposed weight of a layer without a bias wants no gradient
+  in inference mode, as that of a parameter does otherwise, and by that ATen chooses between one product and many, which
+  round otherwise.
+
+Found by running PyTorch's operator database with a mode and without, in three types, with autocast and without, with
+gradients, without and in inference mode.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from torch.overrides import enable_reentrant_dispatch
+
+__all__ = ["call"]
+
+_Key = torch._C.DispatchKey
+_MARKS = _Key.Conjugate, _Key.Negative
+_TRACKS_VIEWS = torch._C.DispatchKeySet(_Key.ADInplaceOrView)
+_NONE = torch._C.DispatchKeySet(_Key.Undefined)
+_CASTS = [_Key.__members__[f"Autocast{device}"] for device in ("CPU", "CUDA", "PrivateUse1")]
+# Not as a composite, for autograd has a formula for it.
+_MADE_OF_OTHERS = torch.ops.aten.linalg_pinv.atol_rtol_tensor
+
+
+def call(func: Any, args: Any, kwargs: Any) -> Any:
+    """``func(*args, **kwargs)``, for a mode's ``__torch_dispatch__``. Torch sets the keys back when that returns."""
+    for key in _MARKS:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+    is_inference = torch.is_inference_mode_enabled()
+    # Asked first: an operator's hash is computed in Python, and every operator comes here.
+    if not is_inference and func is not _MADE_OF_OTHERS:
+        return func(*args, **kwargs)
+    missing = _missing(func, is_inference, _autocasts())
+    if missing is None:
+        return func(*args, **kwargs)
+    included = torch._C._dispatch_tls_local_include_set()
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    with torch._C._ForceDispatchKeyGuard(included, excluded - missing):
+        return func(*args, **kwargs)
+
+
+def _autocasts() -> tuple[bool, ...]:
+    """For each of `_CASTS`, whether autocast was on for whoever called the operator: here it never is."""
+    with enable_reentrant_dispatch():
+        return tuple(not torch._C._dispatch_tls_is_dispatch_key_excluded(key) for key in _CASTS)
+
+
+@functools.cache
+def _missing(func: Any, is_inference: bool, autocasts: tuple[bool, ...]) -> Any:
+    """The keys, as a set, that count for what ``func`` calls, besides `_MARKS`; None for none."""
+    is_composite = is_inference and func._can_decompose()
+    keys = _NONE
+    if is_composite or func is _MADE_OF_OTHERS:
+        for key, is_on in zip(_CASTS, autocasts, strict=True):
+            if is_on and not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key.name):
+                keys |= torch._C.DispatchKeySet(key)
+    # What returns a view of an operand has its view told to autograd by the dispatcher already.
+    if is_composite and all(value.alias_info is None for value in func._schema.returns):
+        keys |= _TRACKS_VIEWS
+    return None if keys == _NONE else keys
