@@ -1,10 +1,15 @@
 """Whether a model and optimizer can be managed under given budgets.
 
-Owns every refusal of `hetero.manage`. Reads only: when one of these raises, nothing has been changed.
+Owns every refusal of `hetero.manage`. When one of these raises, nothing has been changed.
 """
 
 import mmap
+import pickle
+import random
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -15,10 +20,10 @@ from hetero.stm.activations.slots import promised_bytes
 from hetero.stm.settled.who import record_of
 from hetero.stm.tensors.overlap import first_overlap
 from hetero.stm.tensors.precision import computes_in
-from hetero.stm.updates.optimizers import hyper_parameters, make_shell
+from hetero.stm.updates.optimizers import DECLARATION, hyper_parameters, make_shell, may_be_tried
 from hetero.units import format_bytes
 
-__all__ = ["check_budgets", "check_manageable", "named_buffers", "named_parameters"]
+__all__ = ["check_budgets", "check_manageable", "named_buffers", "named_parameters", "try_step"]
 
 
 def check_manageable(
@@ -81,6 +86,8 @@ def _not_an_optimizer(optimizer: object) -> ManageError:
     cure = "pass an optimizer, or None"
     if isinstance(optimizer, torch.optim.lr_scheduler.LRScheduler):
         cure = "pass the optimizer that it schedules; the scheduler needs nothing"
+    if isinstance(optimizer, list | tuple) and all(isinstance(o, torch.optim.Optimizer) for o in optimizer):
+        cure = "pass the one that holds most, and go on stepping the others as they are"
     return ManageError(
         f"optimizer is of type {type(optimizer).__name__}, not a torch.optim.Optimizer: {cure}"
     )
@@ -132,8 +139,11 @@ def check_budgets(
     parameters: list[tuple[str, nn.Parameter]],
     config: Config,
     accelerator: Accelerator,
+    *,
+    states: int,
 ) -> int:
-    """Host memory that model data at home may come to, in bytes. Raises `BudgetError` if the budgets cannot work."""
+    """Host memory that model data at home may come to, in bytes; ``states``: as `try_step` tells. Raises `BudgetError`
+    if the budgets cannot work."""
     buffers = sum(accelerator.allocated_size(b.numel() * b.element_size()) for _, b in named_buffers(model))
     copies = {name: p.numel() * computes_in(p.dtype, config.precision).itemsize for name, p in parameters}
     name, largest = max(parameters, key=lambda item: copies[item[0]])
@@ -146,7 +156,6 @@ def check_budgets(
         )
     homes = sum(p.numel() * p.element_size() for _, p in parameters)
     trained = sum(p.numel() * p.element_size() for _, p in parameters if p.requires_grad)
-    states = _states_per_parameter(optimizer)
     twins = sum(
         copies[name] for name, p in parameters if computes_in(p.dtype, config.precision) is not p.dtype
     )
@@ -172,12 +181,13 @@ def check_budgets(
     return total + pages + (trained if optimizer is None else 0)
 
 
-def _states_per_parameter(optimizer: torch.optim.Optimizer | None) -> int:
-    """How many tensors of a parameter's size this optimizer keeps, found by letting its kind step a small one."""
-    if optimizer is None:
-        return 0
+def try_step(optimizer: torch.optim.Optimizer) -> int:
+    """How many tensors of a parameter's size ``optimizer`` keeps, found by letting its kind step a small parameter.
+    Raises `ManageError` if it says that it steps parameters independently, and draws random numbers."""
     probe = nn.Parameter(torch.zeros(3, 5, device="cpu"))
     probe.grad = torch.zeros_like(probe)
+    generators = _generators(optimizer)
+    before = [state() for state, _ in generators]
     try:
         twin = make_shell(optimizer)  # a step may write to its settings: these are copies
         twin.param_groups = [{**hyper_parameters(optimizer.param_groups[0]), "params": [probe]}]
@@ -186,8 +196,38 @@ def _states_per_parameter(optimizer: torch.optim.Optimizer | None) -> int:
         Exception
     ):  # an optimizer with other arguments, or one that needs a closure: its states are not known yet
         return 0
+    finally:
+        draws = before != [state() for state, _ in generators]
+        for state, (_, put_back) in zip(before, generators, strict=True):
+            put_back(state)
+    if draws and may_be_tried(optimizer):
+        raise ManageError(
+            f"{type(optimizer).__name__} says {DECLARATION}, and its step draws random numbers: made later, updates "
+            "would draw others than unmanaged. Do not say it of an optimizer that draws: it is stepped whole then, at "
+            "once, with the same numbers"
+        )
     kept = twin.state.get(probe, {}).values()
     return sum(isinstance(value, torch.Tensor) and value.shape == probe.shape for value in kept)
+
+
+def _generators(
+    optimizer: torch.optim.Optimizer,
+) -> list[tuple[Callable[[], object], Callable[[Any], object]]]:
+    """Of the process's generators on the host, and those that ``optimizer`` holds: what tells where it is, and what
+    puts it there."""
+    holders = [vars(optimizer), *optimizer.param_groups]
+    own = [value for holder in holders for value in holder.values() if isinstance(value, torch.Generator)]
+    return [
+        (random.getstate, random.setstate),
+        (lambda: pickle.dumps(np.random.get_state()), lambda state: np.random.set_state(pickle.loads(state))),
+        *(
+            (
+                lambda of=of: of.get_state().tolist(),
+                lambda state, of=of: of.set_state(torch.ByteTensor(state)),
+            )
+            for of in (torch.default_generator, *own)
+        ),
+    ]
 
 
 def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -37,7 +37,7 @@ Beside them, torch's own hooks around every optimizer's step, and for every subm
 import contextlib
 import functools
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -206,7 +206,9 @@ def _announced_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         for listener in listeners:  # before the first of them looks at what there is on the device
             listener.prepare_backward()
         for listener in listeners:
-            stack.enter_context(listener.backward(captures=captures, keeps_graph=keeps_graph))
+            stack.enter_context(
+                listener.backward(captures=captures, keeps_graph=keeps_graph, inputs=_inputs(*args, **kwargs))
+            )
         try:
             for listener in listeners:
                 # One that is recorded numbers nodes at home as well, by whatever thread they run on.
@@ -266,6 +268,17 @@ def _is_recorded(
     gradients: Any = None, keep_graph: Any = None, create_graph: Any = False, *args: Any, **kwargs: Any
 ) -> bool:
     return bool(create_graph)
+
+
+def _inputs(
+    gradients: Any = None,
+    keep_graph: Any = None,
+    create_graph: Any = None,
+    inputs: Sequence[Any] = (),
+    *args: Any,
+    **kwargs: Any,
+) -> Sequence[Any]:
+    return inputs
 
 
 _NO_THREAD = "device_ready_queues_"  # of an assertion within torch's engine, which says no more

@@ -1,6 +1,11 @@
 """Optimizers of other libraries and of one's own whose class says ``steps_parameters_independently = True``: stepped on
 the device where their parameters live there, though nobody knows what their steps take."""
 
+import pickle
+import random
+from functools import partial
+
+import numpy as np
 import pytest
 import torch
 from accelerators import GAPS, ON_CUDA, STEPS_AT_HOME
@@ -8,7 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from loops import ACTIONS, backward, losses, mixed_loop, mlp
 from residents import assert_nothing_moves, living, managed_mlp, step
-from twins import assert_same, assert_twins, plain
+from twins import assert_same, assert_twins, device, plain
+
+import hetero
 
 pytestmark = [
     pytest.mark.usefixtures("homes_on_device", "late_queue"),
@@ -102,6 +109,24 @@ class Fails(Lion):
         super().update(parameter, gradient, state, group)
         if self.fails and parameter.shape == (64, 128):
             raise ArithmeticError("not this one")
+
+
+class Draws(Declared):
+    """As Langevin dynamics do, and what rounds stochastically: from all generators there are."""
+
+    def __init__(self, params, lr=1e-3):
+        super().__init__(params, lr)
+        self.own = torch.Generator().manual_seed(0)
+
+    def update(self, parameter, gradient, state, group):
+        state["seen"] = gradient.clone()
+        own = torch.randn(gradient.shape, generator=self.own).to(gradient.device)
+        parameter.sub_(gradient + own, alpha=group["lr"] * (random.random() + np.random.rand()))
+        parameter.add_(torch.randn(gradient.shape).to(gradient.device), alpha=group["lr"])
+
+
+class DrawsAndSaysNothingOfIt(Draws):
+    steps_parameters_independently = True
 
 
 KINDS = [Lion, Signs, WritesToGradients, MakesStatesLate]
@@ -217,3 +242,35 @@ def test_the_plan_tells_how_to_say_so(kind, tells):
         assert plan.undeclared_optimizer == ("Undeclared" if tells else None)
         assert ("Undeclared.steps_parameters_independently = True" in " ".join(str(plan).split())) is tells
         assert bool(living(manager)) is not tells
+
+
+def numbers_of(optimizer):
+    """Where all generators are that a step may draw from."""
+    states = torch.get_rng_state(), optimizer.own.get_state()
+    return [state.tolist() for state in states], random.getstate(), pickle.dumps(np.random.get_state())
+
+
+def test_an_optimizer_that_draws_draws_the_numbers_of_the_unmanaged_run():
+    def build():
+        random.seed(0)
+        np.random.seed(0)
+        return mlp()
+
+    def make_optimizer(model):
+        return Draws(model.parameters())
+
+    assert_twins(build, partial(losses, steps=4), make_optimizer=make_optimizer)
+    optimizer = make_optimizer(model := mlp())
+    before = numbers_of(optimizer)
+    with hetero.manage(model, optimizer, device=device(), device_budget="1MiB"):
+        assert numbers_of(optimizer) == before
+
+
+def test_one_that_draws_is_refused_if_it_is_said_to_step_parameters_independently():
+    model = mlp()
+    optimizer = DrawsAndSaysNothingOfIt(model.parameters())
+    before = numbers_of(optimizer)
+    with pytest.raises(hetero.ManageError, match=r"DrawsAndSaysNothingOfIt says .* draws random numbers"):
+        hetero.manage(model, optimizer, device=device(), device_budget="1MiB")
+    assert numbers_of(optimizer) == before
+    assert type(model[0].weight) is torch.nn.Parameter

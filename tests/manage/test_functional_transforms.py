@@ -56,6 +56,20 @@ def test_gradients_by_transformation():
     assert_twins(mlp, trained_between(look), share=2.0)  # with a copy of all parameters of the caller's own
 
 
+@pytest.mark.parametrize("transform", [grad, vmap])
+def test_copies_within_a_transform_of_what_is_no_models(transform):
+    target = device()
+    weight = torch.randn(8, 8)
+
+    def of(x):
+        return (x.to(target) @ weight.to(target)).cpu().square().sum()
+
+    x = torch.randn(4, 8, 8)
+    expected = transform(of)(x)
+    with hetero.manage(mlp(), device=target, device_budget="16MiB"):
+        assert torch.equal(transform(of)(x), expected)
+
+
 def test_gradients_by_transformation_after_a_write_that_a_kept_view_has_to_follow():
     class Shows(nn.Module):
         def __init__(self):

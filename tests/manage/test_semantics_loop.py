@@ -539,6 +539,8 @@ def test_refusals_name_the_cure():
     hetero.manage(model, optimizer, device=target).close()
     with pytest.raises(hetero.ManageError, match="lazy"):
         hetero.manage(nn.LazyLinear(3), None, device=target)
+    with pytest.raises(hetero.ManageError, match=r"type list.* the one that holds most"):
+        hetero.manage(model, [adamw(model), adamw(model)], device=target)
     with pytest.raises(hetero.ManageError, match="no parameters"):
         hetero.manage(nn.ReLU(), None, device=target)
     with pytest.raises(hetero.DeviceError, match="no accelerator"):

@@ -1,5 +1,6 @@
 """Iterations that leave out some of what was planned, or have more in them: experts without tokens, layers dropped."""
 
+import copy
 import gc
 from functools import partial
 
@@ -400,3 +401,31 @@ def test_a_graph_that_is_kept_leaves_less_room_for_copies():
         return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, foreach=False)
 
     assert_twins(build, loop, share=0.8, make_optimizer=sgd)
+
+
+def deep():
+    first, last = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+    block = first, nn.GELU(), last, nn.LayerNorm(WIDTH)
+    return nn.Sequential(*(copy.deepcopy(layer) for _ in range(4) for layer in block))
+
+
+@pytest.mark.parametrize("share", [0.42, 0.5, 0.65])
+@pytest.mark.parametrize("returned", [False, True])
+def test_backwards_for_one_part_of_the_parameters_and_then_another_keep_the_budget(returned, share):
+    def loop(model, optimizer, target):
+        seen = []
+        for step in range(8):
+            part = list((model[-4:] if step % 2 else model[0]).parameters())
+            loss = model(torch.randn(8, WIDTH).to(target)).square().mean()
+            if returned:
+                for parameter, gradient in zip(part, torch.autograd.grad(loss, part), strict=True):
+                    parameter.grad = gradient
+                del gradient
+            else:
+                loss.backward(inputs=part)
+            seen.append(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    assert_twins(deep, loop, share=share)

@@ -8,6 +8,7 @@ happens within a segment is `hetero.stm.running.executor`'s.
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -57,6 +58,8 @@ class Segments:
         self._clocks: dict[int, int] = {}
         # Of the backwards that run now, on any thread: whether they return gradients.
         self._backwards: list[bool] = []
+        # What the first of them was asked the gradients of: whom of these parameters, and of how much else.
+        self._asked_of: tuple[frozenset[int], int] | None = None
         # The last backward has left its graph for another.
         self._graph_is_kept = False
         # The threads of forwards and backwards that run now, once for each.
@@ -179,8 +182,9 @@ class Segments:
                 self._residency.follow_unknown_writes(self._tensors)
 
     @contextlib.contextmanager
-    def backward(self, *, captures: bool, keeps_graph: bool) -> Iterator[None]:
-        """Surrounds every backward of the process, whether or not it reaches this model; after `prepare_backward`."""
+    def backward(self, *, captures: bool, keeps_graph: bool, inputs: Sequence[Any] = ()) -> Iterator[None]:
+        """Surrounds every backward of the process, whether or not it reaches this model; after `prepare_backward`.
+        ``inputs``: what it was asked the gradients of; none: of all that it reaches."""
         # Only at home does autograd read parameters, and add to gradients, without telling us.
         with self._lock:
             for tensor in self._tensors:
@@ -194,6 +198,8 @@ class Segments:
             elif self._graph_is_kept:
                 self._executor.before_another_backward()
             self._graph_is_kept = keeps_graph
+            if not self._backwards:
+                self._asked_of = self._those_among(inputs)
             self._backwards.append(captures)
             self._threads.append(threading.get_ident())
             self._choose_keeping()
@@ -280,6 +286,15 @@ class Segments:
             self._executor.begin_segment(self._backward_key())
             self._pending_forwards.clear()
 
+    def _those_among(self, inputs: Sequence[Any]) -> tuple[frozenset[int], int] | None:
+        if not inputs:
+            return None
+        known = (getattr(each, "_hetero", None) for each in inputs)
+        ours = [
+            tensor.index for tensor in known if tensor is not None and tensor.owner is self._tensors[0].owner
+        ]
+        return frozenset(ours), len(inputs) - len(ours)
+
     def _choose_keeping(self) -> None:
         """Only if each backward that runs accumulates, what autograd is given becomes a ``p.grad``."""
         self._gradients.kept.keeps = bool(self._backwards) and not any(self._backwards)
@@ -324,9 +339,9 @@ class Segments:
 
     def _backward_key(self) -> SegmentKey:
         # What forward saved leaves as one goes on, unless the graph is kept. One that returns gradients may be
-        # differentiated again: then much of what it makes is kept. Whether it does comes last (`hetero.stm.plans.fits`
-        # reads it there).
+        # differentiated again: then much of what it makes is kept. One that is asked for some gradients alone runs what
+        # leads to these. Whether it returns any comes last (`hetero.stm.plans.fits` reads it there).
         forwards = self._pending_forwards
         elements = sum([key.elements for key in forwards])
-        signature = (*forwards, self._graph_is_kept, any(self._backwards))
+        signature = (*forwards, self._graph_is_kept, self._asked_of, any(self._backwards))
         return SegmentKey(Phase.BACKWARD, True, signature, elements)

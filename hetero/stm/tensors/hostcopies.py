@@ -95,6 +95,8 @@ def is_at_home(tensor: torch.Tensor) -> bool:
     # Where interception is off, it is not the user who asks.
     if not torch._C._is_torch_function_enabled():
         return False
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # it has no memory of its own
+        return False
     with torch._C.DisableTorchFunctionSubclass():
         if not tensor.is_cpu or tensor.layout is not torch.strided:
             return False

@@ -20,6 +20,7 @@ import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 __all__ = [
+    "DECLARATION",
     "ELEMENTWISE",
     "Entry",
     "Group",
@@ -112,7 +113,7 @@ def give_step_back(optimizer: torch.optim.Optimizer, ours: object, own: Any) -> 
             optimizer.__dict__["step"] = own
 
 
-_DECLARATION = "steps_parameters_independently"
+DECLARATION = "steps_parameters_independently"
 
 
 def steps_alone(optimizer: torch.optim.Optimizer) -> bool:
@@ -123,7 +124,7 @@ def steps_alone(optimizer: torch.optim.Optimizer) -> bool:
         return False
     if not all(_is_on_host(value) for group in groups for key, value in group.items() if key != "params"):
         return False
-    return is_known(optimizer) or bool(vars(type(optimizer)).get(_DECLARATION))
+    return is_known(optimizer) or bool(vars(type(optimizer)).get(DECLARATION))
 
 
 def may_be_tried(optimizer: torch.optim.Optimizer) -> bool:
@@ -134,7 +135,7 @@ def may_be_tried(optimizer: torch.optim.Optimizer) -> bool:
 def is_undeclared(optimizer: torch.optim.Optimizer) -> bool:
     """Of a class that is not torch's, and says neither that it does nor that it does not."""
     kind = type(optimizer)
-    return kind.__module__.partition(".")[0] != "torch" and _DECLARATION not in vars(kind)
+    return kind.__module__.partition(".")[0] != "torch" and DECLARATION not in vars(kind)
 
 
 def is_known(optimizer: torch.optim.Optimizer) -> bool:
