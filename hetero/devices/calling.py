@@ -2,14 +2,14 @@
 
 Owns which dispatch keys count for what an operator calls within itself. Torch leaves out all above the mode's own, as
 if they had been dealt with; but an operator that is made of others comes to a mode whole: each one in inference mode,
-and a few at any time.
+a few of torch's and those of others at any time.
 
 [Note: keys]
 * Conjugate, Negative: a complex tensor's conjugate is a view with a mark, which is looked at under this key. Without it
   what is computed with such a view is computed with the numbers before they were conjugated: ``pinv`` of a complex
   matrix is no inverse.
-* Autocast: ``einsum``, ``bilinear`` or a convolution with padding "same" would not be cast in inference mode, nor
-  ``pinv`` in any. An operator that autocast casts the operands of has had its turn: what is within is as they are.
+* Autocast: what is within ``einsum``, or a convolution with padding "same", would not be cast in inference mode, nor
+  what is within ``pinv`` or an operator of the user's in any. One whose own operands autocast casts has had its turn.
 * ADInplaceOrView tells autograd of views. Without it the transposed weight of a layer without a bias wants no gradient
   in inference mode, as that of a parameter does otherwise, and by that ATen chooses between one product and many, which
   round otherwise.
@@ -27,25 +27,25 @@ from torch.overrides import enable_reentrant_dispatch
 __all__ = ["call"]
 
 _Key = torch._C.DispatchKey
-_MARKS = _Key.Conjugate, _Key.Negative
+_MARKS = torch._C.DispatchKeySet(_Key.Conjugate) | torch._C.DispatchKeySet(_Key.Negative)
 _TRACKS_VIEWS = torch._C.DispatchKeySet(_Key.ADInplaceOrView)
-_NONE = torch._C.DispatchKeySet(_Key.Undefined)
 _CASTS = [_Key.__members__[f"Autocast{device}"] for device in ("CPU", "CUDA", "PrivateUse1")]
-# Not as a composite, for autograd has a formula for it.
-_MADE_OF_OTHERS = torch.ops.aten.linalg_pinv.atol_rtol_tensor
+# Of torch's own, those that come whole in any mode, because autograd has a formula for them, and show it.
+_WHOLE = torch.ops.aten.linalg_pinv.atol_rtol_tensor, torch.ops.aten.linalg_lstsq.default
+# By identity, which is as good as an operator's hash, computed in Python: each with whether it may come whole in any.
+_known: dict[int, tuple[Any, bool]] = {}
 
 
 def call(func: Any, args: Any, kwargs: Any) -> Any:
-    """``func(*args, **kwargs)``, for a mode's ``__torch_dispatch__``. Torch sets the keys back when that returns."""
-    for key in _MARKS:
-        torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+    """``func(*args, **kwargs)``, for a mode's ``__torch_dispatch__``."""
+    known = _known.get(id(func))
+    if known is None:
+        # Nothing is known of operators that are not torch's.
+        known = _known[id(func)] = func, func in _WHOLE or not func.name().startswith("aten::")
     is_inference = torch.is_inference_mode_enabled()
-    # Asked first: an operator's hash is computed in Python, and every operator comes here.
-    if not is_inference and func is not _MADE_OF_OTHERS:
+    if not (is_inference or known[1]):
         return func(*args, **kwargs)
     missing = _missing(func, is_inference, _autocasts())
-    if missing is None:
-        return func(*args, **kwargs)
     included = torch._C._dispatch_tls_local_include_set()
     excluded = torch._C._dispatch_tls_local_exclude_set()
     with torch._C._ForceDispatchKeyGuard(included, excluded - missing):
@@ -60,14 +60,14 @@ def _autocasts() -> tuple[bool, ...]:
 
 @functools.cache
 def _missing(func: Any, is_inference: bool, autocasts: tuple[bool, ...]) -> Any:
-    """The keys, as a set, that count for what ``func`` calls, besides `_MARKS`; None for none."""
+    """The keys, as a set, that count for what ``func`` calls and torch has left out."""
+    keys = _MARKS
     is_composite = is_inference and func._can_decompose()
-    keys = _NONE
-    if is_composite or func is _MADE_OF_OTHERS:
+    if is_composite or _known[id(func)][1]:
         for key, is_on in zip(_CASTS, autocasts, strict=True):
             if is_on and not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key.name):
                 keys |= torch._C.DispatchKeySet(key)
     # What returns a view of an operand has its view told to autograd by the dispatcher already.
     if is_composite and all(value.alias_info is None for value in func._schema.returns):
         keys |= _TRACKS_VIEWS
-    return None if keys == _NONE else keys
+    return keys

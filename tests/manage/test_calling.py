@@ -26,6 +26,7 @@ COMPLEX = {
     "pinv": lambda a, b: torch.linalg.pinv(a),
     "hermitian pinv": lambda a, b: torch.linalg.pinv(a @ a.mH, hermitian=True),
     "solution": lambda a, b: torch.linalg.lstsq(a, b).solution,
+    "residuals": lambda a, b: torch.linalg.lstsq(a[..., :4], b, driver="gels").residuals,
     "vecdot": lambda a, b: torch.linalg.vecdot(a, b),
     "hfft": lambda a, b: torch.fft.hfft(a),
     "ihfft2": lambda a, b: torch.fft.ihfft2(a.real),
@@ -81,6 +82,34 @@ def test_casts_of_one_device_are_none_of_another():
         guarded(Retry(lambda unless_free=None: 0), at_once=True),
     ):
         assert torch.linalg.multi_dot([*matrices[0], *matrices[1]]).dtype == torch.float32
+
+
+@pytest.fixture
+def library():
+    with torch.library._scoped_library("hetero_test", "FRAGMENT") as library:
+        yield library
+
+
+KINDS = ["CompositeExplicitAutograd", "CompositeImplicitAutograd", "cast by autocast"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_within_an_operator_of_the_users_is_cast_what_is_unmanaged(library, kind, mode):
+    library.define("product(Tensor a, Tensor b) -> Tensor")
+    composite = "CompositeExplicitAutograd" if kind == "cast by autocast" else kind
+    library.impl("product", lambda a, b: a @ b, composite)
+    product = torch.ops.hetero_test.product
+    target = device()
+    if kind == "cast by autocast":
+        torch.library.register_autocast("hetero_test::product", target.type, torch.float32, lib=library)
+    a, b = _given(torch.float32, target)
+    with MODES[mode](), torch.autocast(target.type, torch.bfloat16):
+        expected = product(a, b)
+        with guarded(Retry(lambda unless_free=None: 0), at_once=True):
+            got = product(a, b)
+    assert got.dtype == expected.dtype == (torch.float32 if kind == "cast by autocast" else torch.bfloat16)
+    assert same_bits(got.detach(), expected.detach())
 
 
 class Inverse(nn.Module):

@@ -1,6 +1,7 @@
 """A budget that is too small is told one that is not."""
 
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from twins import adamw, device
 
 import hetero
 from hetero.devices import Accelerator
-from hetero.stm.copies.shortage import least_bytes
+from hetero.stm.copies.shortage import least_bytes, no_room
 
 WIDTH, ROWS = 128, 512
 BUDGET = 3 << 20
@@ -115,3 +116,19 @@ def test_of_cudas_allocator_it_is_known_what_was_asked_for_at_least(tried, asked
         "by PyTorch but unallocated."
     )
     assert least_bytes(accelerator, error) == (3 << 20) + asked
+
+
+@pytest.mark.parametrize("used", [1184890, 1179700, 1188000])
+def test_where_memory_has_no_gaps_what_was_refused_is_beyond_the_budget_though_digits_are_rounded(used):
+    # In use now: nothing, for the operator has given back what it had.
+    accelerator = SimpleNamespace(device=torch.device("cpu"), used_bytes=lambda: 0, leaves_gaps=False)
+    wanted = 144 << 10
+    budget = used + wanted - 1
+    error = torch.OutOfMemoryError(
+        f"out of memory: tried to allocate 144.00 KiB, {used / (1 << 20):.2f} MiB in use of 1.27 MiB"
+    )
+    told = no_room(accelerator, budget, "matmul", error, held=0, saved=0, others=0, enough=None)
+    assert "for this operator alone" in str(told)
+    assert (
+        int(str(told).split("raise device_budget to more than")[1].split("(")[1].split(" bytes")[0]) > budget
+    )

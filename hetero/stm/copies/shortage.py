@@ -71,9 +71,10 @@ def no_room(
     cure = "raise device_budget"
     if asked is not None and wanted is not None:
         # Without gaps it is not within the budget, whatever its digits say.
-        rounded = 0 if accelerator.leaves_gaps else _rounded_by(asked)
+        rounded = 0 if accelerator.leaves_gaps else _rounded_by(asked) + 2 * _used_rounded_by(error)
         least = max(used + wanted + rounded, enough or 0)
-        cure += f" to more than {format_bytes(least)} ({least} bytes){'' if enough else _WHOLE}"
+        alone = "" if enough else f" for this operator alone{_WHOLE}"
+        cure += f" to more than {format_bytes(least)} ({least} bytes){alone}"
         if least <= budget:
             cure = f"leave more of the device to this process: {_NOT_IN_ONE_PIECE}"
     needs = "more" if wanted is None else f"{format_bytes(wanted)} more"
@@ -140,9 +141,18 @@ def _asked_for(error: RuntimeError) -> re.Match[str] | None:
 
 def _used_bytes(accelerator: Accelerator, error: RuntimeError) -> int:
     """In use when the allocator refused: an operator that had allocated before has given that back since."""
-    found = re.search(f"{_SIZE} (?:in use of|is allocated by PyTorch)", str(error))
+    found = _used_in(error)
     now = accelerator.used_bytes()
     return now if found is None else max(now, _bytes_in(found) - _rounded_by(found))
+
+
+def _used_rounded_by(error: RuntimeError) -> int:
+    found = _used_in(error)
+    return 0 if found is None else _rounded_by(found)
+
+
+def _used_in(error: RuntimeError) -> re.Match[str] | None:
+    return re.search(f"{_SIZE} (?:in use of|is allocated by PyTorch)", str(error))
 
 
 def _bytes_in(found: re.Match[str]) -> int:
