@@ -86,7 +86,11 @@ def _not_an_optimizer(optimizer: object) -> ManageError:
     cure = "pass an optimizer, or None"
     if isinstance(optimizer, torch.optim.lr_scheduler.LRScheduler):
         cure = "pass the optimizer that it schedules; the scheduler needs nothing"
-    if isinstance(optimizer, list | tuple) and all(isinstance(o, torch.optim.Optimizer) for o in optimizer):
+    if (
+        optimizer
+        and isinstance(optimizer, list | tuple)
+        and all(isinstance(o, torch.optim.Optimizer) for o in optimizer)
+    ):
         cure = "pass the one that holds most, and go on stepping the others as they are"
     return ManageError(
         f"optimizer is of type {type(optimizer).__name__}, not a torch.optim.Optimizer: {cure}"
@@ -187,7 +191,7 @@ def try_step(optimizer: torch.optim.Optimizer) -> int:
     probe = nn.Parameter(torch.zeros(3, 5, device="cpu"))
     probe.grad = torch.zeros_like(probe)
     generators = _generators(optimizer)
-    before = [state() for state, _ in generators]
+    before = [tell(each) for each, (tell, _) in generators]
     try:
         twin = make_shell(optimizer)  # a step may write to its settings: these are copies
         twin.param_groups = [{**hyper_parameters(optimizer.param_groups[0]), "params": [probe]}]
@@ -197,9 +201,9 @@ def try_step(optimizer: torch.optim.Optimizer) -> int:
     ):  # an optimizer with other arguments, or one that needs a closure: its states are not known yet
         return 0
     finally:
-        draws = before != [state() for state, _ in generators]
-        for state, (_, put_back) in zip(before, generators, strict=True):
-            put_back(state)
+        draws = before != [tell(each) for each, (tell, _) in generators]
+        for state, (each, (_, put_back)) in zip(before, generators, strict=True):
+            put_back(each, state)
     if draws and may_be_tried(optimizer):
         raise ManageError(
             f"{type(optimizer).__name__} says {DECLARATION}, and its step draws random numbers: made later, updates "
@@ -210,23 +214,34 @@ def try_step(optimizer: torch.optim.Optimizer) -> int:
     return sum(isinstance(value, torch.Tensor) and value.shape == probe.shape for value in kept)
 
 
-def _generators(
-    optimizer: torch.optim.Optimizer,
-) -> list[tuple[Callable[[], object], Callable[[Any], object]]]:
-    """Of the process's generators on the host, and those that ``optimizer`` holds: what tells where it is, and what
-    puts it there."""
-    holders = [vars(optimizer), *optimizer.param_groups]
-    own = [value for holder in holders for value in holder.values() if isinstance(value, torch.Generator)]
+# By kind of generator: what tells where one is, and what puts it there.
+_Ways = tuple[Callable[[Any], object], Callable[[Any, Any], object]]
+_GENERATORS: dict[type, _Ways] = {
+    torch.Generator: (
+        lambda its: its.get_state().tolist(),
+        lambda its, state: its.set_state(torch.ByteTensor(state)),
+    ),
+    random.Random: (random.Random.getstate, random.Random.setstate),
+    np.random.RandomState: (
+        lambda its: pickle.dumps(its.get_state()),
+        lambda its, state: its.set_state(pickle.loads(state)),
+    ),
+    np.random.Generator: (
+        lambda its: pickle.dumps(its.bit_generator.state),
+        lambda its, state: setattr(its.bit_generator, "state", pickle.loads(state)),
+    ),
+}
+
+
+def _generators(optimizer: torch.optim.Optimizer) -> list[tuple[Any, _Ways]]:
+    """The process's on the host, and those that ``optimizer`` holds."""
+    of_all: list[Any] = [getattr(get, "__self__", None) for get in (random.getstate, np.random.get_state)]
+    held = [value for holder in (vars(optimizer), *optimizer.param_groups) for value in holder.values()]
     return [
-        (random.getstate, random.setstate),
-        (lambda: pickle.dumps(np.random.get_state()), lambda state: np.random.set_state(pickle.loads(state))),
-        *(
-            (
-                lambda of=of: of.get_state().tolist(),
-                lambda state, of=of: of.set_state(torch.ByteTensor(state)),
-            )
-            for of in (torch.default_generator, *own)
-        ),
+        (each, ways)
+        for each in (torch.default_generator, *of_all, *held)
+        for kind, ways in _GENERATORS.items()
+        if isinstance(each, kind)
     ]
 
 

@@ -147,8 +147,8 @@ AVOIDED: tuple[Callable[[SimpleNamespace, str], bool], ...] = (
     lambda how, words: how.anchored != (how.rows == (12,)),
     # Where everything fits, a graph that is kept of views that a model's own code has made keeps it there.
     lambda how, words: "hold" in words and "views" in words and max(how.rows) > 24,
-    # The loss of a large batch that comes out of such a checkpoint: likewise.
-    lambda how, words: how.called == "reentrant" and max(how.rows) > 24,
+    # A loss that takes much of what comes out of such a checkpoint: likewise.
+    lambda how, words: how.called == "reentrant" and (max(how.rows) > 24 or how.anchored),
     # torch has no gradients of gradients through reentrant checkpoints.
     lambda how, words: how.penalizes and ("checkpoint" in words or how.called == "reentrant"),
     # They go through a graph once, and what no input leads to has no gradient.

@@ -32,8 +32,9 @@ _TRACKS_VIEWS = torch._C.DispatchKeySet(_Key.ADInplaceOrView)
 _CASTS = [_Key.__members__[f"Autocast{device}"] for device in ("CPU", "CUDA", "PrivateUse1")]
 # Of torch's own, those that come whole in any mode, because autograd has a formula for them, and show it.
 _WHOLE = torch.ops.aten.linalg_pinv.atol_rtol_tensor, torch.ops.aten.linalg_lstsq.default
-# By identity, which is as good as an operator's hash, computed in Python: each with whether it may come whole in any.
-_known: dict[int, tuple[Any, bool]] = {}
+# By identity, which is as good as an operator's hash, computed in Python: each with whether it may come whole in
+# inference mode, and in any.
+_known: dict[int, tuple[Any, bool, bool]] = {}
 
 
 def call(func: Any, args: Any, kwargs: Any) -> Any:
@@ -41,9 +42,10 @@ def call(func: Any, args: Any, kwargs: Any) -> Any:
     known = _known.get(id(func))
     if known is None:
         # Nothing is known of operators that are not torch's.
-        known = _known[id(func)] = func, func in _WHOLE or not func.name().startswith("aten::")
+        whole = func in _WHOLE or not func.name().startswith("aten::")
+        known = _known[id(func)] = func, whole or func._can_decompose(), whole
     is_inference = torch.is_inference_mode_enabled()
-    if not (is_inference or known[1]):
+    if not known[1 if is_inference else 2]:
         return func(*args, **kwargs)
     missing = _missing(func, is_inference, _autocasts())
     included = torch._C._dispatch_tls_local_include_set()
@@ -62,12 +64,11 @@ def _autocasts() -> tuple[bool, ...]:
 def _missing(func: Any, is_inference: bool, autocasts: tuple[bool, ...]) -> Any:
     """The keys, as a set, that count for what ``func`` calls and torch has left out."""
     keys = _MARKS
-    is_composite = is_inference and func._can_decompose()
-    if is_composite or _known[id(func)][1]:
-        for key, is_on in zip(_CASTS, autocasts, strict=True):
-            if is_on and not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key.name):
-                keys |= torch._C.DispatchKeySet(key)
+    for key, is_on in zip(_CASTS, autocasts, strict=True):
+        if is_on and not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key.name):
+            keys |= torch._C.DispatchKeySet(key)
     # What returns a view of an operand has its view told to autograd by the dispatcher already.
-    if is_composite and all(value.alias_info is None for value in func._schema.returns):
+    returns_views = any(value.alias_info is not None for value in func._schema.returns)
+    if is_inference and func._can_decompose() and not returns_views:
         keys |= _TRACKS_VIEWS
     return keys

@@ -117,11 +117,18 @@ class Draws(Declared):
     def __init__(self, params, lr=1e-3):
         super().__init__(params, lr)
         self.own = torch.Generator().manual_seed(0)
+        self.python, self.legacy, self.numpy = (
+            random.Random(0),
+            np.random.RandomState(0),
+            np.random.default_rng(0),
+        )
 
     def update(self, parameter, gradient, state, group):
         state["seen"] = gradient.clone()
         own = torch.randn(gradient.shape, generator=self.own).to(gradient.device)
-        parameter.sub_(gradient + own, alpha=group["lr"] * (random.random() + np.random.rand()))
+        sum_of_all = random.random() + np.random.rand()
+        sum_of_all += self.python.random() + self.legacy.rand() + float(self.numpy.random())
+        parameter.sub_(gradient + own, alpha=group["lr"] * sum_of_all)
         parameter.add_(torch.randn(gradient.shape).to(gradient.device), alpha=group["lr"])
 
 
@@ -247,7 +254,11 @@ def test_the_plan_tells_how_to_say_so(kind, tells):
 def numbers_of(optimizer):
     """Where all generators are that a step may draw from."""
     states = torch.get_rng_state(), optimizer.own.get_state()
-    return [state.tolist() for state in states], random.getstate(), pickle.dumps(np.random.get_state())
+    return (
+        [state.tolist() for state in states],
+        random.getstate(),
+        pickle.dumps([np.random.get_state(), optimizer.others]),
+    )
 
 
 def test_an_optimizer_that_draws_draws_the_numbers_of_the_unmanaged_run():

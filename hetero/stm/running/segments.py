@@ -289,7 +289,9 @@ class Segments:
     def _those_among(self, inputs: Sequence[Any]) -> tuple[frozenset[int], int] | None:
         if not inputs:
             return None
-        known = (getattr(each, "_hetero", None) for each in inputs)
+        # A gradient edge leads to its node, and that, if nothing comes after it, to the leaf.
+        leaves = (getattr(getattr(each, "node", None), "variable", each) for each in inputs)
+        known = (getattr(leaf, "_hetero", None) for leaf in leaves)
         ours = [
             tensor.index for tensor in known if tensor is not None and tensor.owner is self._tensors[0].owner
         ]
