@@ -254,11 +254,8 @@ def test_the_plan_tells_how_to_say_so(kind, tells):
 def numbers_of(optimizer):
     """Where all generators are that a step may draw from."""
     states = torch.get_rng_state(), optimizer.own.get_state()
-    return (
-        [state.tolist() for state in states],
-        random.getstate(),
-        pickle.dumps([np.random.get_state(), optimizer.others]),
-    )
+    others = np.random.get_state(), optimizer.python, optimizer.legacy, optimizer.numpy
+    return [state.tolist() for state in states], random.getstate(), pickle.dumps(others)
 
 
 def test_an_optimizer_that_draws_draws_the_numbers_of_the_unmanaged_run():

@@ -138,6 +138,14 @@ def test_lengths_of_ctcs_loss_may_be_anywhere(targets_at, lengths_at, reduction)
     assert_twins(Spelled, functools.partial(train, loss_of=loss_of), share=0.9)
 
 
+def test_a_length_of_one_sequence_may_have_no_dimension():
+    def loss_of(model, target):
+        frames = model(batch(target, 32))[:, 0]
+        return nn.functional.ctc_loss(frames, torch.arange(1, 4), torch.tensor(8), torch.tensor(3))
+
+    assert_twins(Spelled, functools.partial(train, loss_of=loss_of), share=0.9)
+
+
 def _nuclear(matrix):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecated

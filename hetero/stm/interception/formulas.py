@@ -100,7 +100,8 @@ def _ctc_loss_by_numbers(
     if not _is_unaffected(given, {}) and all(map(_is_ordinary, given)) and not _is_watched():
         with _unseen():
             if not (log_probs.is_cuda and torch._use_cudnn_ctc_loss(*given, blank)):
-                lengths = input_lengths.tolist(), target_lengths.tolist()
+                # Of one sequence alone they may have no dimension.
+                lengths = input_lengths.reshape(-1).tolist(), target_lengths.reshape(-1).tolist()
     return _ctc_loss(log_probs, targets, *lengths, blank, reduction, zero_infinity)
 
 
