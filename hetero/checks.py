@@ -1,15 +1,10 @@
 """Whether a model and optimizer can be managed under given budgets.
 
-Owns every refusal of `hetero.manage`. When one of these raises, nothing has been changed.
+Owns every refusal of `hetero.manage`. Reads only: when one of these raises, nothing has been changed.
 """
 
 import mmap
-import pickle
-import random
-from collections.abc import Callable
-from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -20,10 +15,11 @@ from hetero.stm.activations.slots import promised_bytes
 from hetero.stm.settled.who import record_of
 from hetero.stm.tensors.overlap import first_overlap
 from hetero.stm.tensors.precision import computes_in
-from hetero.stm.updates.optimizers import DECLARATION, hyper_parameters, make_shell, may_be_tried
+from hetero.stm.updates.optimizers import DECLARATION, may_be_tried
+from hetero.stm.updates.trial import try_step
 from hetero.units import format_bytes
 
-__all__ = ["check_budgets", "check_manageable", "named_buffers", "named_parameters", "try_step"]
+__all__ = ["check_budgets", "check_manageable", "check_step", "named_buffers", "named_parameters"]
 
 
 def check_manageable(
@@ -146,8 +142,8 @@ def check_budgets(
     *,
     states: int,
 ) -> int:
-    """Host memory that model data at home may come to, in bytes; ``states``: as `try_step` tells. Raises `BudgetError`
-    if the budgets cannot work."""
+    """Host memory that model data at home may come to, in bytes; ``states``: as `check_step` tells. Raises
+    `BudgetError` if the budgets cannot work."""
     buffers = sum(accelerator.allocated_size(b.numel() * b.element_size()) for _, b in named_buffers(model))
     copies = {name: p.numel() * computes_in(p.dtype, config.precision).itemsize for name, p in parameters}
     name, largest = max(parameters, key=lambda item: copies[item[0]])
@@ -185,64 +181,17 @@ def check_budgets(
     return total + pages + (trained if optimizer is None else 0)
 
 
-def try_step(optimizer: torch.optim.Optimizer) -> int:
-    """How many tensors of a parameter's size ``optimizer`` keeps, found by letting its kind step a small parameter.
-    Raises `ManageError` if it says that it steps parameters independently, and draws random numbers."""
-    probe = nn.Parameter(torch.zeros(3, 5, device="cpu"))
-    probe.grad = torch.zeros_like(probe)
-    generators = _generators(optimizer)
-    before = [tell(each) for each, (tell, _) in generators]
-    try:
-        twin = make_shell(optimizer)  # a step may write to its settings: these are copies
-        twin.param_groups = [{**hyper_parameters(optimizer.param_groups[0]), "params": [probe]}]
-        type(optimizer).step(twin)
-    except (
-        Exception
-    ):  # an optimizer with other arguments, or one that needs a closure: its states are not known yet
-        return 0
-    finally:
-        draws = before != [tell(each) for each, (tell, _) in generators]
-        for state, (each, (_, put_back)) in zip(before, generators, strict=True):
-            put_back(each, state)
-    if draws and may_be_tried(optimizer):
+def check_step(optimizer: torch.optim.Optimizer) -> int:
+    """How many tensors of a parameter's size ``optimizer`` keeps. Raises `ManageError` if it says that it steps
+    parameters independently, and draws random numbers."""
+    trial = try_step(optimizer)
+    if trial.draws and may_be_tried(optimizer):
         raise ManageError(
             f"{type(optimizer).__name__} says {DECLARATION}, and its step draws random numbers: made later, updates "
             "would draw others than unmanaged. Do not say it of an optimizer that draws: it is stepped whole then, at "
             "once, with the same numbers"
         )
-    kept = twin.state.get(probe, {}).values()
-    return sum(isinstance(value, torch.Tensor) and value.shape == probe.shape for value in kept)
-
-
-# By kind of generator: what tells where one is, and what puts it there.
-_Ways = tuple[Callable[[Any], object], Callable[[Any, Any], object]]
-_GENERATORS: dict[type, _Ways] = {
-    torch.Generator: (
-        lambda its: its.get_state().tolist(),
-        lambda its, state: its.set_state(torch.ByteTensor(state)),
-    ),
-    random.Random: (random.Random.getstate, random.Random.setstate),
-    np.random.RandomState: (
-        lambda its: pickle.dumps(its.get_state()),
-        lambda its, state: its.set_state(pickle.loads(state)),
-    ),
-    np.random.Generator: (
-        lambda its: pickle.dumps(its.bit_generator.state),
-        lambda its, state: setattr(its.bit_generator, "state", pickle.loads(state)),
-    ),
-}
-
-
-def _generators(optimizer: torch.optim.Optimizer) -> list[tuple[Any, _Ways]]:
-    """The process's on the host, and those that ``optimizer`` holds."""
-    of_all: list[Any] = [getattr(get, "__self__", None) for get in (random.getstate, np.random.get_state)]
-    held = [value for holder in (vars(optimizer), *optimizer.param_groups) for value in holder.values()]
-    return [
-        (each, ways)
-        for each in (torch.default_generator, *of_all, *held)
-        for kind, ways in _GENERATORS.items()
-        if isinstance(each, kind)
-    ]
+    return trial.states
 
 
 def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hetero import stm
-from hetero.checks import check_budgets, check_manageable, named_buffers, named_parameters, try_step
+from hetero.checks import check_budgets, check_manageable, check_step, named_buffers, named_parameters
 from hetero.config import Config, Size, resolve
 from hetero.devices import (
     Accelerator,
@@ -138,7 +138,7 @@ def manage(
     eviction_policy = resolve_policy(policy)
     parameters = named_parameters(model)
     check_manageable(model, optimizer, parameters)
-    states = 0 if optimizer is None else try_step(optimizer)
+    states = 0 if optimizer is None else check_step(optimizer)
     home_bytes = check_budgets(model, optimizer, parameters, config, accelerator, states=states)
     with torch.inference_mode(False):  # homes outlive the caller's
         return Manager(model, optimizer, accelerator, config, eviction_policy, home_bytes)

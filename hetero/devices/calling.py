@@ -22,7 +22,6 @@ import functools
 from typing import Any
 
 import torch
-from torch.overrides import enable_reentrant_dispatch
 
 __all__ = ["call"]
 
@@ -30,8 +29,11 @@ _Key = torch._C.DispatchKey
 _MARKS = torch._C.DispatchKeySet(_Key.Conjugate) | torch._C.DispatchKeySet(_Key.Negative)
 _TRACKS_VIEWS = torch._C.DispatchKeySet(_Key.ADInplaceOrView)
 _CASTS = [_Key.__members__[f"Autocast{device}"] for device in ("CPU", "CUDA", "PrivateUse1")]
+_OFF = (False,) * len(_CASTS)
 # Of torch's own, those that come whole in any mode, because autograd has a formula for them, and show it.
 _WHOLE = torch.ops.aten.linalg_pinv.atol_rtol_tensor, torch.ops.aten.linalg_lstsq.default
+_entered: Any = vars(torch._C)["_RestorePythonTLSSnapshot"]
+"""Within it, keys count as for the caller of the operator (`torch.overrides.enable_reentrant_dispatch`)."""
 # By identity, which is as good as an operator's hash, computed in Python: each with whether it may come whole in
 # inference mode, and in any.
 _known: dict[int, tuple[Any, bool, bool]] = {}
@@ -47,7 +49,7 @@ def call(func: Any, args: Any, kwargs: Any) -> Any:
     is_inference = torch.is_inference_mode_enabled()
     if not known[1 if is_inference else 2]:
         return func(*args, **kwargs)
-    missing = _missing(func, is_inference, _autocasts())
+    missing = _missing(func, is_inference, _autocasts() if _uncast(func) else _OFF)
     included = torch._C._dispatch_tls_local_include_set()
     excluded = torch._C._dispatch_tls_local_exclude_set()
     with torch._C._ForceDispatchKeyGuard(included, excluded - missing):
@@ -56,8 +58,15 @@ def call(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _autocasts() -> tuple[bool, ...]:
     """For each of `_CASTS`, whether autocast was on for whoever called the operator: here it never is."""
-    with enable_reentrant_dispatch():
-        return tuple(not torch._C._dispatch_tls_is_dispatch_key_excluded(key) for key in _CASTS)
+    with _entered():
+        return tuple([not torch._C._dispatch_tls_is_dispatch_key_excluded(key) for key in _CASTS])
+
+
+@functools.cache
+def _uncast(func: Any) -> list[Any]:
+    """Those of `_CASTS` that do nothing with ``func`` itself."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return [key for key in _CASTS if not has(func.name(), key.name)]
 
 
 @functools.cache
@@ -65,7 +74,7 @@ def _missing(func: Any, is_inference: bool, autocasts: tuple[bool, ...]) -> Any:
     """The keys, as a set, that count for what ``func`` calls and torch has left out."""
     keys = _MARKS
     for key, is_on in zip(_CASTS, autocasts, strict=True):
-        if is_on and not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key.name):
+        if is_on and key in _uncast(func):
             keys |= torch._C.DispatchKeySet(key)
     # What returns a view of an operand has its view told to autograd by the dispatcher already.
     returns_views = any(value.alias_info is not None for value in func._schema.returns)

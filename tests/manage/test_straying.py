@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 from functools import partial
 
 import pytest
@@ -429,3 +430,22 @@ def test_backwards_for_one_part_of_the_parameters_and_then_another_keep_the_budg
         return seen
 
     assert_twins(deep, loop, share=share)
+
+
+@pytest.mark.parametrize("share", [0.42, 0.65])
+def test_backwards_for_more_sets_of_parameters_than_have_plans_keep_the_budget(share):
+    def loop(model, optimizer, target):
+        seen = []
+        trained = [layer for layer in model if list(layer.parameters())]
+        for chosen in list(itertools.combinations(trained, 2))[:24]:
+            part = [parameter for layer in chosen for parameter in layer.parameters()]
+            edges = [torch.autograd.graph.get_gradient_edge(parameter) for parameter in part]
+            loss = model(torch.randn(8, WIDTH).to(target)).square().mean()
+            loss.backward(inputs=part if len(seen) % 2 else edges)
+            seen.append(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    manager = assert_twins(deep, loop, share=share)
+    assert len(manager._stm.plans) <= 10  # and one of those that came after them

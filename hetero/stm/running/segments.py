@@ -26,6 +26,10 @@ __all__ = ["Segments"]
 
 _BACKWARD = Phase.BACKWARD  # every operator of a backward looks, and an enum's members are slow to look up
 
+# Sets of parameters that backwards are asked the gradients of: with more, those that come later count alike.
+_MOST_SETS = 8
+_OTHERS = "others"
+
 _PARTS = "parts"  # the signature of a forward that the model was not called for
 
 
@@ -58,8 +62,10 @@ class Segments:
         self._clocks: dict[int, int] = {}
         # Of the backwards that run now, on any thread: whether they return gradients.
         self._backwards: list[bool] = []
-        # What the first of them was asked the gradients of: whom of these parameters, and of how much else.
-        self._asked_of: tuple[frozenset[int], int] | None = None
+        # What the first of them was asked the gradients of: whom of these parameters, and of how much else; None: of
+        # all that it reaches.
+        self._asked_of: object = None
+        self._sets: set[object] = set()  # of those that have come, the first
         # The last backward has left its graph for another.
         self._graph_is_kept = False
         # The threads of forwards and backwards that run now, once for each.
@@ -199,7 +205,7 @@ class Segments:
                 self._executor.before_another_backward()
             self._graph_is_kept = keeps_graph
             if not self._backwards:
-                self._asked_of = self._those_among(inputs)
+                self._asked_of = self._set_of(inputs)
             self._backwards.append(captures)
             self._threads.append(threading.get_ident())
             self._choose_keeping()
@@ -285,8 +291,10 @@ class Segments:
         if segment is None or segment.key.phase is not _BACKWARD:
             self._executor.begin_segment(self._backward_key())
             self._pending_forwards.clear()
+            if self._asked_of is _OTHERS and self._executor.segment is not None:
+                self._executor.segment.by_values = True  # what was measured is no bound
 
-    def _those_among(self, inputs: Sequence[Any]) -> tuple[frozenset[int], int] | None:
+    def _set_of(self, inputs: Sequence[Any]) -> object:
         if not inputs:
             return None
         # A gradient edge leads to its node, and that, if nothing comes after it, to the leaf.
@@ -295,7 +303,10 @@ class Segments:
         ours = [
             tensor.index for tensor in known if tensor is not None and tensor.owner is self._tensors[0].owner
         ]
-        return frozenset(ours), len(inputs) - len(ours)
+        found = frozenset(ours), len(inputs) - len(ours)
+        if len(self._sets) < _MOST_SETS:
+            self._sets.add(found)
+        return found if found in self._sets else _OTHERS
 
     def _choose_keeping(self) -> None:
         """Only if each backward that runs accumulates, what autograd is given becomes a ``p.grad``."""
