@@ -33,7 +33,7 @@ _OFF = (False,) * len(_CASTS)
 # Of torch's own, those that come whole in any mode, because autograd has a formula for them, and show it.
 _WHOLE = torch.ops.aten.linalg_pinv.atol_rtol_tensor, torch.ops.aten.linalg_lstsq.default
 _entered: Any = vars(torch._C)["_RestorePythonTLSSnapshot"]
-"""Within it, keys count as for the caller of the operator (`torch.overrides.enable_reentrant_dispatch`)."""
+"""Within it, keys count as for the caller of the outermost operator (`torch.overrides.enable_reentrant_dispatch`)."""
 # By identity, which is as good as an operator's hash, computed in Python: each with whether it may come whole in
 # inference mode, and in any.
 _known: dict[int, tuple[Any, bool, bool]] = {}
@@ -57,7 +57,7 @@ def call(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _autocasts() -> tuple[bool, ...]:
-    """For each of `_CASTS`, whether autocast was on for whoever called the operator: here it never is."""
+    """For each of `_CASTS`, whether autocast was on for whoever called the outermost operator: here it never is."""
     with _entered():
         return tuple([not torch._C._dispatch_tls_is_dispatch_key_excluded(key) for key in _CASTS])
 

@@ -304,9 +304,9 @@ class Segments:
             tensor.index for tensor in known if tensor is not None and tensor.owner is self._tensors[0].owner
         ]
         found = frozenset(ours), len(inputs) - len(ours)
-        if len(self._sets) < _MOST_SETS:
+        if ours and len(self._sets) < _MOST_SETS:
             self._sets.add(found)
-        return found if found in self._sets else _OTHERS
+        return found if not ours or found in self._sets else _OTHERS
 
     def _choose_keeping(self) -> None:
         """Only if each backward that runs accumulates, what autograd is given becomes a ``p.grad``."""
