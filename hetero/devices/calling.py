@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 
+from hetero.devices.operators import NO_KERNEL
+
 __all__ = ["call"]
 
 _Key = torch._C.DispatchKey
@@ -34,8 +36,7 @@ _OFF = (False,) * len(_CASTS)
 _WHOLE = torch.ops.aten.linalg_pinv.atol_rtol_tensor, torch.ops.aten.linalg_lstsq.default
 _entered: Any = vars(torch._C)["_RestorePythonTLSSnapshot"]
 """Within it, keys count as for the caller of the outermost operator (`torch.overrides.enable_reentrant_dispatch`)."""
-# By identity, which is as good as an operator's hash, computed in Python: each with whether it may come whole in
-# inference mode, and in any.
+# By identity, which is as good as an operator's hash, computed in Python: each with what `_comes_whole` tells.
 _known: dict[int, tuple[Any, bool, bool]] = {}
 
 
@@ -43,9 +44,7 @@ def call(func: Any, args: Any, kwargs: Any) -> Any:
     """``func(*args, **kwargs)``, for a mode's ``__torch_dispatch__``."""
     known = _known.get(id(func))
     if known is None:
-        # Nothing is known of operators that are not torch's.
-        whole = func in _WHOLE or not func.name().startswith("aten::")
-        known = _known[id(func)] = func, whole or func._can_decompose(), whole
+        known = _known[id(func)] = func, *_comes_whole(func)
     is_inference = torch.is_inference_mode_enabled()
     if not known[1 if is_inference else 2]:
         return func(*args, **kwargs)
@@ -54,6 +53,15 @@ def call(func: Any, args: Any, kwargs: Any) -> Any:
     excluded = torch._C._dispatch_tls_local_exclude_set()
     with torch._C._ForceDispatchKeyGuard(included, excluded - missing):
         return func(*args, **kwargs)
+
+
+def _comes_whole(func: Any) -> tuple[bool, bool]:
+    """Whether it may, in inference mode and in any."""
+    if func.namespace in NO_KERNEL:  # the dispatcher does not even know all of them
+        return False, False
+    # Nothing is known of operators that are not torch's.
+    in_any = func in _WHOLE or func.namespace != "aten"
+    return in_any or func._can_decompose(), in_any
 
 
 def _autocasts() -> tuple[bool, ...]:

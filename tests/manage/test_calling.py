@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from twins import assert_twins
 
+from hetero.devices.calling import call
 from hetero.stm.running.guard import guarded
 from hetero.stm.running.retry import Retry
 
@@ -82,6 +83,12 @@ def test_casts_of_one_device_are_none_of_another():
         guarded(Retry(lambda unless_free=None: 0), at_once=True),
     ):
         assert torch.linalg.multi_dot([*matrices[0], *matrices[1]]).dtype == torch.float32
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_the_dispatcher_does_not_know_is_called_as_it_is(mode):
+    with MODES[mode]():
+        assert call(torch.ops.prim.device.default, (torch.ones(1),), {}) == torch.device("cpu")
 
 
 @pytest.fixture
