@@ -43,7 +43,7 @@ class _Begin(torch.autograd.Function):
 _apply_begin = super(torch.autograd.function._SingleLevelFunction, _Begin).apply
 _autograd: Any = torch.autograd
 _engine: Any = torch.autograd.Variable._execution_engine
-_run_backward = _autograd._engine_run_backward  # before it is replaced by `hetero.stm.patches`
+_run_backward = _autograd._engine_run_backward  # before it is replaced by `hetero.stm.interception.backwards`
 
 
 def run_on_device_thread(device: torch.device, call: Callable[[], Any]) -> Any:

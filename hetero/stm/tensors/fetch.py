@@ -50,7 +50,7 @@ class Fetch(torch.autograd.Function):
             return ctx.tensor.owner.uses.hand_over(ctx.tensor, gradient, is_shared=is_shared), None
 
 
-# Straight to the C implementation: `Function.apply` itself is intercepted (`hetero.stm.patches`).
+# Straight to the C implementation: `Function.apply` itself is intercepted (`hetero.stm.interception.customfunctions`).
 _apply_fetch = super(torch.autograd.function._SingleLevelFunction, Fetch).apply
 _LAST = (1 << 64) - 1
 

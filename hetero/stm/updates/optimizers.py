@@ -76,7 +76,7 @@ def raw_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any] | None:
 def calls_closure_first(optimizer: torch.optim.Optimizer) -> bool:
     """Whether ``optimizer.step(closure)`` calls it once, before anything that anybody could see: then it may be called
     before the step, and its forward and backward are like any other's."""
-    # Hooks are given the arguments. One of each for all optimizers is ours (`hetero.stm.patches`).
+    # Hooks are given the arguments. One of each for all optimizers is ours (`hetero.stm.optimizercalls`).
     is_hooked = (
         optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
