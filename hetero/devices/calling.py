@@ -22,6 +22,7 @@ import functools
 from typing import Any
 
 import torch
+from torch._ops import HigherOrderOperator
 
 from hetero.devices.operators import NO_KERNEL
 
@@ -57,7 +58,8 @@ def call(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _comes_whole(func: Any) -> tuple[bool, bool]:
     """Whether it may, in inference mode and in any."""
-    if func.namespace in NO_KERNEL:  # the dispatcher does not even know all of them
+    # The dispatcher does not know higher-order operators, which leave keys as they are, nor all of these namespaces'.
+    if isinstance(func, HigherOrderOperator) or func.namespace in NO_KERNEL:
         return False, False
     # Nothing is known of operators that are not torch's.
     in_any = func in _WHOLE or func.namespace != "aten"

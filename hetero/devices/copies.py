@@ -167,7 +167,10 @@ def _copy_on(stream: torch.Stream, source: torch.Tensor, destination: torch.Tens
     stream = torch.Stream(
         stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
     )
-    if source.requires_grad or destination.requires_grad:
+    if destination.is_inference():  # a gradient that was made in that mode
+        with torch.inference_mode(), stream:
+            destination.copy_(source, non_blocking=True)
+    elif source.requires_grad or destination.requires_grad:
         with torch.no_grad(), stream:
             destination.copy_(source, non_blocking=True)
     else:  # the common case, without the cost of a grad mode

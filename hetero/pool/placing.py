@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hetero.devices import calling
@@ -83,6 +83,8 @@ class Rule:
 class Placing(TorchDispatchMode):
     """Runs every operator, and lets the arena place what it makes."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, arena: _Places) -> None:
         super().__init__()
         self._arena = arena
@@ -90,12 +92,14 @@ class Placing(TorchDispatchMode):
 
     def __torch_dispatch__(
         self,
-        func: OpOverload,
+        func: OpOverload | HigherOrderOperator,
         types: object,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):  # what its functions make comes from the device's allocator
+            return func(*args, **kwargs)
         rule = self._rules.get(func)
         if rule is None:
             rule = self._rules[func] = rule_of(func)

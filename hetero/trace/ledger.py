@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -80,6 +80,8 @@ class Ledger(TorchDispatchMode):
     called after each recorded operator.
     """
 
+    supports_higher_order_operators = True  # to say which it cannot record
+
     def __init__(
         self,
         *,
@@ -114,12 +116,19 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(
         self,
-        func: OpOverload,
+        func: OpOverload | HigherOrderOperator,
         types: object,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            if not self.recording:
+                return func(*args, **kwargs)
+            raise PlanError(
+                f"the step runs {func}, whose own functions a trace does not see: write the branch or loop in Python "
+                "for it (hetero.manage measures such a step as it is)"
+            )
         if not self.recording or func.namespace in NO_KERNEL or func._opname in _METADATA:
             return calling.call(func, args, kwargs)
         self.running = str(func)

@@ -80,10 +80,11 @@ def _train(
     budget: int | None,
     *,
     after: int | None = None,
+    kind: type[Model] = Model,
 ) -> tuple[dict[str, torch.Tensor], Model]:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = Model()
+    model = kind()
     if budget is None:
         model.to(target)
     if after is None:
@@ -111,10 +112,48 @@ def _train(
 
 
 @functools.cache
-def _unmanaged(how: str, backend: str, after: int | None = None) -> tuple[dict[str, torch.Tensor], int]:
+def _unmanaged(
+    how: str, backend: str, after: int | None = None, kind: type[Model] = Model
+) -> tuple[dict[str, torch.Tensor], int]:
     """What training gives on the device, once for all budgets, and the bytes of the parameters."""
-    found, model = _train(COMPILERS[how], backend, device(), None, after=after)
+    found, model = _train(COMPILERS[how], backend, device(), None, after=after, kind=kind)
     return found, sum(p.nbytes for p in model.parameters())
+
+
+class Checkpointed(Model):
+    """In each of the blocks, with a checkpoint that computes it again within backward: what records it is compiled
+    there."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            if torch.is_grad_enabled():
+                x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=True)
+            else:
+                x = layer(x)
+        return self.last(x)
+
+
+@torch.library.custom_op("hetero_tests::average", mutates_args=("average",))
+def average(average: torch.Tensor, x: torch.Tensor) -> None:
+    average.lerp_(x.detach().mean(0), 0.1)
+
+
+@average.register_fake
+def _(average: torch.Tensor, x: torch.Tensor) -> None:
+    return None
+
+
+class Averaging(Model):
+    """An operator of its own writes to a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        average(self.seen, self.first(x))
+        return super().forward(x)
 
 
 # Inductor generates code for devices it knows; the virtual one is none of them.
@@ -131,6 +170,24 @@ def test_compiled_blocks_train_to_the_same_bits_under_a_budget(how: str, backend
     assert_identical(managed, unmanaged)
     assert peak_memory() <= budget + GAPS
     assert all(type(p) is nn.Parameter for p in model.parameters())
+    assert races() == []
+
+
+@pytest.mark.parametrize("share", [0.75, 4.0])
+@pytest.mark.parametrize(
+    ("kind", "how"), [(Checkpointed, "in_place"), (Averaging, "in_place"), (Averaging, "whole")]
+)
+def test_what_a_compiler_differentiates_is_none_of_the_models_backwards(
+    kind: type[Model], how: str, share: float
+) -> None:
+    target = device()
+    unmanaged, parameter_bytes = _unmanaged(how, "aot_eager", kind=kind)
+    fresh_memory()
+    region = parameter_bytes if how == "whole" else 0
+    budget = libraries_bytes() + 64 * 1024 + region + int(parameter_bytes * share)
+    managed, _ = _train(COMPILERS[how], "aot_eager", target, budget, kind=kind)
+    assert_identical(managed, unmanaged)
+    assert peak_memory() <= budget + GAPS
     assert races() == []
 
 

@@ -617,3 +617,27 @@ def test_gradients_that_autograd_casts_at_home(share):
         return seen
 
     assert_twins(lambda: mlp(128).to(torch.bfloat16), loop, share=share)
+
+
+@pytest.mark.parametrize("share", [0.7, 4.0])
+@pytest.mark.parametrize("steps_within", [False, True])
+@pytest.mark.parametrize("looks", [False, True])
+def test_backwards_in_inference_mode_and_out_of_it_in_turns(looks, steps_within, share):
+    def loop(model, optimizer, target):
+        seen = []
+        for step in range(10):
+            loss = model(batch(target)).square().mean()
+            seen.append(loss)
+            is_inference = torch.inference_mode(step % 2 == 1)
+            with is_inference:
+                loss.backward()
+                if steps_within:
+                    optimizer.step()
+            if looks:
+                seen += [p.grad.is_inference() for p in model.parameters()]
+            if not steps_within:
+                optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    assert_twins(mlp, loop, share=share)

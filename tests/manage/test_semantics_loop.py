@@ -379,6 +379,58 @@ def test_an_exception_in_forward_leaves_training_able_to_go_on():
     assert_twins(Fragile, loop)
 
 
+@pytest.mark.parametrize("share", [0.6, 4.0])
+@pytest.mark.parametrize("catches", [False, True])
+def test_a_backward_that_fails_within_an_operator_takes_nothing_from_it(catches, share):
+    class Raises(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            raise ValueError("on purpose")
+
+    class Searches(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight, fails):
+            ctx.save_for_backward(x, weight)
+            with torch.enable_grad():
+                guess = x.detach().requires_grad_()
+                try:
+                    found = Raises.apply(guess @ weight.detach()) if fails else guess @ weight.detach()
+                    torch.autograd.grad(found.sum(), guess)
+                except ValueError:
+                    if not catches:
+                        raise
+            return x @ weight
+
+        @staticmethod
+        def backward(ctx, g):
+            x, weight = ctx.saved_tensors
+            return g @ weight.t(), x.t() @ g, None
+
+    class Searching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.weight, self.fails = mlp(), nn.Parameter(torch.randn(64, 64) / 8), False
+
+        def forward(self, x):
+            return Searches.apply(self.body(x), self.weight, self.fails)
+
+    def loop(model, optimizer, target):
+        seen = []
+        for step in range(8):
+            model.fails = step in (0, 4, 5)
+            try:
+                seen.append(train(model, optimizer, target, 1))
+            except ValueError as error:
+                seen.append(str(error))
+        return seen
+
+    assert_twins(Searching, loop, share=share)
+
+
 def test_an_exception_in_backward_leaves_training_able_to_go_on():
     class Raises(torch.autograd.Function):
         @staticmethod

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from repository import ROOT, load
 from torch import Tensor, nn
+from torch._higher_order_ops.while_loop import while_loop
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -53,6 +54,8 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 class Disjoint(TorchDispatchMode):
     """Asserts after every operator that no two living storages that it has seen share a byte."""
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -345,6 +348,21 @@ def test_recomputation_takes_slots_too() -> None:
             arena.step()
     assert arena.stats.placed
     assert not arena.stats.unexpected
+
+
+def test_what_a_loop_makes_within_one_operator_is_left_to_the_allocator() -> None:
+    start, rows = torch.zeros((), dtype=torch.long), torch.linspace(-1, 1, 64).view(8, 8)
+
+    def looped() -> Tensor:
+        again = while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x @ x.tanh()), (start, rows * 2))[1]
+        return (again + rows).exp()
+
+    expected = looped()
+    with run_planned() as arena, Disjoint():
+        for _ in range(6):
+            assert torch.equal(looped(), expected)
+            arena.step()
+    assert arena.stats.placed
 
 
 def test_pinned_and_foreign_memory_is_left_alone() -> None:

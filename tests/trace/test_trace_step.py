@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._higher_order_ops.while_loop import while_loop
 from torch.utils.checkpoint import checkpoint
 
 from hetero.errors import ConfigError, PlanError
@@ -373,3 +374,17 @@ def test_the_problem_has_the_load_of_the_trace() -> None:
     )
     assert load == trace.span
     assert all(size % 512 == 0 for size in problem.sizes)
+
+
+@pytest.mark.parametrize("fake", [False, True])
+def test_a_step_with_a_higher_order_operator_is_refused(fake: bool) -> None:
+    class Looping(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            start = torch.zeros((), dtype=torch.long)
+            looped = while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x.tanh()), (start, x.detach()))
+            return super().forward(looped[1])
+
+    model = Looping()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with pytest.raises(PlanError, match="runs while_loop, whose own functions"):
+        trace_step(step, model, optimizer, torch.randn(8, 16), torch.randint(0, 4, (8,)), fake=fake)

@@ -23,6 +23,7 @@ __all__ = ["REPLACEMENTS", "listeners", "note_nested"]
 
 _autograd: Any = torch.autograd
 _run_backward = _autograd._engine_run_backward
+_FAKE: Any = torch._C._TorchDispatchModeKey.FAKE
 _NO_THREAD = "device_ready_queues_"  # of an assertion within torch's engine, which says no more
 
 listeners: list[Segments] = []
@@ -58,6 +59,9 @@ def _asked(
 
 
 def _announced(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    # A compiler's, of tensors without values.
+    if torch._C._get_dispatch_mode(_FAKE) is not None:
+        return _run_backward(outputs, *args, **kwargs)
     # One of a transform's reaches nothing of ours, and nothing of ours can be copied within it.
     if is_transforming():
         return _run(outputs, args, kwargs)

@@ -72,6 +72,16 @@ _WHOLE_REGION = (
     "others have left: compile blocks of it instead"
 )
 
+_NO_PART = (
+    "hetero: operators on managed parameters are no part of a compiled function that is no module's call"
+)
+_COMPILE_MODULE = "compile the module that has the parameters: block.compile()"
+# By the names of Dynamo's errors, which takes long to load: what compiles whole functions, and nothing less.
+_STRICT = {
+    "Unsupported": f"{_NO_PART}. Leave out fullgraph=True there, or {_COMPILE_MODULE}",
+    "UncapturedHigherOrderOpError": f"{_NO_PART}, and torch.cond compiles what it is given: {_COMPILE_MODULE}",
+}
+
 _compile = torch.compile
 
 _PACKAGE = Path(__file__).parents[2]
@@ -269,12 +279,8 @@ class CompiledCalls:
                 for name, submodule in self._model.named_modules():
                     if _is_compiled(submodule) and submodule not in known:
                         raise _refuse_late_compile(name) from error
-                if type(error).__name__ == "Unsupported" and str(_PACKAGE) in str(error):
-                    error.add_note(
-                        "hetero: operators on managed parameters are no part of a compiled function that is no "
-                        "module's call. Leave out fullgraph=True there, or compile the module that has the parameters: "
-                        "block.compile()"
-                    )
+                if str(_PACKAGE) in str(error) and type(error).__name__ in _STRICT:
+                    error.add_note(_STRICT[type(error).__name__])
             raise
 
     def covers(self, module: nn.Module) -> bool:

@@ -6,6 +6,7 @@ Owns which they are. What was measured of an iteration that has one is no bound 
 from typing import Any
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch.utils._pytree import tree_leaves
 
 __all__ = ["depends_on_values"]
@@ -31,6 +32,8 @@ def depends_on_values(operator: Any, args: tuple[Any, ...]) -> bool:
 
 
 def _kind_of(operator: Any) -> str:
+    if isinstance(operator, HigherOrderOperator):  # a branch, a number of rounds
+        return "always"
     name = operator.overloadpacket.__name__
     if name in _BY_MASK:
         return "by mask"

@@ -10,6 +10,10 @@ when it is tried again.
 cuDNN tries engines until the memory that one wants can be had, and catches the allocator's error itself. Where all want
 too much, it says that there is no engine for this computation, in an ordinary `RuntimeError`. That it was memory is
 told by the allocator's count of its errors.
+
+[Note: higher-order operators]
+`torch.cond`, a loop or a scan comes as one operator, and what it runs does not come at all. So it is tried again as a
+whole, unless it has written to what it was given; where versions do not tell, in inference mode, it runs once.
 """
 
 import contextlib
@@ -20,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -40,6 +45,8 @@ _THEIR_OWN = 4  # bytes for each byte of their operands: a count of float64, or 
 def _traits(func: Any) -> tuple[bool, bool, bool]:
     """Whether it writes before all is allocated, whether it writes to what it is given, and whether it draws. In one
     look: an operator's hash is computed in Python, and every operator comes here."""
+    if isinstance(func, HigherOrderOperator):  # [Note: higher-order operators]
+        return False, False, True
     return _WRITE_EARLY.fullmatch(str(func)) is not None, func._schema.is_mutable, _DRAWS in func.tags
 
 
@@ -63,6 +70,8 @@ class Retry(TorchDispatchMode):
     ``note_answered``: called for each error after which one is. ``explain``, ``uncapped``, ``numbers``: see `Explain`,
     `Uncapped`, `Numbers`. ``failures``: how many out-of-memory errors there have been. ``note_values``: called for each
     operator whose memory depends on values (`hetero.stm.running.byvalues`)."""
+
+    supports_higher_order_operators = True
 
     def __init__(
         self,
@@ -104,6 +113,7 @@ class Retry(TorchDispatchMode):
             uncapped: contextlib.ExitStack | None = None
             copies: list[torch.Tensor] = []
             runs_once, is_mutable, draws = _traits(func)
+            as_given = _Versions((args, kwargs)) if isinstance(func, HigherOrderOperator) else None
             listed = versions_of_list(args) if is_mutable else []
             draw_again = self._numbers(kwargs.get("generator")) if draws else None
             if runs_once:
@@ -126,7 +136,7 @@ class Retry(TorchDispatchMode):
                             raise
                         # What was counted may be an earlier operator's, which did without: the second time it is not.
                         is_sure = is_sure or isinstance(error, torch.OutOfMemoryError)
-                        if runs_once:
+                        if runs_once or (as_given is not None and as_given.may_have_changed()):
                             raise self.explain(str(func), error) from error
                         ordinary = _ordinary_parameters((args, kwargs))
                         if self.relieve() == 0 and is_sure:
@@ -164,6 +174,19 @@ class Retry(TorchDispatchMode):
         """[Note: errors of libraries]"""
         before, self._seen_failures = self._seen_failures, self._failures()
         return isinstance(error, torch.OutOfMemoryError) or self._seen_failures > before
+
+
+class _Versions:
+    """Of the tensors in ``given``."""
+
+    def __init__(self, given: Any) -> None:
+        tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+        self._are_counted = not any(tensor.is_inference() for tensor in tensors)
+        self._known = [(tensor, tensor._version) for tensor in tensors] if self._are_counted else []
+
+    def may_have_changed(self) -> bool:
+        """Somebody has written to one since, or nobody knows."""
+        return not self._are_counted or any(tensor._version != version for tensor, version in self._known)
 
 
 def _ordinary_parameters(given: Any) -> set[int]:

@@ -335,7 +335,7 @@ class Segments:
             segment.complete = False
         self._executor.finish_segment()
         self._pending_forwards.clear()
-        if not set(self._threads) - {threading.get_ident()}:  # else it may be another's operator that runs
+        if not self._threads:  # else an operator may run, another thread's, or one that this was within
             for tensor in self._tensors:
                 tensor.abandon_compute()
         self._residency.await_copies()

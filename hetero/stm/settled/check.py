@@ -24,7 +24,7 @@ from hetero.stm.updates.optimizers import without_momentum
 
 __all__ = ["Check"]
 
-_State = tuple[int, int | None, tuple["weakref.ref[torch.Tensor]", int] | None]
+_State = tuple[int, int | None, tuple["weakref.ref[torch.Tensor]", int | None] | None]
 
 _requires_grad = operator.attrgetter("requires_grad")
 _momentum = operator.itemgetter("momentum")
@@ -138,14 +138,17 @@ class Check:
     # -- helpers --------------------------------------------------------------------------------------
 
     def _state_of(self, probe: nn.Parameter) -> _State:
-        """Its version, that of its count of steps, if there is one, and its gradient with the version of that."""
+        """Its version, that of its count of steps, if there is one, and its gradient with the version of that; nobody
+        counts the writes to what is made in inference mode."""
         entry = None if self._optimizer is None else dict.get(self._optimizer.state, probe)
         steps = None if entry is None else entry.get("step")
         gradient = probe.grad
         return (
             probe._version,
-            steps._version if isinstance(steps, torch.Tensor) else None,
-            None if gradient is None else (weakref.ref(gradient), gradient._version),
+            steps._version if isinstance(steps, torch.Tensor) and not steps.is_inference() else None,
+            None
+            if gradient is None
+            else (weakref.ref(gradient), None if gradient.is_inference() else gradient._version),
         )
 
     def _of_larger(self, kind: ForwardKind) -> KindGrowth | None:

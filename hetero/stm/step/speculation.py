@@ -120,7 +120,8 @@ class Speculation:
             return
         setting = self._settings(task)
         settings = setting.groups.get(id(tensor.parameter))
-        if settings is None or not tensor.is_private():
+        # Nobody counts the writes to a gradient that is made in inference mode.
+        if settings is None or not tensor.is_private() or gradient.is_inference():
             return
         entry = dict.get(self._optimizer.state, tensor.parameter)
         if entry is not None and not state_is_private(entry, self._kept_ids()):
