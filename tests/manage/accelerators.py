@@ -154,6 +154,7 @@ class StepsAtHome(threading.local):  # the queue's thread steps as well
 
         return around
 
+    @torch.inference_mode(False)  # copies are ordinary tensors
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
         visits = {p: _Visit(p) for p in _parameters(optimizer) if p.is_cuda}
         # torch would send home what `GradScaler` has set there, and not wait for it.
@@ -219,11 +220,17 @@ class _Visit:
                 entry[key] = there
             elif isinstance(value, torch.Tensor) and (there is not None or value.shape == self._p.shape):
                 entry[key] = value.to(self._p.device)
-                torch._C._autograd._unsafe_set_version_counter((entry[key],), (value._version,))
+                if not (value.is_inference() or entry[key].is_inference()):
+                    torch._C._autograd._unsafe_set_version_counter((entry[key],), (value._version,))
 
 
 def _write(there: torch.Tensor, here: torch.Tensor, *, since: int = 0) -> None:
-    """What was written to ``here``, a copy of ``there``, ``since`` that version; version counters move as often."""
+    """What was written to ``here``, a copy of ``there``, ``since`` that version; version counters move as often, where
+    there are some: not in inference mode."""
+    if there.is_inference() or here.is_inference():
+        with torch.inference_mode():
+            there.copy_(here)
+        return
     version = there._version + here._version - since
     with torch.no_grad():
         there.copy_(here)
