@@ -207,6 +207,7 @@ def test_what_is_planned_for_is_what_there_is():
             after_forward = manager._stm.ledger.nbytes(Tier.DEVICE, Kind.GRADIENT)
             loss.backward()
             there.append((after_forward, len(manager._stm.gradients.kept)))
+            torch.accelerator.synchronize()  # what is on its way home is there when the step looks
             optimizer.step()
             optimizer.zero_grad()
         homes = manager._stm.plans.device_homes
