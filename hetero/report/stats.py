@@ -93,7 +93,7 @@ class MemoryStats:
                 else format_bytes(self.lower_bound_bytes),
             ),
             (
-                "activations moved",
+                "activations moved so far",
                 f"{format_bytes(self.activation_out_bytes)} out, {format_bytes(self.activation_in_bytes)} in",
             ),
             ("unplanned fetches", str(self.unplanned_fetches)),

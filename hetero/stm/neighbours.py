@@ -18,9 +18,9 @@ class Neighbour(Protocol):
 
     device: torch.device
 
-    def give(self, nbytes: int, *, urgent: bool) -> int:
-        """Let so many bytes leave, or as many as can; returns how many have. ``urgent``: more than idle copies. None,
-        if it is busy on another thread."""
+    def give(self, nbytes: int, *, urgent: bool, spares_settled: bool) -> int:
+        """Let so many bytes leave, or as many as can; returns how many have. ``urgent``: more than idle copies; also
+        all that one has that has settled, unless ``spares_settled``. None, if it is busy on another thread."""
 
     def note_relieved_by_others(self) -> None:
         """Another has made room for the operator that runs now, which may be one of this one's."""
@@ -42,16 +42,16 @@ def join(manager: Neighbour) -> None:
     _managers.add(manager)
 
 
-def ask(asking: Neighbour, nbytes: int, *, urgent: bool) -> int:
-    """``asking`` lacks so many bytes of its device; ``urgent``: and has nothing left that can leave. Returns how many
-    others have given."""
+def ask(asking: Neighbour, nbytes: int, *, urgent: bool, spares_settled: bool = False) -> int:
+    """``asking`` lacks so many bytes of its device; ``urgent``: and has nothing left that can leave;
+    ``spares_settled``: but it may do without. Returns how many others have given."""
     given = 0
     others = _others(asking)
     rounds = [False, True] if urgent else [False]
     for beyond_idle in rounds:
         for other in others:
             if given < nbytes:
-                given += other.give(nbytes - given, urgent=beyond_idle)
+                given += other.give(nbytes - given, urgent=beyond_idle, spares_settled=spares_settled)
     return given
 
 

@@ -40,15 +40,16 @@ class Sharing:
         """It manages nothing any more."""
         return self._standing.is_closed
 
-    def give(self, nbytes: int, *, urgent: bool) -> int:
-        """Let so many bytes leave, or as many as can; returns how many have. None, if it is busy on another thread."""
+    def give(self, nbytes: int, *, urgent: bool, spares_settled: bool) -> int:
+        """`hetero.stm.neighbours.Neighbour.give`."""
         if not self._lock.acquire(blocking=False):
             return 0
         try:
             if self._standing.is_closed or self._standing.is_in_child:
                 return 0
             settled = self._standing.settled
-            if settled is not None and settled.is_on and not (urgent and settled.make_way()):
+            makes_way = urgent and not spares_settled
+            if settled is not None and settled.is_on and not (makes_way and settled.make_way()):
                 return 0
             return self._relief.give(nbytes, urgent=urgent)
         finally:
@@ -71,9 +72,9 @@ class Sharing:
 
     # -- what others are asked ------------------------------------------------------------------------------
 
-    def ask(self, nbytes: int, urgent: bool) -> int:
-        """For so many bytes; returns how many they have given."""
-        given = neighbours.ask(self, nbytes, urgent=urgent)
+    def ask(self, nbytes: int, urgent: bool, *, spares_settled: bool = False) -> int:
+        """For so many bytes (`hetero.stm.neighbours.ask`); returns how many they have given."""
+        given = neighbours.ask(self, nbytes, urgent=urgent, spares_settled=spares_settled)
         if given:
             self._collector.note_given()
         return given

@@ -55,11 +55,11 @@ def two_that_are_trained():
     return models, [sgd(model) for model in models]
 
 
-def in_turn(models, optimizers, target, steps=8):
+def in_turn(models, optimizers, target, steps=8, rows=batch):
     seen = []
     for _ in range(steps):
         for model, optimizer in zip(models, optimizers, strict=True):
-            loss = model(batch(target)).square().mean()
+            loss = model(rows(target)).square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -1,6 +1,7 @@
 """Models with compiled blocks train as the same compiled blocks do unmanaged, bit for bit."""
 
 import contextlib
+import copy
 import functools
 import os
 import subprocess
@@ -189,6 +190,29 @@ def test_what_a_compiler_differentiates_is_none_of_the_models_backwards(
     assert_identical(managed, unmanaged)
     assert peak_memory() <= budget + GAPS
     assert races() == []
+
+
+def test_compiled_autograd_is_refused_and_nothing_is_lost() -> None:
+    from torch._dynamo import compiled_autograd
+
+    target = device()
+    torch.manual_seed(0)
+    model, other = Model(), nn.Linear(16, 16).to(target)
+    twin = copy.deepcopy(model).to(target)
+    x = torch.randn(4, 16, device=target)
+    twin(x).square().mean().backward()
+    with hetero.manage(model, None, device=target, device_budget="1MiB"):
+        loss = model(x).square().mean()
+        with (
+            compiled_autograd._enable(torch.compile(backend="eager")),
+            pytest.raises(hetero.ManageError, match="compiled autograd"),
+        ):
+            loss.backward()
+        loss.backward()
+        with compiled_autograd._enable(torch.compile(backend="eager")):
+            other(x).sum().backward()  # is nobody's business
+        for parameter, same in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(parameter.grad, same.grad.cpu())
 
 
 @pytest.mark.parametrize("after", [0, 2])

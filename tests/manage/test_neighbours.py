@@ -1,6 +1,7 @@
 """Several managers share a device and a budget: what one does not use is no obstacle to another."""
 
 import contextlib
+import functools
 import gc
 
 import pytest
@@ -382,6 +383,30 @@ def test_what_others_gave_for_an_operator_they_are_asked_for_again(budget):
         return seen
 
     twins(loop, build, budget, warmup_steps=2, prefetch=False)
+
+
+class Gated(nn.Module):
+    """The product of two: an operator saves its operands, and then takes as much again."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.gate, self.up = nn.Linear(32, 64, bias=False), nn.Linear(32, 64, bias=False)
+        self.down = nn.Linear(64, 32, bias=False)
+
+    def forward(self, x):
+        y = self.norm(x)
+        return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
+
+
+@pytest.mark.parametrize("budget", [106496, 115712, 123904, 128512])
+def test_who_finds_no_room_when_operands_are_saved_has_it_of_another_model(budget):
+    def build():
+        models = [nn.Sequential(*(Gated() for _ in range(4))) for _ in range(2)]
+        return models, [adamw(model) for model in models]
+
+    rows = functools.partial(batch, rows=36, width=32)
+    twins(functools.partial(in_turn, steps=4, rows=rows), build, budget)
 
 
 def test_who_runs_out_of_memory_takes_no_more_of_another_model_than_that():

@@ -5,13 +5,14 @@ else tells when a backward begins, ends, or fails; and who hears of them.
 """
 
 import contextlib
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from hetero.autograd import in_backward
-from hetero.errors import DeviceError
+from hetero.errors import DeviceError, ManageError
 from hetero.stm.activations.saved import part_saved_as_handles
 from hetero.stm.interception.onethread import await_device_thread, run_on_device_thread
 from hetero.stm.interception.parts import look_again
@@ -77,6 +78,7 @@ def _announced(outputs: Any, *args: Any, **kwargs: Any) -> Any:
                     stack.enter_context(listener.capture_within())
             return _run(outputs, args, kwargs)
     look_again()
+    _refuse_compiled(hearing)
     with contextlib.ExitStack() as stack:
         for listener in hearing:  # before the first of them looks at what there is on the device
             listener.prepare_backward()
@@ -96,6 +98,21 @@ def _announced(outputs: Any, *args: Any, **kwargs: Any) -> Any:
             for device in {listener.device for listener in hearing}:
                 await_device_thread(device)
             raise
+
+
+def _refuse_compiled(hearing: Iterable[Segments]) -> None:
+    """Raises `ManageError` for a backward that a model waits for: Dynamo would trace it with all that is ours in it."""
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    if (
+        compiled is not None
+        and compiled.compiled_autograd_enabled
+        and any(listener.awaits_backward for listener in hearing)
+    ):
+        raise ManageError(
+            "compiled autograd is on in the backward of a managed model, of which it would make one region, with all "
+            "parameters and gradients at once: call backward() outside of it; what blocks of the model compile "
+            "(block.compile()) stays compiled in backward without it"
+        )
 
 
 def _run(outputs: Any, args: Any, kwargs: Any) -> Any:

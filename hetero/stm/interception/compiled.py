@@ -79,7 +79,10 @@ _COMPILE_MODULE = "compile the module that has the parameters: block.compile()"
 # By the names of Dynamo's errors, which takes long to load: what compiles whole functions, and nothing less.
 _STRICT = {
     "Unsupported": f"{_NO_PART}. Leave out fullgraph=True there, or {_COMPILE_MODULE}",
-    "UncapturedHigherOrderOpError": f"{_NO_PART}, and torch.cond compiles what it is given: {_COMPILE_MODULE}",
+    "UncapturedHigherOrderOpError": (
+        f"{_NO_PART}, and torch compiles the functions that torch.cond, while_loop, scan and their like are given: "
+        f"{_COMPILE_MODULE}"
+    ),
 }
 
 _compile = torch.compile

@@ -352,8 +352,11 @@ class Executor:
         try:
             fetched = self._residency.require(operands, limit=limit, operator=lambda: _label(name, operands))
             coming = growth.still_to_come(self._course.current)
-            if not self._guarding.is_on and self._room.exceeds(limit + growth.excess - coming):
-                self._guard_from_here()  # the operands alone pass it: what the operator itself needs may not fit
+            short = self._room.excess(limit + growth.excess - coming)
+            # The operands alone pass it: what the operator itself needs may not fit. One of no parameter's, which saves
+            # its operands, is under way, too late to be guarded itself.
+            if short > 0 and not self._guarding.is_on and (operands or not growth.others_give(short)):
+                self._guard_from_here()
             if plan is not None and self._is_backward:
                 # Operands, and what was not there when it was measured, may leave less than was planned.
                 less = self._room.excess(limit + growth.excess - self._gradient_room())

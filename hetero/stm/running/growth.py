@@ -99,6 +99,14 @@ class Growth:
                 if self.excess:
                     self._plans.samples.note_excess(plan.excess + self.excess)
 
+    def others_give(self, nbytes: int) -> bool:
+        """Whether other managers let as much leave, though it costs them more than us; those that have settled do not:
+        what runs here may do with less."""
+        given = self._residency.room.ask(nbytes, True, spares_settled=True)
+        if given:
+            self.drift = self.measured(self._course.current)
+        return given >= nbytes
+
     def still_to_come(self, position: int) -> int:
         """Where more is there than was measured: what gradients that stay on the device will take in the period of this
         moment. Else the schedule leaves room for these."""

@@ -39,7 +39,7 @@ class Relief:
         *,
         lock: contextlib.AbstractContextManager[bool],
         device_budget: int,
-        ask: Callable[[int, bool], int],
+        ask: Callable[..., int],
         tell: Callable[[], None],
     ) -> None:
         self._accelerator = accelerator

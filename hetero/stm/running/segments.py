@@ -245,6 +245,11 @@ class Segments:
         return bool(self._threads)
 
     @property
+    def awaits_backward(self) -> bool:
+        """A forward of the model has recorded a graph, and had no backward yet."""
+        return bool(self._pending_forwards)
+
+    @property
     def is_in_step(self) -> bool:
         """A step runs, or has failed, and its segment is the last one."""
         segment = self._executor.segment
