@@ -379,18 +379,19 @@ def test_an_exception_in_forward_leaves_training_able_to_go_on():
     assert_twins(Fragile, loop)
 
 
+class Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        raise ValueError("on purpose")
+
+
 @pytest.mark.parametrize("share", [0.6, 4.0])
 @pytest.mark.parametrize("catches", [False, True])
 def test_a_backward_that_fails_within_an_operator_takes_nothing_from_it(catches, share):
-    class Raises(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, g):
-            raise ValueError("on purpose")
-
     class Searches(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, weight, fails):
@@ -432,15 +433,6 @@ def test_a_backward_that_fails_within_an_operator_takes_nothing_from_it(catches,
 
 
 def test_an_exception_in_backward_leaves_training_able_to_go_on():
-    class Raises(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, g):
-            raise ValueError("on purpose")
-
     class Fragile(nn.Module):
         def __init__(self):
             super().__init__()
