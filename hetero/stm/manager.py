@@ -133,6 +133,7 @@ class StatefulTensorMgr:
             lock=self.lock,
             device_budget=config.device_budget,
             ask=self._sharing.ask,
+            has_others=self._sharing.has_others,
             tell=self._sharing.tell,
         )
         planner = PlanMaker(

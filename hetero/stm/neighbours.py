@@ -10,7 +10,7 @@ import torch
 
 from hetero.stm.living import Living
 
-__all__ = ["Neighbour", "ask", "join", "make_room", "managed_devices", "note_relieved"]
+__all__ = ["Neighbour", "ask", "has_others", "join", "make_room", "managed_devices", "note_relieved"]
 
 
 class Neighbour(Protocol):
@@ -53,6 +53,11 @@ def ask(asking: Neighbour, nbytes: int, *, urgent: bool, spares_settled: bool = 
             if given < nbytes:
                 given += other.give(nbytes - given, urgent=beyond_idle, spares_settled=spares_settled)
     return given
+
+
+def has_others(asking: Neighbour) -> bool:
+    """There is somebody to `ask`."""
+    return bool(_others(asking))
 
 
 def note_relieved(relieving: Neighbour) -> None:

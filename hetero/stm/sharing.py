@@ -79,6 +79,10 @@ class Sharing:
             self._collector.note_given()
         return given
 
+    def has_others(self) -> bool:
+        """There is somebody to ask."""
+        return neighbours.has_others(self)
+
     def tell(self) -> None:
         """That room was made here in the middle of an operator."""
         neighbours.note_relieved(self)

@@ -65,6 +65,10 @@ class Growth:
         self.drift = drift
         return True
 
+    def look_again(self) -> None:
+        """Something of others may have left."""
+        self.drift = self.measured(self._course.current)
+
     def measured(self, position: int) -> int:
         """The drift at this moment; notes the excess. Not looked at at every moment, because reading the counter
         is slow on some devices."""
@@ -93,19 +97,11 @@ class Growth:
         if short > 0:
             given = room.ask(short, False)
             if given:
-                self.drift = self.measured(self._course.current)
+                self.look_again()
             if given < short:
                 self._plans.outgrown.note(self.drift)
                 if self.excess:
                     self._plans.samples.note_excess(plan.excess + self.excess)
-
-    def others_give(self, nbytes: int) -> bool:
-        """Whether other managers let as much leave, though it costs them more than us; those that have settled do not:
-        what runs here may do with less."""
-        given = self._residency.room.ask(nbytes, True, spares_settled=True)
-        if given:
-            self.drift = self.measured(self._course.current)
-        return given >= nbytes
 
     def still_to_come(self, position: int) -> int:
         """Where more is there than was measured: what gradients that stay on the device will take in the period of this

@@ -26,7 +26,8 @@ _PATIENCE = 0.03  # seconds that are waited for copies to be let go
 
 class Relief:
     """Of one manager. ``ask``: others on the device let so many bytes go, or as many as they can, and more than idle
-    copies if it is urgent; returns how many. ``tell``: them that room was made in the middle of an operator."""
+    copies if it is urgent; returns how many. ``has_others``: there are any. ``tell``: them that room was made in the
+    middle of an operator."""
 
     def __init__(
         self,
@@ -40,6 +41,7 @@ class Relief:
         lock: contextlib.AbstractContextManager[bool],
         device_budget: int,
         ask: Callable[..., int],
+        has_others: Callable[[], bool],
         tell: Callable[[], None],
     ) -> None:
         self._accelerator = accelerator
@@ -52,15 +54,16 @@ class Relief:
         self._lock = lock
         self._budget = device_budget
         self._ask = ask
+        self.has_others = has_others
         self._tell = tell
         self._room.reclaim = self._reclaim
         self._room.shed = activations.shed
         self._room.without_host_room = activations.without_host_room
         self._room.ask = ask
 
-    def relieve(self, unless_free: int | None = None) -> int:
+    def relieve(self, unless_free: int | None = None, *, spares_settled: bool = False) -> int:
         """Free what can be freed after an out-of-memory error; or before one, ``unless_free`` bytes are free. Returns
-        the bytes freed, 0 if nothing is left that can be."""
+        the bytes freed, 0 if nothing is left that can be. ``spares_settled``: as in `hetero.stm.neighbours.ask`."""
         with self._lock:
             if unless_free is not None and self._room.has(unless_free):
                 return 0
@@ -72,7 +75,7 @@ class Relief:
                     freed = self._room.send_home(self._budget)
                     self._residency.evict_idle()
                 if freed == 0:  # what others have to fetch again is no less
-                    freed = self._ask(max(1, self._budget // _PORTIONS), True)
+                    freed = self._ask(max(1, self._budget // _PORTIONS), True, spares_settled=spares_settled)
                 if freed:
                     self._tell()
             self._accelerator.release_cached()
