@@ -52,7 +52,7 @@ class Room:
         self.send_home: Callable[[int], int] = lambda nbytes: 0
         # Other managers of the device let so many bytes leave, or as many as can; returns how many. ``urgent``: nothing
         # of ours is left that can. `hetero.stm.running.relief` sets this.
-        self.ask: Callable[..., int] = lambda nbytes, urgent, spares_settled=False: 0
+        self.ask: Callable[[int, bool], int] = lambda nbytes, urgent: 0
         # Bytes of saved tensors that cannot leave for want of host memory; `hetero.stm.running.relief` sets this.
         self.without_host_room: Callable[[], int] = lambda: 0
         # Of the budget, bytes that are left to others; `hetero.stm.manager` sets this.

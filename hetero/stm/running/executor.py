@@ -355,8 +355,11 @@ class Executor:
             short = self._room.excess(limit + growth.excess - coming)
             # The operands alone pass it: what the operator itself needs may not fit. One of no parameter's, which saves
             # its operands, is under way, too late to be guarded itself.
-            if short > 0 and not self._guarding.is_on and (operands or not self._frees(short)):
-                self._guard_from_here()
+            if short > 0 and not self._guarding.is_on:
+                if not operands and self._relief.frees(short):
+                    growth.look_again()
+                else:
+                    self._guard_from_here()
             if plan is not None and self._is_backward:
                 # Operands, and what was not there when it was measured, may leave less than was planned.
                 less = self._room.excess(limit + growth.excess - self._gradient_room())
@@ -412,16 +415,6 @@ class Executor:
         """What could run out of memory and cannot be tried again may come: beside more than a warm-up's share, it might
         find no room."""
         return self._course.has_strayed and self.runs_unguarded
-
-    def _frees(self, nbytes: int) -> bool:
-        """Whether as much leaves the device, others' most of all, as if it had been wanted in vain."""
-        if not self._relief.has_others():
-            return False
-        wanted = self._room.left() + nbytes
-        while self._relief.relieve(unless_free=wanted, spares_settled=True):
-            pass
-        self._growth.look_again()
-        return self._room.has(wanted)
 
     def _limit(self) -> int:
         if self._course.plan is None:

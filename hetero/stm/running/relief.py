@@ -54,7 +54,7 @@ class Relief:
         self._lock = lock
         self._budget = device_budget
         self._ask = ask
-        self.has_others = has_others
+        self._has_others = has_others
         self._tell = tell
         self._room.reclaim = self._reclaim
         self._room.shed = activations.shed
@@ -80,6 +80,15 @@ class Relief:
                     self._tell()
             self._accelerator.release_cached()
             return freed
+
+    def frees(self, nbytes: int) -> bool:
+        """Where there are other managers: whether as much leaves the device as if it had been wanted in vain."""
+        if not self._has_others():
+            return False
+        wanted = self._room.left() + nbytes
+        while self.relieve(unless_free=wanted, spares_settled=True):
+            pass
+        return self._room.has(wanted)
 
     def relieve_after(self, error: BaseException) -> int:
         """As `relieve`, once what an operator had done before it failed with ``error`` is forgotten.
