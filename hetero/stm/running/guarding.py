@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from hetero.devices import Accelerator
+from hetero.errors import BudgetError
 from hetero.stm.copies.room import Room
 from hetero.stm.running.guard import arm, guarded, lifted
 from hetero.stm.running.modes import active
@@ -100,12 +101,15 @@ class Guarding:
     @contextlib.contextmanager
     def _explaining(self, inner: contextlib.AbstractContextManager[None]) -> Iterator[None]:
         """``inner``, in which an operator that nobody tries again may find no gap that is large enough. In what comes
-        after it somebody does."""
+        after it somebody does. Nor does anybody try one again that was under way when the rest began to be guarded."""
         try:
             with inner:
                 yield
         except torch.OutOfMemoryError as error:
-            if (refusal := self._room.for_gaps(error)) is None:
+            refusal: BudgetError | None = self._room.for_gaps(error)
+            if refusal is None and self._is_capped and not isinstance(error, BudgetError):
+                refusal = self._relief.refused("an operator that had begun before room ran short", error)
+            if refusal is None:
                 raise
             raise refusal from error
 
