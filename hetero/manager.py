@@ -296,7 +296,7 @@ class Manager:
         change a parameter's device because a graph that is still alive refers to it."""
         if self._closed:
             return
-        self._stm.executor.take_from_caller()
+        self._stm.executor.between.take_from_caller()
         take_away_what_is_over()
         with torch.inference_mode(False):
             self._abandon.detach()

@@ -276,7 +276,7 @@ class StatefulTensorMgr:
         self.lock.acquire()
         try:
             if not self.standing.is_closed and not self.standing.is_in_child:
-                self.executor.take_from_caller()
+                self.executor.between.take_from_caller()
                 take_away_what_is_over()  # for the child, whose operators are nobody's to guard
                 self.homes.end_updates()
                 self.residency.write_back_all(unseen=True)
@@ -314,7 +314,7 @@ class StatefulTensorMgr:
                 tensor.identity = None
             self.activations.close()
             self.host_slots.close()
-            self.executor.release_cap()
+            self.executor.between.release_cap()
             self.uses.note_close([(v, t.version) for v, t in zip(versions, self.tensors, strict=True)])
             self.standing.is_closed = True
             self.updates.close()

@@ -102,7 +102,7 @@ class Uses:
 
     def note_unguarded(self) -> None:
         """An operator is about to come that cannot be tried again when it runs out of memory."""
-        self._executor.runs_unguarded = True
+        self._executor.note_unguarded()
 
     def copy_for(self, tensor: ManagedTensor) -> torch.Tensor:
         """The identity, or for a frozen parameter the bare copy."""

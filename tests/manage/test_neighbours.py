@@ -18,7 +18,7 @@ from twins import adamw
 
 import hetero
 from hetero.stm.gradients.offload import Gradients
-from hetero.stm.running.executor import Executor
+from hetero.stm.running.between import Between
 from hetero.stm.running.relief import Relief
 
 
@@ -307,13 +307,13 @@ def test_what_backward_finds_to_be_stale_has_left_before_anyone_looks_at_what_th
     """Otherwise a caller's part is measured with another model's copies, and its backward runs without them; next time
     they may stay."""
     there, left = [], []
-    before_backward = Executor.before_backward
+    before_backward = Between.before_backward
 
     def looked(self):
         before_backward(self)
         there.append(torch.accelerator.memory_allocated())
 
-    monkeypatch.setattr(Executor, "before_backward", looked)
+    monkeypatch.setattr(Between, "before_backward", looked)
 
     def loop(models, optimizers, target):
         seen = []

@@ -19,7 +19,7 @@ from hetero.devices import Accelerator
 from hetero.msc.peaks import PeakKeeper
 from hetero.stm.interception.parameter import is_managed, managed_of
 from hetero.stm.plans.outgrown import Outgrown
-from hetero.stm.running.executor import Executor
+from hetero.stm.running.between import Between
 from hetero.stm.running.relief import Relief
 from hetero.stm.settled.fitting import Fitting
 
@@ -105,7 +105,7 @@ def test_what_passes_the_budget_while_it_is_measured_again_is_learned_then(budge
 
 def test_the_budget_would_not_hold_if_nobody_looked(monkeypatch):
     # So that the test above cannot pass by chance.
-    monkeypatch.setattr(Executor, "before_backward", lambda self: None)
+    monkeypatch.setattr(Between, "before_backward", lambda self: None)
     monkeypatch.setattr(PeakKeeper, "passed", lambda self, nbytes: 0)
     _, over, _ = run(wide_loss, device(), wide_at=range(FIRST_WIDE, STEPS), wide=5, budget=BUDGET)
     assert max(over[FIRST_WIDE + 1 :]) > 0

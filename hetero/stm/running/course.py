@@ -32,6 +32,8 @@ class Course:
         self.is_unsure = False
         self.has_strayed = False
         self.saves_otherwise = False
+        # Some of what runs can never be tried again: regions that are compiled.
+        self.runs_unguarded = False
 
     def begin(self, place: Place) -> None:
         """A segment begins there."""
@@ -53,6 +55,22 @@ class Course:
     def is_through(self) -> bool:
         """All that was planned of the segment has come."""
         return self.plan is not None and self.position >= self.stop
+
+    @property
+    def has_left_plan(self) -> bool:
+        """What could run out of memory and cannot be tried again may come: beside more than a warm-up's share, it might
+        find no room."""
+        return self.has_strayed and self.runs_unguarded
+
+    @property
+    def is_by_values(self) -> bool:
+        """What runs may take more memory or less than it did, by values."""
+        return self.plan is not None and self.plan.by_values
+
+    @property
+    def plan_of_caller(self) -> CyclePlan | None:
+        """The plan, if it tells how much room what the caller does in between needs."""
+        return None if self.has_left_plan or self.is_unsure else self.plan
 
     @property
     def callers(self) -> int:

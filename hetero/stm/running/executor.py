@@ -4,7 +4,8 @@ Owns what is done at each sampling moment. Invariant: the schedule is a hint for
 made resident at every sampling moment whatever the schedule said, and an access that it did not foresee is a
 fetch of its own, counted. What is planned is decided in `hetero.stm.plans.planbook`, where in it the iteration is, in
 `hetero.stm.running.course`, how much more there is than was measured, in `hetero.stm.running.growth`; bytes are moved
-by `Residency`; what is tried again, and under which cap, is `hetero.stm.running.guarding`'s.
+by `Residency`; what is tried again, and under which cap, is `hetero.stm.running.guarding`'s; what is done for the
+caller, who runs between the model's segments, `hetero.stm.running.between`'s.
 """
 
 import contextlib
@@ -18,10 +19,10 @@ from hetero.stm.copies.residency import Residency
 from hetero.stm.gradients.kept import has_gradient
 from hetero.stm.gradients.offload import Gradients
 from hetero.stm.plans.cycles import Cycles
-from hetero.stm.plans.plan import CyclePlan
 from hetero.stm.plans.planbook import PlanBook
 from hetero.stm.running.backlog import Backlog
-from hetero.stm.running.callers import MOST_OF_ITS_OWN, CallersPart
+from hetero.stm.running.between import Between
+from hetero.stm.running.callers import CallersPart
 from hetero.stm.running.course import Course
 from hetero.stm.running.growth import Growth
 from hetero.stm.running.guarding import Guarding
@@ -54,8 +55,6 @@ class Executor:
         self._cycles = cycles
         self._plans = plans
         self._relief = relief
-        # Some of what runs can never be tried again: regions that are compiled.
-        self.runs_unguarded = False
         self._segment: Segment | None = None
         self._is_backward = False
         self._course = Course(cycles, activations)
@@ -87,6 +86,17 @@ class Executor:
             samples.note_excess,
             samples.note_callers,
         )
+        self.between = Between(
+            residency,
+            activations,
+            collector,
+            plans,
+            self._course,
+            self._growth,
+            self._guarding,
+            self._caller,
+            segment=lambda: self._segment,
+        )
 
     @property
     def segment(self) -> Segment | None:
@@ -110,6 +120,10 @@ class Executor:
         """Around what runs within a backward: guarded if the segment is and nobody guards it yet. The node of the
         backward that it runs in is not: which formula that takes would depend on it (`hetero.stm.running.guard`)."""
         return self._guarding.around_within()
+
+    def note_unguarded(self) -> None:
+        """As `hetero.stm.uses.Uses.note_unguarded`."""
+        self._course.runs_unguarded = True
 
     def begin_segment(self, key: SegmentKey, *, is_open: bool = False) -> None:
         """A forward, backward or step begins. ``is_open``: operators of the caller's own run in it, which nobody tries
@@ -158,7 +172,7 @@ class Executor:
 
     def finish_segment(self) -> None:
         """The segment, if any, is over."""
-        self.take_from_caller()
+        self.between.take_from_caller()
         if self._segment is not None:
             if self._course.plan is not None:
                 self._caller.end(self._course.plan)
@@ -245,85 +259,10 @@ class Executor:
             if not self._guarding.is_on and self._room.exceeds(limit - nbytes):
                 self._guard_from_here()
 
-    def leave_room(self) -> None:
-        """Before what the caller does between forward and backward, unguarded: what was measured of it fits, with more
-        beside where forward kept more, and where nothing was measured, all that can leave does."""
-        plan, drift = self._plan_of_caller, self._growth.drift
-        if plan is not None:
-            if not self._collector.is_sampling:
-                self._caller.end_forward(plan, position=self._course.callers)
-            if drift and not self._collector.is_sampling and not plan.guarded[self._course.number]:
-                self._caller.begin_after_drift(plan, position=self._course.callers)
-            if drift:
-                # What leaves for it has to come back: if that costs fetches, it is planned for.
-                self._plans.outgrown.note(drift)
-            self._keep_to(plan.limits[self._course.callers] - drift - MOST_OF_ITS_OWN * drift)
-        else:
-            self.leave_unplanned_room()
-
-    def leave_unplanned_room(self) -> None:
-        """As `leave_room`, if there is no plan to tell; after a backward as well, if the caller goes on with what it
-        has returned."""
-        if not self._guarding.is_on or self._plan_of_caller is not None:
-            return
-        measured = None if self._course.is_unsure else self._plans.measured_limit(self._segment)
-        with self._collector.evicting(for_operator=False):
-            self._residency.evict_idle()
-            excess = self._activations.device_bytes if measured is None else self._room.excess(measured)
-            self._activations.shed(max(0, excess))
-
-    def before_backward(self) -> None:
-        """The caller is about to begin one, with what it has made of a forward's results, where nobody could make room:
-        if that is so much more than was measured that the budget may be passed, much leaves now, and more is kept free
-        from the next iteration on."""
-        segment, plan = self._segment, self._plan_of_caller
-        if segment is None or segment.key.phase is not Phase.FORWARD or segment.left_bytes is not None:
-            return
-        self._activations.close_gone()
-        segment.left_bytes, _ = self._collector.asked_non_model_bytes()
-        if plan is None:
-            return
-        if plan.left[self._course.number] is None:  # nobody knows what its loss takes
-            self._guarding.set(True)
-        more = self._caller.begin_backward(
-            segment, plan, number=self._course.number, position=self._course.callers, drift=self._growth.drift
-        )
-        if more > 0:
-            self._growth.drift += more
-            self._guarding.set(True)
-            self._keep_to(plan.limits[self._course.callers] - self._growth.drift)
-
-    def before_another_backward(self) -> None:
-        """The caller is about to go once more through what a backward has kept: where that was not planned, first of
-        all through what is the caller's own, which nobody sees."""
-        segment = self._segment
-        if segment is None or segment.key.phase is not Phase.BACKWARD or segment.sampled:
-            return
-        if self._course.is_through:
-            self._guarding.set(True)
-
-    def release_cap(self) -> None:
-        """Nothing runs until the next segment: others may have the memory. A model may also be dropped here."""
-        self._guarding.release()
-        self._collector.peaks.end_turn()
-
-    def leave_to_caller(self) -> None:
-        """The caller goes on."""
-        self._guarding.leave_to_caller(by_values=self._is_by_values)
-        self._collector.peaks.end_turn()
-
-    def take_from_caller(self) -> None:
-        """What comes now is not the caller's."""
-        self._guarding.take_from_caller()
-
     # -- helpers --------------------------------------------------------------------------------------
 
     def _guard_from_here(self) -> None:
-        self._guarding.from_here(by_values=self._is_by_values)
-
-    @property
-    def _is_by_values(self) -> bool:
-        return self._course.plan is not None and self._course.plan.by_values
+        self._guarding.from_here(by_values=self._course.is_by_values)
 
     def _note_values(self) -> None:
         if self._segment is not None:
@@ -397,30 +336,11 @@ class Executor:
     def _is_step(self) -> bool:
         return self._segment is None or self._segment.key.phase is Phase.STEP
 
-    @property
-    def _plan_of_caller(self) -> CyclePlan | None:
-        """The plan, if it tells how much room what the caller does in between needs."""
-        return None if self._has_left_plan or self._course.is_unsure else self._course.plan
-
-    def _keep_to(self, limit: int) -> None:
-        """Bring all model data down to ``limit``, as far as they can leave."""
-        if self._room.exceeds(limit):
-            with self._collector.evicting(for_operator=False):
-                self._room.trim(limit, keep=())
-                self._activations.shed(max(0, self._room.excess(limit)))
-            self._caller.note_room_made()
-
-    @property
-    def _has_left_plan(self) -> bool:
-        """What could run out of memory and cannot be tried again may come: beside more than a warm-up's share, it might
-        find no room."""
-        return self._course.has_strayed and self.runs_unguarded
-
     def _limit(self) -> int:
         if self._course.plan is None:
             return self._cycles.unplanned_limit(self._segment)
         limit = self._course.plan.limits[self._course.current] - self._growth.drift - self._growth.excess
-        return min(limit, self._cycles.unplanned_limit(None)) if self._has_left_plan else limit
+        return min(limit, self._cycles.unplanned_limit(None)) if self._course.has_left_plan else limit
 
     def _limit_gradients(self) -> None:
         plan = self._course.plan

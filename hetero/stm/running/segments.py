@@ -136,11 +136,11 @@ class Segments:
                     # A period of its own: what the last operator saved may leave before it, as the plan says.
                     self._executor.before_operator([], "after the model")
                 if self._executor.is_guarded:
-                    self._executor.leave_room()
+                    self._executor.between.leave_room()
             if not complete or (segment is not None and not segment.key.trains):
-                self._executor.release_cap()
+                self._executor.between.release_cap()
             else:
-                self._executor.leave_to_caller()
+                self._executor.between.leave_to_caller()
             if refused is not None:
                 raise refused
 
@@ -176,13 +176,13 @@ class Segments:
                 self._residency.drop_stale(written)
                 self._executor.finish_segment()
             self._gradients.norms.forget_all()  # it may have written to gradients
-            self._executor.release_cap()
+            self._executor.between.release_cap()
 
     def prepare_backward(self) -> None:
         """A backward of the process begins: the caller's part is over, and copies whose home may have been written
         unseen do not stay."""
         with self._lock:
-            self._executor.take_from_caller()
+            self._executor.between.take_from_caller()
             take_away_what_is_over()
             if not self._backwards:
                 self._residency.follow_unknown_writes(self._tensors)
@@ -200,9 +200,9 @@ class Segments:
                     self._gradients.wait(tensor)
                     self._gradients.norms.forget(tensor.index)
             if self._pending_forwards:
-                self._executor.before_backward()
+                self._executor.between.before_backward()
             elif self._graph_is_kept:
-                self._executor.before_another_backward()
+                self._executor.between.before_another_backward()
             self._graph_is_kept = keeps_graph
             if not self._backwards:
                 self._asked_of = self._set_of(inputs)
@@ -233,11 +233,11 @@ class Segments:
                     if not self._backwards:
                         self._gradients.kept.forget_lost(self._tensors)
                 if not (self._has_optimizer and complete):  # nothing tells when the iteration is over
-                    self._executor.release_cap()
+                    self._executor.between.release_cap()
                 elif not self._backwards:
                     if in_backward and captures:
-                        self._executor.leave_unplanned_room()
-                    self._executor.leave_to_caller()
+                        self._executor.between.leave_unplanned_room()
+                    self._executor.between.leave_to_caller()
 
     @property
     def is_running(self) -> bool:

@@ -152,7 +152,7 @@ class Settled:
                 tensor.parameter.grad = gradients.get(tensor.index)
             self._parameters.give_back_all()
             stm.gradients.norms.stop()
-            stm.executor.release_cap()
+            stm.executor.between.release_cap()
             stm.host_slots.give_up_free()
             self._rest()  # its calls are around those of compiled modules
             if (compiled := self._compiled()) is not None:
