@@ -18,6 +18,7 @@ __all__ = [
     "parse_rate",
     "parse_seconds",
     "round_up",
+    "unit_for",
 ]
 
 _BYTE_UNITS = {
@@ -119,6 +120,14 @@ def format_bytes(nbytes: float) -> str:
             return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
         nbytes /= 1024
     return f"{nbytes:.1f} TiB"
+
+
+def unit_for(nbytes: int) -> tuple[int, str]:
+    """The unit, and its size, in which sizes up to this one read well on an axis."""
+    for exponent, unit in enumerate(("bytes", "KiB", "MiB")):
+        if nbytes < 10 << 10 * (exponent + 1):
+            return 1 << 10 * exponent, unit
+    return 1 << 30, "GiB"
 
 
 def format_rate(bytes_per_second: float) -> str:

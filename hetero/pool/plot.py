@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hetero.pool.problem import Problem, Solution, load_curve, lower_bound
-from hetero.units import format_bytes
+from hetero.units import format_bytes, unit_for
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,7 +29,7 @@ def plot_solution(
     from matplotlib.figure import Figure
 
     bound = lower_bound(problem)
-    scale, unit = _unit(solution.footprint)
+    scale, unit = unit_for(solution.footprint)
     figure = Figure(figsize=(10, 6.5), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     low = np.array(solution.offsets, dtype=np.float64) / scale
@@ -62,11 +62,3 @@ def plot_solution(
     if path is not None:
         figure.savefig(path)
     return figure
-
-
-def _unit(nbytes: int) -> tuple[int, str]:
-    """In which sizes up to this one read well."""
-    for exponent, unit in enumerate(("bytes", "KiB", "MiB")):
-        if nbytes < 10 << 10 * (exponent + 1):
-            return 1 << 10 * exponent, unit
-    return 1 << 30, "GiB"

@@ -1,15 +1,21 @@
 """The picture of an iteration: model and non-model data per period against the budget."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hetero.errors import ConfigError
 from hetero.files import check_writable
 from hetero.report.stats import MemoryStats
-from hetero.units import format_bytes
+from hetero.units import format_bytes, unit_for
 
-__all__ = ["plot_stats"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-_MIB = 1 << 20
+__all__ = ["draw_stats", "plot_stats"]
+
+_SMALL = (
+    20  # times as much a budget may be, and is still drawn: beside more, nothing of the iteration can be seen
+)
 _ENDINGS = (".png", ".svg", ".pdf")
 _SHADES = {"forward": "#eef4fb", "backward": "#fbf1ee", "step": "#f0f6ee"}
 
@@ -24,13 +30,21 @@ def plot_stats(stats: MemoryStats, path: str | Path) -> None:
             f"{str(path)!r}: the name's ending says which format; use one of {', '.join(_ENDINGS)}"
         )
     check_writable(path)
+    draw_stats(stats).savefig(path, dpi=150)
+
+
+def draw_stats(stats: MemoryStats) -> "Figure":
+    """The picture of ``stats.periods``, of which there are some."""
     from matplotlib.figure import Figure
 
+    top = max(period.device_peak_bytes for period in stats.periods)
+    shows_budget = stats.device_budget <= _SMALL * top
+    scale, unit = unit_for(stats.device_budget if shows_budget else top)
     figure = Figure(figsize=(10, 4.5), layout="constrained")
     axes = figure.add_subplot()
     edges = list(range(len(stats.periods) + 1))
-    model = [period.device_model_bytes / _MIB for period in stats.periods]
-    peak = [period.device_peak_bytes / _MIB for period in stats.periods]
+    model = [period.device_model_bytes / scale for period in stats.periods]
+    peak = [period.device_peak_bytes / scale for period in stats.periods]
     begin = 0
     for index, period in enumerate(stats.periods):
         last = index + 1 == len(stats.periods)
@@ -41,15 +55,14 @@ def plot_stats(stats: MemoryStats, path: str | Path) -> None:
             )
             begin = index + 1
     axes.stairs(model, edges, fill=True, color="#3b6fb6", label="model data")
-    saved = [m + p.device_activation_bytes / _MIB for m, p in zip(model, stats.periods, strict=True)]
+    saved = [m + p.device_activation_bytes / scale for m, p in zip(model, stats.periods, strict=True)]
     axes.stairs(saved, edges, baseline=model, fill=True, color="#6aa56a", label="activations")
     axes.stairs(peak, edges, baseline=saved, fill=True, color="#e2a04a", label="non-model data (peak)")
-    axes.axhline(
-        stats.device_budget / _MIB,
-        color="#b03030",
-        ls="--",
-        label=f"budget {format_bytes(stats.device_budget)}",
-    )
-    axes.set(xlim=(0, len(stats.periods)), ylim=(0, None), xlabel="period", ylabel="MiB on the device")
+    budget = f"budget {format_bytes(stats.device_budget)}"
+    if shows_budget:
+        axes.axhline(stats.device_budget / scale, color="#b03030", ls="--", label=budget)
+    else:
+        axes.plot([], [], color="#b03030", ls="--", label=f"{budget}, far above")
+    axes.set(xlim=(0, len(stats.periods)), ylim=(0, None), xlabel="period", ylabel=f"{unit} on the device")
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
-    figure.savefig(path, dpi=150)
+    return figure

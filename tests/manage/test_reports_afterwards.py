@@ -11,6 +11,7 @@ from twins import device
 
 import hetero
 from hetero.msc import MemStatsCollector
+from hetero.report.plot import draw_stats
 
 
 def test_the_plan_of_a_closed_manager_is_what_it_was():
@@ -134,6 +135,29 @@ def test_a_picture_with_another_ending_is_refused(tmp_path):
             manager.plot(str(tmp_path / "missing" / "memory.png"))
         manager.plot(str(tmp_path / "memory.SVG"))
     assert (tmp_path / "memory.SVG").stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("budget", "unit", "label"),
+    [
+        ("768KiB", "KiB", "budget 768.0 KiB"),
+        ("30MiB", "KiB", "budget 30.0 MiB, far above"),
+    ],
+)
+def test_a_picture_shows_the_iteration_whatever_the_budget(budget, unit, label):
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with hetero.manage(model, optimizer, device=device(), device_budget=budget) as manager:
+        losses(model, optimizer, manager.device, 2)
+        stats = manager.stats
+    figure = draw_stats(stats)
+    (axes,) = figure.axes
+    assert axes.get_ylabel() == f"{unit} on the device"
+    assert figure.legends[0].get_texts()[-1].get_text() == label
+    peak = max(period.device_peak_bytes for period in stats.periods) / 1024
+    bottom, top = axes.get_ylim()
+    assert bottom == 0
+    assert peak <= top <= max(peak, 768) * 1.1
 
 
 def test_what_manage_itself_tries_out_is_not_in_the_peak():
