@@ -95,7 +95,7 @@ ITERATION: dict[str, tuple[Any, ...]] = {
     "models": ((0,), (-1,), (0, -1)),  # one after the other
     "penalizes": (False, True),  # the size of gradients
     "anchored": (False, True),  # weights are drawn to where they were
-    "rows": ((8,), (8,), (4, 16), (256,), (24,), (250,), (12,)),
+    "rows": ((8,), (8,), (4, 16), (256,), (24,), (28,), (250,), (12,)),
     "micro": (1, 1, 1, 2, 3),  # batches for a step
     "forwards": (1, 1, 1, 2),  # for a backward
     "asks": (False, True),  # without gradients, before it
@@ -142,7 +142,8 @@ AVOIDED: tuple[Callable[[SimpleNamespace, str], bool], ...] = (
     # A backward, after a step, through a graph from before it, which has casts.
     lambda how, words: how.autocast and "hold" in words,
     # Passes the budget once: what takes more than when the same inputs were measured.
-    lambda how, words: how.penalizes != (how.rows == (24,)),
+    lambda how, words: how.penalizes != (how.rows in ((24,), (28,))),
+    lambda how, words: (how.penalizes and how.forwards > 1) != (how.rows == (28,)),
     lambda how, words: how.asks != (how.rows == (250,)),
     lambda how, words: how.anchored != (how.rows == (12,)),
     # Where everything fits, a graph that is kept of views that a model's own code has made keeps it there.
