@@ -156,6 +156,7 @@ class MemStatsCollector:
         segment = self._segment
         if segment is not None and segment.sampled:
             period = self._period
+            self.peaks.next_period()  # what has just left is no peak of what follows, nor more than the last period's
             period.model_bytes = self._model_base = self._model_bytes.device_bytes
             period.host_model_bytes = self._model_bytes.host_bytes
             period.activation_bytes, on_host = self._model_bytes.activation_bytes

@@ -365,7 +365,9 @@ def test_a_profiler_that_has_seen_the_parameters_stands_in_nobodys_way(records, 
             assert all(p.grad.device.type == "cpu" for p in model.parameters())
             model.to(target)
             move_to(optimizer, target)
-        seen += finish(model, optimizer, target, rows)
+        passes = way == "larger batch" and kept  # an alias that nobody can tell from the user's own
+        with pytest.warns(RuntimeWarning, match="was passed by") if passes else contextlib.nullcontext():
+            seen += finish(model, optimizer, target, rows)
         if way == "larger batch" and not kept:
             assert is_intercepted(model)
     assert_same(plain(seen), plain(expected), "losses")

@@ -69,8 +69,13 @@ class Fitting:
     def has_room(self, growth: Growth) -> bool:
         """Now, and nothing that is under way stands against it: as far as that needs no look at every reference."""
         stm = self._stm
-        trains = any(t.parameter.requires_grad for t in stm.tensors) and any(k[0] for k in growth.by_kind)
+        is_trainable = any(t.parameter.requires_grad for t in stm.tensors)
+        trains = is_trainable and any(k[0] for k in growth.by_kind)
         if self._step is not None:
+            # An evaluation tells nothing of what gradients, states and activations take, and where a loss is made by
+            # the model's parts, as by a method of its own, nobody of ours would see that training begins.
+            if is_trainable and not trains:
+                return False
             if not (self._step.can_pause() and self._step.device_homes.is_whole(trains=trains)):
                 return False
         elif trains:

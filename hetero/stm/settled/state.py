@@ -4,6 +4,7 @@ Owns when, and in which order. Invariant: whoever settles, or leaves, either has
 """
 
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,7 @@ from hetero.stm.step.hoststep import HostStep
 from hetero.stm.step.ownstep import OwnStep
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.managed import ManagedTensor
+from hetero.units import format_bytes
 
 __all__ = ["Settled"]
 
@@ -74,6 +76,7 @@ class Settled:
         self.is_on = False
         self.forwards = 0
         self.running: list[int] = []
+        self._has_warned = False  # since it settled
         self._without_state: set[int] = set()  # parameters that have been stepped, and need none
         stm.standing.settled = self
         fitting = weakref.ref(self._fitting)  # see `Standing.settled`
@@ -88,7 +91,11 @@ class Settled:
         kind = (trains, signature)
         with self._stm.lock:  # other threads may settle or leave as well
             if self.is_on:
-                fits = self._check.admits(kind) or self._check.foresees(kind) or not self.leave()
+                fits = self._check.admits(kind) or self._check.foresees(kind)
+                if not fits and not self.leave():
+                    fits = True
+                    if self._check.passed > 0:
+                        self._warn_of_alias()
             else:
                 fits = self._try(kind)
             if fits:
@@ -107,6 +114,20 @@ class Settled:
             raise refusal from error
         finally:
             self.running.remove(threading.get_ident())
+
+    def _warn_of_alias(self) -> None:
+        """The budget is passed, and will be, because of what somebody holds. Once."""
+        if self._has_warned or self._is_amid():
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"the device_budget of {format_bytes(self._budget)} was passed by {format_bytes(self._check.passed)}, and "
+            f"is not kept for now: all parameters are on {self._accelerator.device} and have to stay there, unmanaged, "
+            "while something holds memory of theirs (model.state_dict(), p.data, a view, optimizer.state_dict(), a "
+            "graph): let go of it, or copy it",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
     # -- there ----------------------------------------------------------------------------------------
 
@@ -158,7 +179,7 @@ class Settled:
             if (compiled := self._compiled()) is not None:
                 compiled.pause()
             self._check.begin(kind, growth, limit, trained=self._fitting.trained())
-            self.is_on = True
+            self.is_on, self._has_warned = True, False
             settled_now.add(self)
             return True
 
@@ -234,11 +255,15 @@ class Settled:
 
     def _may_leave(self, *, amid: bool) -> bool:
         """Nothing runs that would be in the middle of it, and nobody has an alias of what would be left behind."""
-        if self.running or is_transforming() or (in_scope() and not amid):
+        if self._is_amid(may_be_in_scope=amid):
             return False
         if self._own_step is not None and self._own_step.is_viewed(self._stm.tensors):
             return False
         return may_go_back(self._stm.tensors, self._accelerator.device)
+
+    def _is_amid(self, *, may_be_in_scope: bool = False) -> bool:
+        """Something runs."""
+        return bool(self.running or is_transforming() or (in_scope() and not may_be_in_scope))
 
     # -- others ---------------------------------------------------------------------------------------
 
