@@ -125,7 +125,9 @@ class Sum(torch.autograd.Function):
         return gradient, gradient
 
 
-@pytest.mark.parametrize("add", [torch.add, Sum.apply], ids=["operator", "function"])
+@pytest.mark.parametrize(
+    "add", [torch.add, lambda own, others: Sum.apply(own, others)], ids=["operator", "function"]
+)
 def test_a_model_that_has_settled_makes_way_for_an_operator_on_parameters_of_both(monkeypatch, add):
     """Between the look at what the operator was given and its running."""
 

@@ -1,6 +1,7 @@
 """Semantics of autograd that a fetch node in the middle could break: each as without hetero."""
 
 import gc
+import types
 from functools import partial
 
 import pytest
@@ -477,6 +478,31 @@ class CustomKeeping(Custom):
 
 def test_custom_functions_that_take_parameters():
     assert_twins(Custom, train)
+
+
+scale = Scale.apply
+
+
+def test_a_custom_function_whose_apply_was_taken_before():
+    """As a module's head has it. Since torch 2.15 it is the C function, which nobody can stand in for."""
+
+    class Taken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(64, 64) / 8)
+
+        def forward(self, x):
+            return scale(x, self.w)
+
+    if not isinstance(scale, types.BuiltinMethodType):
+        assert_twins(Taken, train)
+        return
+    model, target = Taken(), device()
+    with hetero.manage(model, device=target, device_budget="1MiB"):
+        loss = model(batch(target)).square().mean()
+        with pytest.raises(RuntimeError, match="invalid gradient") as raised:
+            loss.backward()
+        assert any("call MyFunction.apply(...)" in note for note in raised.value.__notes__)
 
 
 def test_custom_functions_that_keep_a_parameter_in_ctx():

@@ -5,6 +5,7 @@ else tells when a backward begins, ends, or fails; and who hears of them.
 """
 
 import contextlib
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -25,6 +26,12 @@ __all__ = ["REPLACEMENTS", "listeners", "note_nested"]
 _autograd: Any = torch.autograd
 _run_backward = _autograd._engine_run_backward
 _FAKE: Any = torch._C._TorchDispatchModeKey.FAKE
+_PLACED_OTHERWISE = re.compile("returned an invalid gradient at index .* expected device cpu but got")
+_APPLY_WAS_TAKEN = (
+    "hetero: of a custom Function that is given parameters? Since torch 2.15 an apply that was taken out of its class "
+    "(f = MyFunction.apply) is called without hetero's knowing, and gets parameters as they are at home: call "
+    "MyFunction.apply(...)"
+)
 _NO_THREAD = "device_ready_queues_"  # of an assertion within torch's engine, which says no more
 
 listeners: list[Segments] = []
@@ -91,7 +98,7 @@ def _announced(outputs: Any, *args: Any, **kwargs: Any) -> Any:
                 # One that is recorded numbers nodes at home as well, by whatever thread they run on.
                 records = asked.is_recorded and _begins_on(listener.device, outputs)
                 if records or listener.need_one_thread:
-                    with _late_device_explained():
+                    with _explained():
                         return run_on_device_thread(listener.device, lambda: _run(outputs, args, kwargs))
             return _run(outputs, args, kwargs)
         except BaseException:
@@ -120,15 +127,17 @@ def _run(outputs: Any, args: Any, kwargs: Any) -> Any:
     # but what runs within backward (a checkpoint's recompute, a Function of the user's) needs it.
     # What a backward saves that is recorded itself leaves as what a forward saves does.
     saving = part_saved_as_handles() if _asked(*args, **kwargs).is_recorded else contextlib.nullcontext()
-    with torch._C._EnableTorchFunction(), guard.formulas_kept(outputs), saving, _late_device_explained():
+    with torch._C._EnableTorchFunction(), guard.formulas_kept(outputs), saving, _explained():
         return _run_backward(outputs, *args, **kwargs)
 
 
 @contextlib.contextmanager
-def _late_device_explained() -> Iterator[None]:
+def _explained() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        if _PLACED_OTHERWISE.search(str(error)):
+            error.add_note(_APPLY_WAS_TAKEN)
         if _NO_THREAD in str(error):
             raise DeviceError(
                 "autograd has no thread for this device, because it came after the process's first backward: make "
