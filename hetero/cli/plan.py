@@ -94,9 +94,10 @@ def _known(name: str) -> KnownMachine:
 
 def _summary(first: Forecast, known: KnownMachine) -> Table:
     table = Table(show_header=False, box=None)
+    parameters = "1 parameter" if first.parameters == 1 else f"{first.parameters} parameters"
     for name, value in (
         ("machine", f"{first.machine}, {format_bytes(known.memory_bytes)}"),
-        ("model data", f"{format_bytes(first.model_bytes)} in {first.parameters} parameters"),
+        ("model data", f"{format_bytes(first.model_bytes)} in {parameters}"),
         ("unmanaged peak", format_bytes(first.unmanaged_bytes)),
         ("unmanaged step", f"{format_seconds(first.unmanaged_seconds)} (modelled)"),
         ("least budget", f"{format_bytes(first.least_budget)}, and what kernels need for themselves"),

@@ -280,8 +280,8 @@ class _Job:
             least_bytes=lower_bound(trace) + placed + gradients,
             activation_bytes=2 * out,
             step_seconds=schedule.predicted_seconds,
-            up_seconds=self.machine.h2d.seconds(up),
-            down_seconds=self.machine.d2h.seconds(down),
+            up_seconds=self.machine.h2d.seconds(up) if up else 0.0,
+            down_seconds=self.machine.d2h.seconds(down) if down else 0.0,
             update_seconds=sum(p.update_bytes for p in queued) / self.host.bandwidth,
             begins_early=early,
         )

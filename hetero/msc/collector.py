@@ -156,7 +156,10 @@ class MemStatsCollector:
         segment = self._segment
         if segment is not None and segment.sampled:
             period = self._period
-            self.peaks.next_period()  # what has just left is no peak of what follows, nor more than the last period's
+            # What has just left is no peak of what follows, nor more than the last period's. What blocks have more than
+            # was asked for is another matter: it may be so again for others that are there then.
+            period.excess_bytes = max(period.excess_bytes, self.peaks.excess())
+            self.peaks.next_period()
             period.model_bytes = self._model_base = self._model_bytes.device_bytes
             period.host_model_bytes = self._model_bytes.host_bytes
             period.activation_bytes, on_host = self._model_bytes.activation_bytes

@@ -36,6 +36,7 @@ def plot_stats(stats: MemoryStats, path: str | Path) -> None:
 def draw_stats(stats: MemoryStats) -> "Figure":
     """The picture of ``stats.periods``, of which there are some."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     top = max(period.device_peak_bytes for period in stats.periods)
     shows_budget = stats.device_budget <= _SMALL * top
@@ -64,5 +65,6 @@ def draw_stats(stats: MemoryStats) -> "Figure":
     else:
         axes.plot([], [], color="#b03030", ls="--", label=f"{budget}, far above")
     axes.set(xlim=(0, len(stats.periods)), ylim=(0, None), xlabel="period", ylabel=f"{unit} on the device")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
     return figure

@@ -146,6 +146,7 @@ class StatefulTensorMgr:
             prefetch=config.prefetch,
             fixed_bytes=self.registry.buffer_bytes,
             host_room=self.activations.host_room,
+            has_excess=accelerator.leaves_gaps,
         )
         self.plans = PlanBook(planner, warmup_steps=config.warmup_steps)
         self.residency.room.left_to_others = lambda: self.plans.margin

@@ -189,3 +189,19 @@ def test_every_machine_by_name_is_one():
         assert known.memory_bytes >= 16 << 30
         assert known.machine.h2d.seconds(1 << 30) < 0.1
         assert known.machine.operator_seconds(10**12, 0) < 0.05
+
+
+def partly_used():
+    """The larger layer is never called, and stays at home."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(WIDTH, WIDTH))
+    first = model[0]
+    model.forward = lambda x: first(x)
+    return model, torch.randn(8, 64), lambda outputs: outputs.square().mean()
+
+
+def test_a_link_that_carries_nothing_takes_no_time():
+    trace = traced(partly_used)
+    found = forecast(trace, MACHINE, device_budget=trace.peak_nbytes() // 2, host=PLENTY)
+    assert not found.everything_fits
+    assert found.moved_bytes == 0
+    assert found.up_seconds == found.down_seconds == 0

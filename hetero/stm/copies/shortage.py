@@ -82,7 +82,7 @@ def no_room(
         f"{operator} needs {needs} on {accelerator.device}, where {format_bytes(used)} of the budget of "
         f"{format_bytes(budget)} are in use ({format_bytes(held)} by copies of parameters{_saved(saved)}"
         f"{_others(others)}) and nothing else can leave: lower the batch size, {_kept(others, budget)}"
-        f"{_HOST if saved else ''}or {cure}. {error}"
+        f"{_HOST if saved else ''}or {cure}. The allocator: {error}"
     )
 
 
@@ -92,7 +92,7 @@ def no_gap(accelerator: Accelerator, budget: int, error: RuntimeError) -> NoRoom
     return NoRoomError(
         f"an operator found no memory on {accelerator.device}, where {used} of "
         f"the budget of {format_bytes(budget)} are in use: leave more of the device to this process, or go on: "
-        f"{_NOT_IN_ONE_PIECE}. From now on operators are tried again with less on the device. {error}"
+        f"{_NOT_IN_ONE_PIECE}. From now on operators are tried again with less on the device. The allocator: {error}"
     )
 
 

@@ -8,7 +8,7 @@ Which samples count, and when a plan is made, is decided in `hetero.stm.plans.pl
 
 from collections.abc import Callable, Mapping, Sequence
 
-from hetero.devices import MOST_EXCESS
+from hetero.devices import LARGEST_WITHOUT_EXCESS, MOST_EXCESS
 from hetero.eviction import (
     CapacityError,
     HomeCost,
@@ -42,7 +42,8 @@ __all__ = ["PlanMaker"]
 
 class PlanMaker:
     """Makes plans for one manager's parameters under its budget. ``fixed_bytes``: of buffers on the device;
-    ``host_room``: bytes that saved tensors may take at home."""
+    ``host_room``: bytes that saved tensors may take at home; ``has_excess``: blocks of the device's allocator may be
+    larger than what was asked for."""
 
     def __init__(
         self,
@@ -54,6 +55,7 @@ class PlanMaker:
         prefetch: bool,
         fixed_bytes: Callable[[], int],
         host_room: Callable[[], int],
+        has_excess: bool = False,
     ) -> None:
         self._tensors = tensors
         self.budget = budget
@@ -62,6 +64,7 @@ class PlanMaker:
         self._prefetch = prefetch
         self._fixed_bytes = fixed_bytes
         self._host_room = host_room
+        self._has_excess = has_excess
 
     def make(
         self,
@@ -90,7 +93,8 @@ class PlanMaker:
         beside = self._fixed_bytes() + sum(sizes[x] for x in places)
         placed = [beside + nbytes for nbytes in home_bytes]
         # It is not looked at within a period: one block more may be as much too large as any.
-        excess = samples.excess + MOST_EXCESS if samples.excess else 0
+        may_exceed = self._has_excess and max(sizes, default=0) > LARGEST_WITHOUT_EXCESS
+        excess = samples.excess + MOST_EXCESS if samples.excess or may_exceed else 0
         spare = self._spare_bytes(keys, samples, margin + excess, placed, sizes, lives, elsewhere)
         gradients = self._gradient_reserves(keys, samples, at_home, timing, spare)
         phases = [key.phase for key in keys for _ in samples[key][-1].periods]
