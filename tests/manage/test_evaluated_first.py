@@ -7,6 +7,7 @@ import torch
 from loops import batch, mlp, square_loss
 from settling import is_intercepted
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from twins import assert_twins, device
 
 import hetero
@@ -70,6 +71,23 @@ def test_it_is_kept_to_the_budget_however_training_begins(way, holds):
     assert manager.stats.settled_forwards == 0
 
 
+def test_within_a_reentrant_checkpoint_what_was_trained_settles():
+    """Its forward looks like an evaluation's."""
+
+    def loop(model, optimizer, target):
+        seen = []
+        for _ in range(14):
+            x = batch(target).requires_grad_()
+            loss = checkpoint(model, x, use_reentrant=True).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss.detach())
+        return seen
+
+    assert assert_twins(Encoder, loop, budget=64 << 20).stats.settled_forwards > 0
+
+
 def test_without_an_optimizer_it_settles():
     model = Encoder()
     with hetero.manage(model, device=device(), device_budget="64MiB") as manager:
@@ -107,3 +125,28 @@ def test_whoever_holds_what_has_to_leave_is_told_of_it_once():
         del held
         step(model)
         assert is_intercepted(model)
+
+
+def test_who_passes_only_what_was_given_to_others_is_told_nothing():
+    """By `Manager.trim`: the budget is kept."""
+    model = Encoder()
+    optimizer = torch.optim.AdamW(model.parameters())
+    target = device()
+    with hetero.manage(model, optimizer, device=target, device_budget="64MiB") as manager:
+
+        def step(rows):
+            model(batch(target, rows)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for _ in range(6):
+            step(8)
+        manager.trim(torch.accelerator.memory_allocated() + (1 << 20))
+        for _ in range(6):
+            step(8)
+        assert not is_intercepted(model)
+        held = model.state_dict()
+        for _ in range(3):
+            step(2048)  # where a warning is an error
+        assert not is_intercepted(model)
+        del held

@@ -137,12 +137,18 @@ def test_multihead_attention():
     assert_settles_without_hooks(Attention, loss_of_batch)
 
 
-def test_a_transformer_in_evaluation_takes_its_own_fast_path():
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_transformer_in_evaluation_takes_its_own_fast_path(frozen):
     outputs = []
 
     def loop(model, optimizer, target):
-        model.eval()
         seen = []
+        for _ in range(0 if frozen else 4):
+            seen.append(model(batch(target, 8).view(2, 4, 64)).square().mean())
+            seen[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model.eval()
         with torch.no_grad():
             for _ in range(6):
                 seen.append(model(batch(target, 8).view(2, 4, 64)))
@@ -151,13 +157,13 @@ def test_a_transformer_in_evaluation_takes_its_own_fast_path():
 
     def build():
         layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
-        # Frozen: what an optimizer is to train does not settle before it is trained.
-        return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).requires_grad_(False)
+        model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        return model.requires_grad_(False) if frozen else model  # which settles once it was trained
 
-    def none(model):
-        return torch.optim.SGD(model.parameters(), lr=0.0)
+    def plain_sgd(model):
+        return torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
 
-    assert_twins(build, loop, budget=PLENTY, make_optimizer=none)
+    assert_twins(build, loop, budget=PLENTY, make_optimizer=plain_sgd)
     assert {name.split(".")[0] for name in outputs[1]} <= CHECK
 
 

@@ -35,7 +35,7 @@ class Check:
 
     Attributes:
         must_leave: at the next forward, whatever it finds.
-        passed: by how many bytes it was seen to have passed the budget, since it settled.
+        peak: of the device's memory, where that was more than there is, since it settled; else 0.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Check:
         self._optimizer = optimizer
         self._attempts = attempts
         self.must_leave = False
-        self.passed = 0
+        self.peak = 0
         self._by_kind: dict[ForwardKind, KindGrowth] = {}
         self._unlike: set[ForwardKind] = set()  # what had more than others of their kind
         self._limit = 0
@@ -78,7 +78,7 @@ class Check:
         known = {t.index for t in trained}
         self._frozen = [t.parameter for t in self._stm.tensors if t.index not in known]
         self._without_momentum = [] if self._optimizer is None else without_momentum(self._optimizer)
-        self.must_leave, self.passed = False, 0
+        self.must_leave, self.peak = False, 0
         self._last = kind
         if kind[0] and self._probe is not None:
             self._since, self._then = [kind], self._state_of(self._probe)
@@ -178,7 +178,7 @@ class Check:
     def _note_peak(self, peak: int) -> None:
         """It is another than at the last check; lower if somebody has reset it. Settled, it is ours alone to pass."""
         if peak > max(self._seen_peak, self._limit):
-            self.must_leave, self.passed = True, peak - self._limit
+            self.must_leave, self.peak = True, peak
             self._attempts.note_passed()
             assert self._last is not None
             self._unlike.add(self._last)

@@ -9,6 +9,7 @@ import operator
 
 from hetero.devices import Accelerator
 from hetero.errors import BudgetError
+from hetero.msc import Phase
 from hetero.stm.manager import StatefulTensorMgr
 from hetero.stm.plans.fits import ForwardKind, Growth, read_growth
 from hetero.stm.plans.plan import CyclePlan
@@ -73,8 +74,11 @@ class Fitting:
         trains = is_trainable and any(k[0] for k in growth.by_kind)
         if self._step is not None:
             # An evaluation tells nothing of what gradients, states and activations take, and where a loss is made by
-            # the model's parts, as by a method of its own, nobody of ours would see that training begins.
-            if is_trainable and not trains:
+            # the model's parts, as by a method of its own, nobody of ours would see that training begins. Where all is
+            # within a reentrant checkpoint, the forward of training looks like an evaluation.
+            if is_trainable and not any(
+                key.phase is not Phase.FORWARD for plan in stm.plans for key in plan.keys
+            ):
                 return False
             if not (self._step.can_pause() and self._step.device_homes.is_whole(trains=trains)):
                 return False

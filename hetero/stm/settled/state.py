@@ -94,8 +94,7 @@ class Settled:
                 fits = self._check.admits(kind) or self._check.foresees(kind)
                 if not fits and not self.leave():
                     fits = True
-                    if self._check.passed > 0:
-                        self._warn_of_alias()
+                    self._warn_of_alias()
             else:
                 fits = self._try(kind)
             if fits:
@@ -116,13 +115,14 @@ class Settled:
             self.running.remove(threading.get_ident())
 
     def _warn_of_alias(self) -> None:
-        """The budget is passed, and will be, because of what somebody holds. Once."""
-        if self._has_warned or self._is_amid():
+        """Once, if the budget was passed: because of what somebody holds, nobody can see to it."""
+        passed = self._check.peak - self._budget
+        if passed <= 0 or self._has_warned or self._is_amid():
             return
         self._has_warned = True
         warnings.warn(
-            f"the device_budget of {format_bytes(self._budget)} was passed by {format_bytes(self._check.passed)}, and "
-            f"is not kept for now: all parameters are on {self._accelerator.device} and have to stay there, unmanaged, "
+            f"the device_budget of {format_bytes(self._budget)} was passed by {format_bytes(passed)}, and cannot be "
+            f"kept for now: all parameters are on {self._accelerator.device} and have to stay there, unmanaged, "
             "while something holds memory of theirs (model.state_dict(), p.data, a view, optimizer.state_dict(), a "
             "graph): let go of it, or copy it",
             RuntimeWarning,
