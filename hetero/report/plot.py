@@ -13,9 +13,8 @@ if TYPE_CHECKING:
 
 __all__ = ["draw_stats", "plot_stats"]
 
-_SMALL = (
-    20  # times as much a budget may be, and is still drawn: beside more, nothing of the iteration can be seen
-)
+# Times as much as the iteration a budget may be, and is still drawn: beside more, nothing of that can be seen.
+_MOST_DRAWN = 20
 _ENDINGS = (".png", ".svg", ".pdf")
 _SHADES = {"forward": "#eef4fb", "backward": "#fbf1ee", "step": "#f0f6ee"}
 
@@ -39,7 +38,7 @@ def draw_stats(stats: MemoryStats) -> "Figure":
     from matplotlib.ticker import MaxNLocator
 
     top = max(period.device_peak_bytes for period in stats.periods)
-    shows_budget = stats.device_budget <= _SMALL * top
+    shows_budget = stats.device_budget <= _MOST_DRAWN * top
     scale, unit = unit_for(stats.device_budget if shows_budget else top)
     figure = Figure(figsize=(10, 4.5), layout="constrained")
     axes = figure.add_subplot()
