@@ -1,5 +1,7 @@
 """What raises within a step leaves training able to go on."""
 
+from functools import partial
+
 import pytest
 import torch
 from loops import mlp, train
@@ -7,33 +9,6 @@ from torch import nn
 from twins import assert_twins
 
 import hetero
-
-
-def test_an_exception_in_forward_leaves_training_able_to_go_on():
-    class Fragile(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = mlp()
-            self.fail = False
-
-        def forward(self, x):
-            x = self.body[:8](x)
-            if self.fail:
-                raise KeyboardInterrupt
-            return self.body[8:](x)
-
-    def loop(model, optimizer, target):
-        seen = []
-        for step in range(6):
-            model.fail = step in (0, 3)
-            try:
-                seen.append(train(model, optimizer, target, 1))
-            except KeyboardInterrupt:
-                seen.append("interrupted")
-                assert not hetero.stm.interception.scopes.in_scope()
-        return seen
-
-    assert_twins(Fragile, loop)
 
 
 class Raises(torch.autograd.Function):
@@ -44,6 +19,48 @@ class Raises(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         raise ValueError("on purpose")
+
+
+class Fragile(nn.Module):
+    """Fails in its middle where it is told to: by ``middle``, which may be a Function whose backward does."""
+
+    def __init__(self, middle):
+        super().__init__()
+        self.body, self.middle, self.fails = mlp(), middle, False
+
+    def forward(self, x):
+        x = self.body[:8](x)
+        return self.body[8:](self.middle(x) if self.fails else x)
+
+
+def interrupt(x):
+    raise KeyboardInterrupt
+
+
+def fail_now_and_then(model, optimizer, target, *, error, clears):
+    """``clears``: gradients, of which a failed backward may have made some."""
+    seen = []
+    for step in range(6):
+        model.fails = step in (0, 3)
+        try:
+            seen.append(train(model, optimizer, target, 1))
+        except error:
+            seen.append("failed")
+            assert not hetero.stm.interception.scopes.in_scope()
+            if clears:
+                optimizer.zero_grad()
+    assert seen.count("failed") == 2
+    return seen
+
+
+def test_an_exception_in_forward_leaves_training_able_to_go_on():
+    loop = partial(fail_now_and_then, error=KeyboardInterrupt, clears=False)
+    assert_twins(partial(Fragile, interrupt), loop)
+
+
+def test_an_exception_in_backward_leaves_training_able_to_go_on():
+    loop = partial(fail_now_and_then, error=ValueError, clears=True)
+    assert_twins(partial(Fragile, lambda x: Raises.apply(x)), loop)
 
 
 @pytest.mark.parametrize("share", [0.6, 4.0])
@@ -87,28 +104,3 @@ def test_a_backward_that_fails_within_an_operator_takes_nothing_from_it(catches,
         return seen
 
     assert_twins(Searching, loop, share=share)
-
-
-def test_an_exception_in_backward_leaves_training_able_to_go_on():
-    class Fragile(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = mlp()
-            self.fail = False
-
-        def forward(self, x):
-            x = self.body[:8](x)
-            return self.body[8:](Raises.apply(x) if self.fail else x)
-
-    def loop(model, optimizer, target):
-        seen = []
-        for step in range(6):
-            model.fail = step in (0, 3)
-            try:
-                seen.append(train(model, optimizer, target, 1))
-            except ValueError:
-                seen.append("failed")
-                optimizer.zero_grad()
-        return seen
-
-    assert_twins(Fragile, loop)
