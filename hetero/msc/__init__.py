@@ -6,10 +6,21 @@ them (Gemini). The collector measures and remembers; it changes no layout.
 
 from hetero.msc.collector import Copy, MemStatsCollector, Segment, period_stats
 from hetero.msc.peaks import PeakKeeper, unseen
-from hetero.msc.periods import Gradient, Period, PeriodStats, Phase, SegmentKey, Wait
+from hetero.msc.periods import (
+    AskedOf,
+    BackwardSignature,
+    Gradient,
+    Period,
+    PeriodStats,
+    Phase,
+    SegmentKey,
+    Wait,
+)
 from hetero.msc.timing import CopyTime, IterationTimes, PeriodTimes, read_times
 
 __all__ = [
+    "AskedOf",
+    "BackwardSignature",
     "Copy",
     "CopyTime",
     "Gradient",

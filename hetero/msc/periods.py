@@ -13,10 +13,13 @@ import dataclasses
 import enum
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 __all__ = [
+    "AskedOf",
+    "BackwardSignature",
     "Gradient",
     "HandedOver",
     "Period",
@@ -83,7 +86,7 @@ class SegmentKey:
     """What decides which operators a segment runs.
 
     ``trains``: gradients are recorded. ``signature``: shapes and dtypes of the inputs, the module's mode,
-    autocast; for a backward, the forwards it belongs to. ``elements``: how many the tensors among the inputs have. It
+    autocast; for a backward, its `BackwardSignature`. ``elements``: how many the tensors among the inputs have. It
     tells nothing of the operators: what counts as the same may take more memory where there are more.
     """
 
@@ -91,6 +94,29 @@ class SegmentKey:
     trains: bool
     signature: Hashable
     elements: int = field(default=0, compare=False)
+
+
+class AskedOf(NamedTuple):
+    """What a backward was asked the gradients of: the ``ours`` among the model's parameters, None where it may be
+    whichever; and of how much else, ``others``."""
+
+    ours: frozenset[int] | None
+    others: int
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardSignature:
+    """What decides which operators a backward runs.
+
+    ``forwards``: those it belongs to. What they saved leaves as it goes on, unless its ``graph_is_kept``. One that
+    ``returns`` gradients may be differentiated again: then much of what it makes is kept. One that was ``asked_of``
+    some alone runs what leads to these; None: of all that it reaches.
+    """
+
+    forwards: tuple[SegmentKey, ...]
+    graph_is_kept: bool
+    asked_of: AskedOf | None
+    returns: bool
 
 
 @dataclass(slots=True)

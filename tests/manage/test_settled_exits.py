@@ -468,6 +468,45 @@ def test_of_several_forwards_for_one_backward_all_fit_if_the_first_does(make_opt
     assert manager.stats.settled_forwards > 30
 
 
+def _with_penalties(model, optimizer, target):
+    """On all gradients, of three micro-batches a step."""
+    seen = []
+    for number in range(18):
+        loss = model(batch(target)).square().mean()
+        gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        loss = loss + sum(gradient.square().sum().to(target) for gradient in gradients)
+        loss.backward()
+        del gradients
+        if number % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        seen.append(loss.detach())
+    return seen
+
+
+def _with_norms(model, optimizer, target):
+    """Of all gradients, which are held while others are made."""
+    seen = []
+    for _ in range(14):
+        loss = model(batch(target)).square().mean()
+        gradients = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        loss.backward()
+        seen += [loss.detach(), sum(gradient.norm().to(target) for gradient in gradients)]
+        del gradients
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+@pytest.mark.parametrize("loop", [_with_penalties, _with_norms])
+@pytest.mark.parametrize("share", [0.85, 0.9, 0.95, 1.0, 1.5])
+def test_gradients_that_are_returned_count_where_everything_would_fit_without_them(loop, share):
+    """They are at home until then, and on the device from then on, with what is made of them."""
+    manager = assert_twins(lambda: mlp(64, depth=4), loop, share=share)
+    if share == 1.5:
+        assert manager.stats.settled_forwards > 0
+
+
 def test_as_many_forwards_as_had_a_backward_each_do_not_all_wait_for_one():
     """Two micro-batches fit, one after the other. What both have saved does not."""
     budget = 2300 << 10

@@ -5,10 +5,10 @@ who acts on it is `hetero.stm.settled`.
 """
 
 import operator
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from hetero.msc import Phase, SegmentKey
+from hetero.msc import BackwardSignature, Phase, SegmentKey
 from hetero.stm.plans.plan import CyclePlan
 
 __all__ = [
@@ -56,23 +56,28 @@ def before_each_backward(keys: Iterable[SegmentKey]) -> Iterator[list[ForwardKin
     for key in keys:
         if key.phase is Phase.FORWARD and key.trains:
             waiting.append(kind_of(key))
-        elif key.phase is Phase.BACKWARD and not _returns_gradients(key):
+        elif key.phase is Phase.BACKWARD and _returning(key) is None:
             yield waiting
             waiting = []
 
 
-def _returns_gradients(key: SegmentKey) -> bool:
-    """Of a backward's segment, as `hetero.stm.running.segments` writes it."""
-    return isinstance(key.signature, tuple) and key.signature[-1] is True
+def _returning(key: SegmentKey) -> BackwardSignature | None:
+    """Of a backward's segment that returns gradients, and adds to none."""
+    signature = key.signature
+    return signature if isinstance(signature, BackwardSignature) and signature.returns else None
 
 
-def read_growth(plans: Iterable[CyclePlan], *, budget: int, gradient_bytes: int, step_bytes: int) -> Growth:
-    """``gradient_bytes``: of all gradients; ``step_bytes``: what the optimizer's own step allocates for a while. Saved
-    tensors and gradients count as long as they live."""
+def read_growth(
+    plans: Iterable[CyclePlan], *, budget: int, gradients: Mapping[int, int], step_bytes: int
+) -> Growth:
+    """``gradients``: of each parameter that is trained, bytes of its gradient; ``step_bytes``: what the optimizer's own
+    step allocates for a while. Saved tensors and gradients count as long as they live, and gradients that a backward
+    returns until the iteration is over: nobody tells how long they are held."""
     peak, by_kind = 0, dict[ForwardKind, KindGrowth]()
+    gradient_bytes = sum(gradients.values())
     for plan in plans:
         saved = _saved_bytes(plan)
-        needs = _needs(plan, budget, step_bytes, saved)
+        needs = _needs(plan, budget, step_bytes, saved, gradients)
         if plan.by_values:
             needs = [_SPARE * nbytes for nbytes in needs]
         totals = list(map(operator.add, needs, _gradients(plan, gradient_bytes)))
@@ -119,14 +124,29 @@ def _saved_bytes(plan: CyclePlan) -> list[int]:
     return saved
 
 
-def _needs(plan: CyclePlan, budget: int, step_bytes: int, saved: list[int]) -> list[int]:
-    """Of each moment: its peak of everything but parameters, gradients, states and buffers."""
-    needs = []
-    steps = [key.phase is Phase.STEP for key in plan.keys]
-    place = 0
-    for position, nbytes in enumerate(saved):
-        while position >= plan.bounds[place + 1]:
-            place += 1
-        beside = budget - plan.margin - plan.limits[position]
-        needs.append(beside + nbytes + (step_bytes if steps[place] else 0))
+def _needs(
+    plan: CyclePlan, budget: int, step_bytes: int, saved: list[int], gradients: Mapping[int, int]
+) -> list[int]:
+    """Of each moment: its peak of everything but parameters, their ``p.grad``, states and buffers."""
+    needs = list[int]()
+    # What is held of those before a forward is seen as it begins, with all else that is in use.
+    returned = since_forward = 0
+    for place, key in enumerate(plan.keys):
+        since_forward = 0 if key.phase is Phase.FORWARD else since_forward + _returned_bytes(key, gradients)
+        returned = max(returned, since_forward)
+        beside = returned + (step_bytes if key.phase is Phase.STEP else 0)
+        for position in range(plan.bounds[place], plan.bounds[place + 1]):
+            needs.append(budget - plan.margin - plan.limits[position] + saved[position] + beside)
     return needs
+
+
+def _returned_bytes(key: SegmentKey, gradients: Mapping[int, int]) -> int:
+    """Of the gradients that a segment returns, which were at home when it was measured, and of what a loop is to be
+    expected to make of them: where they may be differentiated again, a gradient of each."""
+    signature = _returning(key)
+    if signature is None:
+        return 0
+    asked_of = signature.asked_of
+    ours = gradients if asked_of is None or asked_of.ours is None else asked_of.ours
+    nbytes = sum(gradients.get(index, 0) for index in ours)
+    return 2 * nbytes if signature.graph_is_kept else nbytes

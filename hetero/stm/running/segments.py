@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hetero.errors import ManageError
-from hetero.msc import MemStatsCollector, Phase, SegmentKey
+from hetero.msc import AskedOf, BackwardSignature, MemStatsCollector, Phase, SegmentKey
 from hetero.stm.activations.offload import Activations
 from hetero.stm.copies.residency import Residency
 from hetero.stm.gradients.offload import Gradients
@@ -28,7 +28,7 @@ _BACKWARD = Phase.BACKWARD  # every operator of a backward looks, and an enum's 
 
 # Sets of parameters that backwards are asked the gradients of: with more, those that come later count alike.
 _MOST_SETS = 8
-_OTHERS = "others"
+_WHICHEVER = AskedOf(ours=None, others=0)
 
 _PARTS = "parts"  # the signature of a forward that the model was not called for
 
@@ -62,10 +62,9 @@ class Segments:
         self._clocks: dict[int, int] = {}
         # Of the backwards that run now, on any thread: whether they return gradients.
         self._backwards: list[bool] = []
-        # What the first of them was asked the gradients of: whom of these parameters, and of how much else; None: of
-        # all that it reaches.
-        self._asked_of: object = None
-        self._sets: set[object] = set()  # of those that have come, the first
+        # What the first of them was asked the gradients of, as in `BackwardSignature`.
+        self._asked_of: AskedOf | None = None
+        self._sets: set[AskedOf] = set()  # of those that have come, the first
         # The last backward has left its graph for another.
         self._graph_is_kept = False
         # The threads of forwards and backwards that run now, once for each.
@@ -296,10 +295,10 @@ class Segments:
         if segment is None or segment.key.phase is not _BACKWARD:
             self._executor.begin_segment(self._backward_key())
             self._pending_forwards.clear()
-            if self._asked_of is _OTHERS and self._executor.segment is not None:
+            if self._asked_of is _WHICHEVER and self._executor.segment is not None:
                 self._executor.segment.by_values = True  # what was measured is no bound
 
-    def _set_of(self, inputs: Sequence[Any]) -> object:
+    def _set_of(self, inputs: Sequence[Any]) -> AskedOf | None:
         if not inputs:
             return None
         # A gradient edge leads to its node, and that, if nothing comes after it, to the leaf.
@@ -308,10 +307,10 @@ class Segments:
         ours = [
             tensor.index for tensor in known if tensor is not None and tensor.owner is self._tensors[0].owner
         ]
-        found = frozenset(ours), len(inputs) - len(ours)
+        found = AskedOf(frozenset(ours), len(inputs) - len(ours))
         if ours and len(self._sets) < _MOST_SETS:
             self._sets.add(found)
-        return found if not ours or found in self._sets else _OTHERS
+        return found if not ours or found in self._sets else _WHICHEVER
 
     def _choose_keeping(self) -> None:
         """Only if each backward that runs accumulates, what autograd is given becomes a ``p.grad``."""
@@ -356,10 +355,7 @@ class Segments:
         return contextlib.nullcontext()  # nothing of ours waits for it
 
     def _backward_key(self) -> SegmentKey:
-        # What forward saved leaves as one goes on, unless the graph is kept. One that returns gradients may be
-        # differentiated again: then much of what it makes is kept. One that is asked for some gradients alone runs what
-        # leads to these. Whether it returns any comes last (`hetero.stm.plans.fits` reads it there).
-        forwards = self._pending_forwards
+        forwards = tuple(self._pending_forwards)
         elements = sum([key.elements for key in forwards])
-        signature = (*forwards, self._graph_is_kept, self._asked_of, any(self._backwards))
+        signature = BackwardSignature(forwards, self._graph_is_kept, self._asked_of, any(self._backwards))
         return SegmentKey(Phase.BACKWARD, True, signature, elements)

@@ -44,14 +44,14 @@ class Fitting:
         sizes = {id(t.parameter): t.full_nbytes for t in self._stm.tensors}
         parameters = sum(t.living_nbytes for t in self._stm.tensors)
         trained = self.trained()
-        gradient_bytes = sum(t.full_nbytes for t in trained)
+        gradients = {t.index: t.full_nbytes for t in trained}
         model = parameters + self._stm.registry.buffer_bytes()
         temporary = 0
         if self._step is not None:
             model += self._step.device_homes.whole_bytes()
             trained_sizes = {id(t.parameter): t.full_nbytes for t in trained}
             temporary = step_bytes(self._step.optimizer, trained_sizes)
-        growth = read_growth(plans, budget=self._budget, gradient_bytes=gradient_bytes, step_bytes=temporary)
+        growth = read_growth(plans, budget=self._budget, gradients=gradients, step_bytes=temporary)
         # A gradient that autograd cannot take over as it is, is there twice for a moment.
         model += max(sizes.values(), default=0)
         if any(t.cast is not None for t in self._stm.tensors) or any(_autocasts(k) for k in growth.by_kind):
