@@ -123,6 +123,49 @@ def test_a_cast_made_before_a_weight_is_used_as_it_is_adds_its_gradient_after_th
     assert_twins(lambda: AsItIs(first), steps, share=0.8)
 
 
+class OneAfterAnother(nn.Module):
+    """One layer in each way of ``order``: (c)heckpointed, reentrant; as a (l)ayer; its (w)eight as it is."""
+
+    def __init__(self, order):
+        super().__init__()
+        self.first, self.layer, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.order = order
+
+    def forward(self, x):
+        x = self.first(x)
+        for each in self.order:
+            match each:
+                case "c":
+                    x = checkpoint(lambda y: torch.tanh(self.layer(y)), x, use_reentrant=True)
+                case "l":
+                    x = self.layer(x)
+                case "w":
+                    x = x @ (self.layer.weight / self.layer.weight.norm())
+        return self.last(x)
+
+
+@pytest.mark.parametrize("share", [0.7, 4.0])
+@pytest.mark.parametrize("order", ["cl", "lc", "ccl", "clc", "cclc", "ccll", "cclw", "wccl", "cwcl"])
+def test_what_checkpoints_add_to_a_gradient_comes_when_it_would(order, share):
+    """Clipped in between, gradients are no sums of numbers in low precision, which are exact in any order."""
+
+    def loop(model, optimizer, target):
+        seen = []
+        for _ in range(5):
+            for micro in range(2):
+                with torch.autocast(target.type, dtype=torch.bfloat16):
+                    loss = model(batch(target)).float().square().mean()
+                loss.backward()
+                if micro == 0:
+                    nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+            seen += [loss.detach(), *[p.grad.cpu().clone() for p in model.parameters()]]
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    assert_twins(lambda: OneAfterAnother(order), loop, share=share)
+
+
 def test_without_kept_casts_the_gradients_differ(monkeypatch):
     # So that the tests above cannot pass by chance.
     monkeypatch.setattr(casts, "_LOW_PRECISION", frozenset())

@@ -11,8 +11,10 @@ for as long as somebody does.
 
 Autocast makes a cast's node where the region first uses the weight, without gradients as well, and autograd goes
 through it when its turn comes: in the backward of a later forward last of all. Then all gradients of casts would wait
-on the device for the end. Here they go on at once, but for a weight that an operator takes as it is after that: three
-contributions to a gradient are added up in the order in which they come.
+on the device for the end. Here they go on at once, but where something else contributes to the gradient in between:
+three contributions are added up in the order in which they come. It may be an operator that takes the weight as it is
+after that; or a reentrant checkpoint, which uses it without gradients now and adds to its gradient in backward, by a
+backward of its own, and which comes between the cast and its first use with gradients.
 """
 
 import sys
@@ -69,11 +71,16 @@ def note_plain_uses(operands: list[ManagedTensor], copies: dict[int, torch.Tenso
     """An operator takes ``copies``, perhaps the identity of a parameter that has a cast."""
     for tensor in operands:
         cast = tensor.cast
-        if cast is not None and cast.is_early and copies.get(id(tensor.parameter)) is tensor.identity:
-            cast.is_early = False
-            value = cast.value() if isinstance(cast.value, TensorWeakRef) else cast.value
-            if value is not None:
-                run_in_turn(value, cast.turn)
+        if cast is not None and copies.get(id(tensor.parameter)) is tensor.identity:
+            _take_turn(cast)
+
+
+def _take_turn(cast: Cast) -> None:
+    if cast.is_early:
+        cast.is_early = False
+        value = cast.value() if isinstance(cast.value, TensorWeakRef) else cast.value
+        if value is not None:
+            run_in_turn(value, cast.turn)
 
 
 def drop_bytes(kept: list[ManagedTensor]) -> None:
@@ -102,6 +109,11 @@ def _cast(tensor: ManagedTensor, identity: torch.Tensor, dtype: torch.dtype) -> 
         tensor.cast = Cast(_region, value, run_early(value))
     elif not value.numel():
         value.data = identity.detach().to(dtype)
+    assert tensor.cast is not None
+    if not torch.is_grad_enabled():
+        tensor.cast.unrecorded_uses += 1
+    elif tensor.cast.unrecorded_uses > 1:
+        _take_turn(tensor.cast)
     return value
 
 

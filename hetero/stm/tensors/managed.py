@@ -45,6 +45,7 @@ class Cast:
     value: torch.Tensor | TensorWeakRef
     turn: int  # of its node in backward, by autograd's numbers; unless `is_early`
     is_early: bool = True
+    unrecorded_uses: int = 0  # without gradients
 
 
 class ManagedTensor(StatefulTensor):
