@@ -147,6 +147,40 @@ def test_gradients_of_several_outputs_at_once_are_refused_and_training_goes_on()
     assert len(refused) == 4
 
 
+def _jacobian_penalty(model, optimizer, target):
+    """By gradients of all outputs at once, which are differentiated again."""
+    seen = []
+    for _ in range(5):
+        x = torch.randn(2, 64).to(target)
+        made = torch.autograd.functional.jacobian(model, x, create_graph=True, vectorize=True)
+        loss = made.square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.detach())
+    return seen
+
+
+@pytest.mark.parametrize("share", [0.9, 1.2])
+def test_batched_gradients_that_are_differentiated_again(share):
+    assert_twins(mlp, _jacobian_penalty, share=share)
+
+
+def test_batched_gradients_that_have_nothing_to_do_with_the_model():
+    target = device()
+    weight = torch.randn(4, 4, device=target)
+
+    def jacobian(x):
+        return torch.autograd.functional.jacobian(
+            lambda x: (x @ weight).tanh(), x, create_graph=True, vectorize=True
+        )
+
+    x = torch.randn(4, device=target)
+    expected = jacobian(x)
+    with hetero.manage(mlp(), device=target, device_budget="16MiB"):
+        assert torch.equal(jacobian(x), expected)
+
+
 class Maps(nn.Module):
     """Its forward is a function of one sample, or of one of a row of them, for all."""
 

@@ -116,7 +116,7 @@ def test_they_are_wherever_it_runs_and_whichever_model_needs_it(on_device_thread
     try:
         with guarded(first, at_once=False), guarded(second, at_once=False):
             if on_device_thread:
-                run_on_device_thread(target, run)
+                run_on_device_thread(target, run, captures=False)
             else:
                 run()
     finally:

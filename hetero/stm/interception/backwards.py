@@ -99,7 +99,9 @@ def _announced(outputs: Any, *args: Any, **kwargs: Any) -> Any:
                 records = asked.is_recorded and _begins_on(listener.device, outputs)
                 if records or listener.need_one_thread:
                     with _explained():
-                        return run_on_device_thread(listener.device, lambda: _run(outputs, args, kwargs))
+                        return run_on_device_thread(
+                            listener.device, lambda: _run(outputs, args, kwargs), captures=asked.captures
+                        )
             return _run(outputs, args, kwargs)
         except BaseException:
             for device in {listener.device for listener in hearing}:

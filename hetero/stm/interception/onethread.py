@@ -46,13 +46,18 @@ _engine: Any = torch.autograd.Variable._execution_engine
 _run_backward = _autograd._engine_run_backward  # before it is replaced by `hetero.stm.interception.backwards`
 
 
-def run_on_device_thread(device: torch.device, call: Callable[[], Any]) -> Any:
-    """``call()``, which runs a backward, on autograd's thread for ``device``. Raises what it raises."""
+def run_on_device_thread(device: torch.device, call: Callable[[], Any], *, captures: bool) -> Any:
+    """``call()``, which runs a backward, on autograd's thread for ``device``; ``captures``: one that returns gradients.
+    Raises what it raises."""
     box: list[Any] = []
     with torch.inference_mode(False), torch.enable_grad():
         anchor = torch.empty(0, device=device, requires_grad=True)
         root = _apply_begin(anchor, call, box)
-    _run_backward((root,), (root.detach(),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    # As what runs in it: torch refuses `backward` where gradients are batched, and checkpoints in `grad`.
+    inputs = (anchor,) if captures else ()
+    _run_backward(
+        (root,), (root.detach(),), False, False, inputs, allow_unreachable=True, accumulate_grad=not captures
+    )
     return box[0]
 
 
