@@ -57,6 +57,11 @@ class GradientMemory:
             return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
         return torch.empty(0, dtype=dtype, device="cpu").set_(slot, 0, size, stride)
 
+    def is_slot_of(self, tensor: ManagedTensor, gradient: torch.Tensor) -> bool:
+        """``gradient`` lies in its slot: what was at home is set again (``p.grad /= 2``), or returned and then set."""
+        slot = tensor.gradient_slot
+        return slot is not None and slot._cdata == gradient.untyped_storage()._cdata
+
     def _new_entry(self, tensor: ManagedTensor) -> StatefulTensor:
         return StatefulTensor(self._ledger, Kind.GRADIENT, f"{tensor.name}.grad")
 

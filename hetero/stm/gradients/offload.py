@@ -230,7 +230,7 @@ class Gradients:
         if not (isinstance(gradient, torch.Tensor) and gradient_is_plain(gradient)):
             return
         # Whoever has the array reads it without asking us, and is not counted among those who hold it.
-        if not gradient.untyped_storage().resizable():
+        if not (gradient.untyped_storage().resizable() or self._memory.is_slot_of(tensor, gradient)):
             self._foreign[tensor.index] = gradient.detach()
 
     def _move_at_once(self, gradient: torch.Tensor, home: torch.Tensor) -> torch.Tensor:

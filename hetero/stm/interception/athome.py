@@ -19,6 +19,9 @@ from hetero.stm.tensors.onlookers import note_operator, note_update
 
 __all__ = ["run_at_home"]
 
+# They take tensors of two devices.
+_COPIES = frozenset({torch.Tensor.copy_, torch.Tensor.__setitem__})
+
 
 def run_at_home(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``func(*args, **kwargs)`` on the parameters themselves."""
@@ -40,21 +43,22 @@ def run_at_home(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     # ``buffer[:] = p`` returns nothing.
     written = (*args[:1], kwargs.get("out")) if writes else ()
     results = [value for value in tensors_in((result, *written)) if not is_managed(value)]
+    others = [] if func in _COPIES else [v for v in tensors_in((args, kwargs)) if not is_managed(v)]
     for tensor in operands:
         if any(tensor.clock.shares(value) for value in results):
             tensor.owner.homes.give_out(tensor)
-    _note_graph(operands, results)
-    note_operator(operands, results)
-    if writes and func is not torch.Tensor.copy_:
-        note_update(operands, [value for value in tensors_in((args, kwargs)) if not is_managed(value)])
+    _note_graph(func, operands, results)
+    note_operator(operands, others, results)
+    if writes:
+        note_update(operands, others)
     return result
 
 
-def _note_graph(operands: list[ManagedTensor], results: list[torch.Tensor]) -> None:
+def _note_graph(func: Callable[..., Any], operands: list[ManagedTensor], results: list[torch.Tensor]) -> None:
     """Autograd may now reach these parameters from ``results`` (gradients: [Note: unread gradients])."""
     # What ``detach()`` gives, in ``state_dict()``, does not.
     made = [value for value in results if value.requires_grad]
     if made and torch.is_grad_enabled():
-        mark = marked(made)
+        mark = marked(made, are_indexed=func is torch.Tensor.__getitem__)
         for tensor in operands:
             tensor.paths.note_home_graph(mark)

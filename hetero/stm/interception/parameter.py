@@ -61,7 +61,7 @@ class ManagedParameter(nn.Parameter):
         if not computes():
             self._hetero.owner.homes.wait(self._hetero)
             if self._hetero.owner.settled is not None:
-                self._hetero.owner.settled.forbid()
+                self._hetero.owner.settled.onlookers.note_look()
         copy = nn.Parameter(self._memory().clone(memory_format=torch.preserve_format), self.requires_grad)
         memo[id(self)] = copy
         return copy

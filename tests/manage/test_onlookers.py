@@ -1,0 +1,138 @@
+"""Where everything fits: who has looked at parameters at home, and who would notice that they are elsewhere."""
+
+import copy
+
+import pytest
+import torch
+from accelerators import device
+from bits import same_bits
+from loops import batch, mlp
+from torch.nn.utils import parameters_to_vector
+from twins import adamw, assert_twins, managed, unmanaged
+
+import hetero
+
+PLENTY = 64 << 20  # bytes
+
+LOOKS = {
+    "sums": lambda model: sum(p.abs().sum() for p in model.parameters()).item(),
+    "squares": lambda model: [p.pow(2).sum().item() for p in model.parameters()],
+    "copies": lambda model: [p.clone().detach().sum().item() for p in model.parameters()],
+    "rows": lambda model: [p[0].tolist() for p in model.parameters()],
+    "one number": lambda model: next(model.parameters())[0, 0].item(),
+    "deep copy": lambda model: sum(p.sum().item() for p in copy.deepcopy(model).parameters()),
+    "norms": lambda model: [p.detach().norm().item() for p in model.parameters()],
+    "names": lambda model: len(model.state_dict()),
+    "vector": lambda model: _without_gradients(lambda: parameters_to_vector(model.parameters()).sum().item()),
+    "finite": lambda model: all(torch.isfinite(p).all().item() for p in model.parameters()),
+    "clamped": lambda model: [p.data.clamp_(-0.1, 0.1).sum().item() for p in model.parameters()],
+}
+
+
+def _without_gradients(function):
+    with torch.no_grad():
+        return function()
+
+
+def _step(model, optimizer, target):
+    loss = model(batch(target)).square().mean()
+    loss.backward()
+    return loss
+
+
+def _looking(look, iterations):
+    def loop(model, optimizer, target):
+        seen = []
+        for number in range(14):
+            if number in iterations:
+                look(model)
+            seen.append(_step(model, optimizer, target).detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    return loop
+
+
+@pytest.mark.parametrize("number", [0, 3])
+@pytest.mark.parametrize("look", list(LOOKS))
+def test_one_look_stands_in_nobodys_way(look, number):
+    manager = assert_twins(mlp, _looking(LOOKS[look], [number]), budget=PLENTY)
+    assert manager.stats.settled_forwards > 0
+
+
+@pytest.mark.parametrize("look", list(LOOKS))
+def test_who_looks_in_each_iteration_settles_as_well(look):
+    loop = _looking(LOOKS[look], range(14))
+    # First: what an unmanaged run leaves on the host might be what parameters are combined with.
+    seen, _, manager = managed(mlp, loop, PLENTY)
+    assert manager.stats.settled_forwards > 0
+    assert all(map(same_bits, seen, unmanaged(mlp, loop)[0]))
+
+
+@pytest.mark.parametrize("how", ["divided", "set as they were", "given"])
+def test_gradients_of_ours_that_are_set_again_are_nobody_elses(how):
+    """Those of ``p.grad /= 2`` are; they lie in memory whose like NumPy's arrays are in, which others read unasked."""
+
+    def loop(model, optimizer, target):
+        seen = []
+        for _ in range(14):
+            if how == "given":
+                loss = model(batch(target)).square().mean()
+                gradients = list(torch.autograd.grad(loss, list(model.parameters())))
+                for p in reversed(list(model.parameters())):
+                    p.grad = gradients.pop()
+                del p
+            else:
+                loss = _step(model, optimizer, target)
+                for p in model.parameters():
+                    if how == "divided":
+                        p.grad /= 2
+                    else:
+                        p.grad = p.grad
+                del p
+            seen.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    assert_twins(mlp, loop, share=0.7)
+    assert assert_twins(mlp, loop, budget=PLENTY).stats.settled_forwards > 0
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("are_older", [True, False])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda p, mask: p.mul_(mask),
+        lambda p, mask: p.lerp_(p * mask, 0.5),
+        lambda p, mask: (p - mask).norm().item(),
+    ],
+)
+def test_who_combines_them_with_what_is_at_home_goes_on_to(use, are_older, every):
+    """Masks on the host, as parameters are: none may find them elsewhere later."""
+
+    def loop(model, optimizer, target, masks=()):
+        seen = []
+        for number in range(14):
+            if number % every == 0:
+                with torch.no_grad():
+                    for p, mask in zip(model.parameters(), masks, strict=False):
+                        use(p, mask)
+            seen.append(_step(model, optimizer, target).detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    expected = unmanaged(mlp, loop)[0]
+    torch.manual_seed(0)
+    model = mlp()
+    optimizer = adamw(model)
+    masks = [torch.ones(p.shape) for p in model.parameters()]
+    with hetero.manage(model, optimizer, device=device(), device_budget=PLENTY) as manager:
+        if not are_older:
+            masks = [torch.ones(p.shape) for p in model.parameters()]
+        torch.manual_seed(1)
+        seen = loop(model, optimizer, manager.device, masks)
+    assert all(map(same_bits, [value.cpu() for value in seen], expected))
