@@ -458,12 +458,28 @@ def test_a_few_bytes_that_are_wanting_send_few_home():
     assert 0.7 * max(lived) < now < max(lived)
 
 
+def test_what_left_for_a_moment_comes_back():
+    model, optimizer, manager, target = managed_mlp(1000 << 10)
+    held, lived = [], []
+    with manager:
+        for number in range(70):
+            one_step(model, optimizer, target)
+            lived.append(sum(tensor.home.nbytes for tensor in manager._stm.tensors if tensor.stays))
+            if number == 20:
+                held.append(torch.empty(100 << 8, device=target))
+            elif number == 22:
+                held.clear()
+    before, least, afterwards = lived[20], min(lived[21:]), lived[-1]
+    assert before / 3 < least < before  # at once, and not ever less
+    assert afterwards > least
+
+
 @given(
     there=st.integers(0, 1 << 40),
     left=st.lists(st.floats(0.0, 1.0), min_size=1, max_size=8),
 )
 def test_after_a_loss_between_half_and_nearly_all_stays_and_soon_no_more_than_half(there, left):
-    choice = HomeChoice([], SimpleNamespace(budget=1 << 40))
+    choice = HomeChoice([], SimpleNamespace(budget=1 << 40, last=None))
     for times, share in enumerate(left, 1):
         choice.lose(max(1, int(share * there)))
         fewer = choice._fewer(there)

@@ -135,3 +135,41 @@ def test_schedulers_from_before_manage_step_and_settle(share, kind):
     assert_same(state, parameters, "parameters")
     assert (manager.stats.settled_forwards > 0) is (share > 1)
     assert not manager.plan.kept_step
+
+
+@pytest.mark.parametrize("share", [0.6, 1.5])
+def test_where_another_optimizer_steps_there_is_a_plan_in_the_end(share):
+    """Nothing else tells where an iteration ends."""
+
+    def loop(model, optimizer, target):
+        other, seen = torch.optim.SGD(model.parameters(), lr=1e-2, foreach=False), []
+        for _ in range(140):
+            loss = model(batch(target)).square().mean()
+            loss.backward()
+            other.step()
+            other.zero_grad()
+            seen.append(loss.detach())
+        return seen
+
+    manager = assert_twins(mlp, loop, share=share)
+    assert manager.plan is not None
+    assert manager.stats.lower_bound_bytes is not None
+
+
+def test_many_micro_batches_for_a_step_are_one_iteration():
+    """As many as there are before it is taken for granted that no step will come."""
+
+    def loop(model, optimizer, target):
+        seen = []
+        for _ in range(4):
+            for _ in range(140):
+                loss = model(batch(target)).square().mean()
+                loss.backward()
+            seen.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    manager = assert_twins(lambda: mlp(depth=1), loop, share=0.8)
+    kinds = [len(plan.keys) for plan in manager._stm.plans]
+    assert 2 * 140 + 1 in kinds

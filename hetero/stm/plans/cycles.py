@@ -56,6 +56,8 @@ class Followed:
 
 # Segments without a step in between (forwards whose graphs are dropped): give up waiting for the iteration's end.
 _LONGEST_CYCLE = 1024
+# Backwards without a step: another optimizer steps than the one that we know of, if it has not been so before.
+_MOST_WITHOUT_STEP = 128
 # Forwards without gradients, one after the other, that are part of a training iteration. More are an evaluation.
 _MOST_WITHIN = 8
 # Of training iterations with several forwards: where there are more, hardly one will come again.
@@ -108,6 +110,7 @@ class Cycles:
         self._activation_bytes = activation_bytes
         self._copies = copies
         self._ends_with_backward = ends_with_backward
+        self._backwards_without_step, self._most_without_step = 0, _MOST_WITHOUT_STEP
         self._ended = ended  # called after each iteration that trains
         self._training = _History()
         self._inference = _History()
@@ -135,6 +138,7 @@ class Cycles:
     def begin_segment(self, key: SegmentKey) -> Place:
         """Find the plan for the segment that begins. Closes the cycle before it if this begins a new one."""
         self._close_if_over(key.phase)
+        self._count_without_step(key.phase)
         self._current = self._training if self._is_training(key) else self._inference
         history = self._current
         self._book.outgrown.trains = history is self._training
@@ -230,7 +234,8 @@ class Cycles:
             return
         last = history.keys[-1].phase
         if history is self._training and last is not Phase.STEP:
-            over = self._ends_with_backward and last is Phase.BACKWARD and coming is Phase.FORWARD
+            ends_so = self._ends_with_backward or self._backwards_without_step > self._most_without_step
+            over = ends_so and last is Phase.BACKWARD and coming is Phase.FORWARD
             if not (over or history.is_over):
                 return
         keys, segments = tuple(history.keys), history.segments
@@ -260,6 +265,17 @@ class Cycles:
             else:
                 self._book.take_time(keys)
             self._homes.follow_plans(before)
+
+    def _count_without_step(self, coming: Phase) -> None:
+        """After many backwards, and more than ever came before a step, none is waited for any more."""
+        if coming is Phase.STEP:
+            self._most_without_step = max(self._most_without_step, 4 * self._backwards_without_step)
+            self._backwards_without_step = 0
+        elif coming is Phase.BACKWARD:
+            self._backwards_without_step += 1
+        elif self._backwards_without_step == self._most_without_step:
+            self._backwards_without_step += 1
+            self._training.clear()  # all of these together are no iteration
 
     def _note_shortage(self, keys: Keys, plan: CyclePlan, segments: list[Segment]) -> None:
         """If memory ran short where the plan was followed, an operator took more than was measured of it, and may take

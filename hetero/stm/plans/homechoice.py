@@ -13,7 +13,8 @@ on the device for the others.
 [Note: after a loss]
 Often a few bytes were wanting: of losses, say, that the loop keeps. So a 16th of what lived there stays away, and twice
 as much with each further loss, so that there are few; no less than twice what had to leave, which may grow on; and no
-more than half, because all of it may have left for an operator that wanted a part.
+more than half. It may also have been for once: a larger evaluation, a copy of the model for a moment. So after some
+iterations without a loss all may be tried again, and after twice as many with each further loss.
 """
 
 import time
@@ -28,6 +29,7 @@ from hetero.stm.tensors.managed import ManagedTensor
 
 __all__ = ["HomeChoice"]
 
+_UNTIL_TRIED_AGAIN = 16  # iterations after a first loss ([Note: after a loss])
 _SHARE_OF_TIME, _SHARE_OF_FURTHER = 0.25, 0.02  # [Note: what choosing may take]
 
 
@@ -38,8 +40,10 @@ class HomeChoice:
         self._tensors = tensors
         self._book = book
         self._most_bytes = book.budget  # that they may take: memory ran short with more
-        self._lost_bytes = 0  # that left because memory ran short, in the iteration that runs
+        # That left because memory ran short, in the iteration that runs; and that lived there as it did.
+        self._lost_bytes = self._bytes_before = 0
         self._times_lost = 0
+        self._until_tried_again = 0  # iterations
         self._has_refused = False
         self._chosen: set[Keys] = set()
         self._began, self._spent = time.monotonic(), 0.0  # seconds
@@ -54,6 +58,9 @@ class HomeChoice:
         """Memory ran short, and of what lived on the device so many bytes had to leave: less from now on
         ([Note: after a loss])."""
         self._lost_bytes += nbytes
+        last = self._book.last
+        if last is not None:  # what is learned of this iteration makes plans anew, with fewer
+            self._bytes_before = max(self._bytes_before, *last.home_bytes)
 
     def follow_plans(self, there: Iterable[int]) -> None:
         """They are new: what lives ``there``, on the device, and has no room in them any more goes home at once."""
@@ -77,11 +84,17 @@ class HomeChoice:
         book = self._book
         if self._lost_bytes or self._has_refused:
             if self._lost_bytes:
-                plan = book.get(keys)
-                self._most_bytes = self._fewer(0 if plan is None else max(plan.home_bytes))
-            self._lost_bytes, self._has_refused = 0, False
+                self._most_bytes = self._fewer(self._bytes_before)
+                self._until_tried_again = _UNTIL_TRIED_AGAIN << self._times_lost
+            self._lost_bytes = self._bytes_before = 0
+            self._has_refused = False
             self._keep()
             return
+        if self._until_tried_again:
+            self._until_tried_again -= 1
+            if self._until_tried_again == 0:
+                self._most_bytes = book.budget
+                self.choose_again()
         if not book.is_verified(keys):
             return
         if book.timings.learn(keys, segments):

@@ -20,7 +20,7 @@ from hetero.stm.tensors.state import Ledger
 
 __all__ = ["Relief"]
 
-_PORTIONS = 8  # in which saved tensors, and what others have, leave when memory is short
+_PORTIONS = 8  # in which saved tensors, homes, and what others have leave when memory is short
 _PATIENCE = 0.03  # seconds that are waited for copies to be let go
 
 
@@ -72,7 +72,7 @@ class Relief:
                 if freed == 0:  # and never more than it takes: these have to come back
                     freed = self._activations.shed(max(1, self._activations.device_bytes // _PORTIONS))
                 if freed == 0:
-                    freed = self._room.send_home(self._budget)
+                    freed = self._room.send_home(max(1, self._budget // _PORTIONS))
                     self._residency.evict_idle()
                 if freed == 0:  # what others have to fetch again is no less
                     freed = self._ask(max(1, self._budget // _PORTIONS), True, spares_settled=spares_settled)
