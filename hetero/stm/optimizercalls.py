@@ -7,6 +7,7 @@ and ``add_param_group`` what a step has left to be done is done.
 
 import functools
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -70,14 +71,27 @@ def note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 def _zero_module_grad(self: nn.Module, set_to_none: bool = True) -> None:
     if set_to_none:
         _drop_gradients(self.parameters())
-    _module_zero_grad(self, set_to_none)
+        _module_zero_grad(self, set_to_none)
+    else:
+        rest = _without_zeroed(self.parameters())
+        is_replica = getattr(self, "_is_replica", False)
+        _module_zero_grad(SimpleNamespace(parameters=lambda: rest, _is_replica=is_replica), set_to_none)
 
 
 @functools.wraps(_optimizer_zero_grad)
 def _zero_optimizer_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+    groups = self.param_groups
     if set_to_none:
-        _drop_gradients(parameter for group in self.param_groups for parameter in group["params"])
-    _optimizer_zero_grad(self, set_to_none)
+        _drop_gradients(parameter for group in groups for parameter in group["params"])
+        _optimizer_zero_grad(self, set_to_none)
+    elif managed_in(self):
+        self.param_groups = [{**group, "params": _without_zeroed(group["params"])} for group in groups]
+        try:
+            _optimizer_zero_grad(self, set_to_none)
+        finally:
+            self.param_groups = groups
+    else:
+        _optimizer_zero_grad(self, set_to_none)
 
 
 def _drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
@@ -85,6 +99,11 @@ def _drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
         if is_managed(parameter):
             managed_of(parameter).owner.grads.drop(managed_of(parameter))
+
+
+def _without_zeroed(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """What is left to the original, which would look at gradients to make them zero."""
+    return [p for p in parameters if not (is_managed(p) and managed_of(p).owner.grads.zero(managed_of(p)))]
 
 
 def _after_updates(method: Any) -> Any:

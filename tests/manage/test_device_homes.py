@@ -310,7 +310,9 @@ def test_aliases_of_states_are_never_stale():
 
 
 def test_looking_at_states_brings_them_home_until_the_next_step():
-    model, optimizer, manager, target = managed_mlp("64MiB")
+    model, optimizer, manager, target = managed_mlp(
+        1160 << 10
+    )  # all of it, but not all that an iteration takes
     with manager:
         for _ in range(8):
             step(model, optimizer, target)

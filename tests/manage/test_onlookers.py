@@ -136,3 +136,64 @@ def test_who_combines_them_with_what_is_at_home_goes_on_to(use, are_older, every
         torch.manual_seed(1)
         seen = loop(model, optimizer, manager.device, masks)
     assert all(map(same_bits, [value.cpu() for value in seen], expected))
+
+
+# -- at the optimizer's state ---------------------------------------------------------------------------
+
+STATES = {
+    "one": lambda model, states: states[next(model.parameters())]["exp_avg"].norm().item(),
+    "all": lambda model, states: sum(states[p]["exp_avg"].sum().item() for p in model.parameters()),
+    "names": lambda model, states: len(states),
+}
+
+
+def _training(look, numbers=range(20)):
+    def loop(model, optimizer, target):
+        seen = []
+        for number in range(20):
+            seen.append(_step(model, optimizer, target).detach())
+            optimizer.step()
+            optimizer.zero_grad()
+            if number in numbers:
+                seen.append(look(model, optimizer.state))
+        return seen
+
+    return loop
+
+
+@pytest.mark.parametrize("look", list(STATES))
+def test_who_looks_at_states_in_each_iteration_settles_as_well(look):
+    manager = assert_twins(mlp, _training(STATES[look]), budget=PLENTY)
+    assert manager.stats.settled_forwards > 0
+
+
+@pytest.mark.parametrize("share", [0.6, 0.8])
+def test_states_that_nobody_looks_at_stay_where_they_are_and_the_others_count_as_moved(share):
+    moved = {
+        name: assert_twins(lambda: mlp(64, depth=4), _training(look), share=share).stats.bytes_moved
+        for name, look in {**STATES, "none": lambda model, states: None}.items()
+    }
+    of_one = 2 * 2 * 64 * 128 * 4  # two states, down and up
+    assert moved["names"] == moved["none"]
+    assert moved["none"] < moved["one"] <= moved["none"] + 2 * of_one
+    assert moved["all"] > moved["one"] + of_one
+
+
+@pytest.mark.parametrize("number", [0, 2, 3, 4, 8])
+@pytest.mark.parametrize(
+    "hold", [lambda entry: entry["exp_avg"][0], lambda entry: entry["exp_avg"].detach(), lambda entry: entry]
+)
+def test_what_somebody_holds_of_a_state_follows_it(hold, number):
+    def loop(model, optimizer, target):
+        seen, held = [], None
+        for each in range(14):
+            seen.append(_step(model, optimizer, target).detach())
+            optimizer.step()
+            optimizer.zero_grad()
+            if each == number:
+                held = hold(optimizer.state[next(model.parameters())])
+            if held is not None:
+                seen.append((held["exp_avg"] if isinstance(held, dict) else held).cpu().clone())
+        return seen
+
+    assert_twins(mlp, loop, budget=PLENTY)

@@ -18,9 +18,9 @@ import torch
 
 from hetero.devices import Accelerator, norms_depend_on
 from hetero.stm.copies.residency import Residency
-from hetero.stm.gradients.changes import Clamp, Wish
+from hetero.stm.gradients.changes import Clamp, Wish, Zero
 from hetero.stm.gradients.offload import Gradients
-from hetero.stm.tensors.exposure import gradient_has_one_name, gradient_is_private
+from hetero.stm.tensors.exposure import gradient_has_one_name, gradient_is_plain, gradient_is_private
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.managed import ManagedTensor
 
@@ -115,6 +115,19 @@ class GradientAccess:
         """Bring all numbers of their gradients between ``-most`` and ``most``, likewise."""
         with self._lock, plain():
             self._change(tensors, Clamp(most))
+
+    def zero(self, tensor: ManagedTensor) -> bool:
+        """``p.grad.zero_()``, likewise; False, and nothing is done, if it is no ordinary tensor."""
+        with self._lock, plain():
+            if tensor.parameter.grad is None:
+                return True
+            if not gradient_is_plain(tensor.parameter.grad):
+                return False
+            self._roll_back([tensor])
+            self._residency.orders.finish_update(tensor)
+            self._gradients.changes.drop(tensor.index)
+            self._change([tensor], Zero())
+            return True
 
     def _change(self, tensors: list[ManagedTensor], wish: Wish) -> None:
         for tensor in tensors:

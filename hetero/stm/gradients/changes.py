@@ -1,6 +1,6 @@
 """What is still to be done to gradients before anybody sees them.
 
-Owns, for each, what clipping and `GradScaler` have asked for, what further micro-batches add
+Owns, for each, what clipping, `GradScaler` and ``zero_grad`` have asked for, what further micro-batches add
 (`hetero.stm.gradients.additions`), and the order of these. Invariant: each change of a gradient is made exactly once,
 in the order in which they came, by whoever looks at the gradient first.
 """
@@ -15,7 +15,7 @@ import torch
 from hetero.devices import CopyEngine, HostArena
 from hetero.stm.gradients.additions import Addition
 
-__all__ = ["Change", "Changes", "Clamp", "Factor", "Wish"]
+__all__ = ["Change", "Changes", "Clamp", "Factor", "Wish", "Zero"]
 
 
 class Change(Protocol):
@@ -95,6 +95,24 @@ class Clamp(Wish):
             return clamp(min=-self.most, max=self.most)
 
 
+@dataclass(frozen=True, slots=True)
+class Zero(Wish):
+    """Every number of a gradient is to be zero, and the gradient is to be there."""
+
+    def is_known(self) -> bool:
+        return True
+
+    def changes_nothing(self, engine: CopyEngine) -> bool:
+        return False
+
+    def apply(self, engine: CopyEngine, gradient: torch.Tensor) -> None:
+        self.applied(gradient, in_place=True)
+
+    def applied(self, gradient: torch.Tensor, *, in_place: bool) -> torch.Tensor:
+        with torch.no_grad():
+            return gradient.zero_() if in_place else torch.zeros_like(gradient)
+
+
 class Changes:
     """Of one manager's gradients, by the parameter's index."""
 
@@ -132,6 +150,11 @@ class Changes:
     def has_wishes(self, index: int) -> bool:
         """Something else than additions is to be done to it."""
         return any(not isinstance(change, Addition) for change in self._left.get(index, ()))
+
+    def is_to_be_zero(self, index: int) -> bool:
+        """Nothing of what it is at home is left."""
+        left = self._left.get(index, ())
+        return len(left) > 0 and isinstance(left[-1], Zero)
 
     def first_wish(self, index: int) -> Wish | None:
         """What is to be done first; `drop_first` once it is done. For gradients to which nothing is added at home."""

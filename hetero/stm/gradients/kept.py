@@ -80,7 +80,8 @@ class KeptGradients:
             return False
         if parameter.grad is None:
             return True
-        return tensor in self and gradient_is_private(parameter)
+        is_nothing_at_home = self._changes.is_to_be_zero(tensor.index)
+        return (tensor in self or is_nothing_at_home) and gradient_is_private(parameter)
 
     def keep(self, tensor: ManagedTensor, gradient: torch.Tensor, *, is_shared: bool) -> torch.Tensor | None:
         """``gradient`` stays; what autograd is given for it, None if it has been added to the one that was kept. If the
@@ -96,10 +97,18 @@ class KeptGradients:
             gradient = gradient.to(tensor.home.dtype) if casts else gradient.clone()
             if not tensor.stays:
                 return None
+        host = tensor.parameter.grad
+        if host is not None:  # zeros, to be
+            if host.stride() != gradient.stride():
+                return None
+            gradient, copies = gradient.data.add_(0) if copies else gradient.data.add(0), True
+            if not tensor.stays:
+                return None
+            self._changes.drop(tensor.index)
         # Many are views, such as the transposed product of a linear layer, and hold the tensor that they are a view of.
         self._put(tensor, _Kept(gradient.data, is_ours=copies))
         self._norms.take(tensor.index, gradient)
-        return self._memory.host_tensor(tensor, gradient)
+        return self._memory.host_tensor(tensor, gradient) if host is None else None
 
     def look(self, tensor: ManagedTensor) -> torch.Tensor | None:
         """Its gradient on the device, complete, if it is kept. The caller does not write to it."""

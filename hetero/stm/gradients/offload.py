@@ -121,6 +121,8 @@ class Gradients:
         own = as_home(gradient, home)
         is_shared = is_shared and own is gradient
         gradient = own
+        if self.changes.is_to_be_zero(tensor.index) and self._arrives(tensor):
+            self.wait(tensor)  # else that would be taken for what is kept
         if self.kept.takes(tensor) and not self._is_seen(tensor):
             taken = self.kept.keep(tensor, gradient, is_shared=is_shared)
             if tensor in self.kept:
@@ -197,6 +199,9 @@ class Gradients:
         self.forget(tensor)
         tensor.parameter.grad = None
         return gradient
+
+    def _arrives(self, tensor: ManagedTensor) -> bool:
+        return tensor not in self.kept and (tensor.index in self._ready or tensor.index in self._upcasts)
 
     def wait_all(self, tensors: Sequence[ManagedTensor]) -> None:
         """As `wait`, for every gradient that is on its way."""

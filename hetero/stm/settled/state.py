@@ -196,7 +196,7 @@ class Settled:
     def _begin_step(self) -> bool:
         if self._step is None or self._own_step is None:
             return True
-        if not self._step.device_homes.complete():
+        if not self._step.complete():
             return False
         self._without_state = self._step.device_homes.stepped - self._with_state(self._step.optimizer)
         self._step.detach()

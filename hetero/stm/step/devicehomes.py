@@ -151,17 +151,24 @@ class DeviceHomes:
     def missing_bytes(self) -> int:
         """Of the states that `complete` brings."""
         groups = self.groups()
-        away = [self._stm.tensors[index] for index in self._were_stepped() - self._here.keys()]
-        states = (state for tensor in away for state in self._states(tensor, groups))
+        stepped = [self._stm.tensors[index] for index in self._were_stepped()]
+        states = (state for tensor in stepped for state in self._states(tensor, groups))
         return sum(
             self._accelerator.allocated_size(state.nbytes) for state in states if state.device.type == "cpu"
         )
 
-    def complete(self) -> bool:
-        """Bring what is not stepped any more; False if any state is left at home."""
+    def complete(self, kept: frozenset[int]) -> bool:
+        """Bring what is not stepped any more, or was looked at; False if any state is left at home: there is no room,
+        or somebody holds one, besides us, who hold those with the ids ``kept``."""
         groups = self.groups()
-        for index in self._were_stepped() - self._here.keys():
-            if not self._bring(self._stm.tensors[index], groups):
+        for index in self._were_stepped():
+            tensor = self._stm.tensors[index]
+            if self._is_here(tensor, groups):
+                continue
+            entry = dict.get(self._optimizer.state, tensor.parameter)
+            is_private = entry is None or state_is_private(entry, kept)
+            del entry  # or the next one of it would be counted twice
+            if not (is_private and self._bring(tensor, groups)):
                 return False
         states = (state for tensor in self._stm.tensors for state in self._states(tensor, groups))
         return all(state.device.type != "cpu" for state in states)
@@ -190,13 +197,18 @@ class DeviceHomes:
             self._stm.residency.note_staying(tensor)
             self._here[index] = tensor
 
-    def bring_states_home(self, kept: frozenset[int] | None) -> None:
+    def bring_states_home(
+        self, kept: frozenset[int] | None, *, of: Iterable[torch.Tensor] | None = None
+    ) -> None:
         """Somebody is about to look at them: an alias taken on the device would be stale once they have left it. The
         next step brings back those that nobody holds. ``kept``: only those that somebody holds already, besides us,
-        who hold those with these ids."""
+        who hold those with these ids. ``of``: of these parameters; None: of all."""
         with plain():
             groups = self.groups()
+            looked_at = None if of is None else set(map(id, of))
             for tensor in self._here.values():
+                if looked_at is not None and id(tensor.parameter) not in looked_at:
+                    continue
                 entry = dict.get(self._optimizer.state, tensor.parameter)
                 held = kept is None or (entry is not None and not state_is_private(entry, kept))
                 del entry  # or the next one of it would be counted twice
@@ -343,6 +355,7 @@ class DeviceHomes:
         for state in states:
             try:
                 set_memory(state, state.detach().to(self._accelerator.device), f"a state of {tensor.name}")
+                self._stm.collector.count_fetch(state.nbytes)
             except ManageError:  # somebody holds it
                 self.send(tensor, groups)
                 break
@@ -360,6 +373,7 @@ class DeviceHomes:
             if state.device.type != "cpu":
                 self.have_moved = True
                 set_memory(state, state.detach().cpu(), f"a state of {tensor.name}")
+                self._stm.collector.count_eviction(0, state.nbytes)
 
     def _states(self, tensor: ManagedTensor, groups: dict[int, Group]) -> list[torch.Tensor]:
         return states_beside(self._optimizer, tensor.parameter, groups.get(id(tensor.parameter), {}))

@@ -23,7 +23,7 @@ import contextlib
 import sys
 import types
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -179,6 +179,10 @@ class HostStep:
         if isinstance(state, WatchedState) and state.watcher is not self:
             return False
         return self._attached and sys.getrefcount(state) == ATTRIBUTE_AND_NAME
+
+    def complete(self) -> bool:
+        """`DeviceHomes.complete`."""
+        return self.device_homes.complete(self._kept_ids())
 
     def resume(self, stepped: Iterable[int]) -> None:
         """After `detach`: parameters are ours again and live where they are. ``stepped``: those with a state."""
@@ -416,14 +420,14 @@ class HostStep:
         self._has_looked = True
         return True
 
-    def _before_state_access(self, writes: bool) -> None:
+    def _before_state_access(self, writes: bool, parameters: Sequence[Any] | None) -> None:
         with self._stm.lock:
             if self.capture.is_under_way or self._around is not None or not self._attached:
                 return  # the step itself
             self._stm.homes.roll_back()
             self._stm.homes.finish_updates()
             self.capture.commit()
-            self.device_homes.bring_states_home(None)
+            self.device_homes.bring_states_home(None, of=parameters)
             self.device_homes.note_moves()
             self._has_looked = True
             if writes:

@@ -1,29 +1,29 @@
 """``optimizer.state`` that is up to date whenever somebody looks.
 
-Owns the dict that stands in its place. Invariant: every access to the dict itself calls ``before`` first, and ``after``
-for the entry that was looked at before this one. Entries and tensors that were taken out of it earlier are plain
-objects: `hetero.stm.tensors.exposure` knows of them.
+Owns the dict that stands in its place. Invariant: every access to the dict itself calls ``before`` first, with the keys
+of the entries that it is about, and ``after`` for the entry that was looked at before this one. Entries and tensors
+that were taken out of it earlier are plain objects: `hetero.stm.tensors.exposure` knows of them.
 """
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
+from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence, ValuesView
 from typing import Any
 
 __all__ = ["WatchedState"]
 
 
 class WatchedState(defaultdict[Any, dict[str, Any]]):
-    """``before(writes)`` is called before each access, ``after(key)`` when somebody has had that entry and goes on to
-    another one. Copies and pickles are plain dicts."""
+    """``before(writes, keys)`` is called before each access, ``keys`` None for all; ``after(key)`` when somebody has
+    had that entry and goes on to another one. Copies and pickles are plain dicts."""
 
     def __init__(
         self,
         content: Mapping[Any, dict[str, Any]],
-        before: Callable[[bool], None],
+        before: Callable[[bool, Sequence[Any] | None], None],
         after: Callable[[Any], None],
     ) -> None:
-        self._before: Callable[[bool], None] = lambda writes: None
+        self._before: Callable[[bool, Sequence[Any] | None], None] = lambda writes, keys: None
         self._after = after
         self._latest: Any = None
         super().__init__(dict, content)
@@ -36,7 +36,7 @@ class WatchedState(defaultdict[Any, dict[str, Any]]):
 
     def plain(self) -> defaultdict[Any, dict[str, Any]]:
         """The same content in an ordinary dict."""
-        self._before(False)
+        self._before(False, None)
         return defaultdict(self.default_factory, dict.items(self))
 
     def note_entry(self, key: Any) -> None:
@@ -47,12 +47,12 @@ class WatchedState(defaultdict[Any, dict[str, Any]]):
 
     def items(self) -> Any:
         """As a dict's."""
-        self._before(False)
+        self._before(False, None)
         return _Items(self)
 
     def values(self) -> Any:
         """As a dict's."""
-        self._before(False)
+        self._before(False, None)
         return _Values(self)
 
     def __or__(self, other: Any) -> Any:
@@ -96,9 +96,10 @@ class _Values(ValuesView[dict[str, Any]]):
 def _watched(name: str, *, writes: bool) -> Any:
     method = getattr(defaultdict, name)
     hands_out = name in ("__getitem__", "get", "setdefault")
+    is_about_keys = name in ("__contains__", "__iter__", "__len__", "__reversed__", "keys")
 
     def access(self: WatchedState, *args: Any, **kwargs: Any) -> Any:
-        self._before(writes)
+        self._before(writes, () if is_about_keys else args[:1] if hands_out and args else None)
         if hands_out and args:
             self.note_entry(args[0])
         return method(self, *args, **kwargs)

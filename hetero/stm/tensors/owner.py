@@ -99,6 +99,9 @@ class GradientOwner(Protocol):
     def drop(self, tensor: "ManagedTensor") -> None:
         """``p.grad = None``, without waiting for who still needs it."""
 
+    def zero(self, tensor: "ManagedTensor") -> bool:
+        """``p.grad.zero_()``, now or before anybody sees it. False: nothing has been done."""
+
     def norms(self, tensors: "list[ManagedTensor]", norm_type: float) -> torch.Tensor:
         """Norms of their gradients, on the device, in a vector."""
 

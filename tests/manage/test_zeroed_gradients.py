@@ -1,0 +1,91 @@
+"""Gradients that are made zero, instead of taken away: ``zero_grad(set_to_none=False)``."""
+
+import pytest
+import torch
+from loops import batch, mlp
+from torch import nn
+from twins import adamw, assert_twins
+
+
+def _sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, foreach=False)
+
+
+def _by(model, optimizer, zero, number):
+    match zero:
+        case "optimizer":
+            optimizer.zero_grad(set_to_none=False)
+        case "model":
+            model.zero_grad(set_to_none=False)
+        case "in turns":
+            optimizer.zero_grad(set_to_none=number % 2 == 0)
+
+
+def _loop(zero, *, micro=1, clip=False):
+    def loop(model, optimizer, target):
+        seen = []
+        for number in range(18):
+            for _ in range(micro):
+                loss = model(batch(target)).square().mean()
+                loss.backward()
+            if clip:
+                seen.append(nn.utils.clip_grad_norm_(model.parameters(), 1e-2))
+            if number % 5 == 3:
+                seen.append([p.grad.cpu().clone() for p in model.parameters()])
+            optimizer.step()
+            _by(model, optimizer, zero, number)
+            if number % 7 == 2:
+                seen.append([None if p.grad is None else p.grad.cpu().clone() for p in model.parameters()])
+            if number % 6 == 1:  # with gradients of zero, or none
+                optimizer.step()
+            if number % 6 == 5:  # before anybody has used what it was
+                model(batch(target)).square().mean().backward()
+                _by(model, optimizer, zero, number)
+            seen.append(loss.detach())
+        return seen
+
+    return loop
+
+
+@pytest.mark.parametrize("share", [0.5, 0.7, 0.9, 1.5])
+@pytest.mark.parametrize("how", [{}, {"micro": 2}, {"clip": True}])
+@pytest.mark.parametrize("zero", ["optimizer", "model", "in turns"])
+@pytest.mark.parametrize("make_optimizer", [adamw, _sgd])
+def test_they_are_as_unmanaged(make_optimizer, zero, how, share):
+    assert_twins(lambda: mlp(depth=3), _loop(zero, **how), share=share, make_optimizer=make_optimizer)
+
+
+@pytest.mark.parametrize("zero", ["optimizer", "model"])
+def test_those_of_parameters_on_the_device_stay_there(zero):
+    def loop(model, optimizer, target):
+        for number in range(30):
+            loss = model(batch(target)).square().mean()
+            loss.backward()
+            optimizer.step()
+            _by(model, optimizer, zero, number)
+        return loss.detach()
+
+    manager = assert_twins(lambda: mlp(64, depth=4), loop, share=0.8)
+    assert manager.stats.settled_forwards == 0
+    # They would go home, and weights come up again.
+    assert manager.stats.bytes_moved < sum(t.full_nbytes for t in manager._stm.tensors)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+def test_part_of_a_graph_and_nothing_at_all():
+    def loop(model, optimizer, target):
+        seen = []
+        for _ in range(4):
+            loss = model(batch(target)).square().mean()
+            loss.backward(create_graph=True)
+            model[0].weight.grad = None
+            optimizer.zero_grad(set_to_none=False)
+            seen += [
+                p.grad is None or (p.grad.requires_grad, p.grad.abs().sum().item())
+                for p in model.parameters()
+            ]
+            model.zero_grad()
+            optimizer.step()
+        return seen
+
+    assert_twins(lambda: mlp(depth=1), loop, share=1.0)
