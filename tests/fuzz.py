@@ -434,6 +434,16 @@ class Run:
         if trained := [p for p in self.models.parameters() if p.requires_grad]:
             rng.choice(trained).register_hook(lambda g: g * 0.5)
 
+    def glance(self, rng):
+        p = rng.choice(list(self.models.parameters()))
+        self.note("numbers", [p.abs().sum(), p.detach().norm(), p.data.clamp_(-1, 1).sum(), p[0]])
+
+    def states(self, rng):
+        optimizer = rng.choice(self.optimizers)
+        p = rng.choice(optimizer.param_groups[0]["params"])
+        if p in optimizer.state:
+            self.note("states", list(optimizer.state[p].values()))
+
     def look(self, rng):
         states = [state.values() for o in self.optimizers for state in o.state_dict()["state"].values()]
         self.note("buffers", list(self.models.buffers()))
@@ -444,7 +454,7 @@ class Run:
 INCIDENTS = (
     *("adversaries", "mixed", "mixed", "mixed", "evaluate", "evaluate", "threads", "hold", "unhold"),
     *("average", "rewind", "trim", "close_and_manage", "fail", "hook", "look"),
-    *("freeze", "schedule", "evaluate_averages"),
+    *("freeze", "schedule", "evaluate_averages", "glance", "states"),
 )
 
 # -- comparing ------------------------------------------------------------------------------------------------

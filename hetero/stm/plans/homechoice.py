@@ -29,7 +29,7 @@ from hetero.stm.tensors.managed import ManagedTensor
 
 __all__ = ["HomeChoice"]
 
-_UNTIL_TRIED_AGAIN = 16  # iterations after a first loss ([Note: after a loss])
+_UNTIL_TRIED_AGAIN = 32  # iterations after a first loss ([Note: after a loss])
 _SHARE_OF_TIME, _SHARE_OF_FURTHER = 0.25, 0.02  # [Note: what choosing may take]
 
 
@@ -85,7 +85,7 @@ class HomeChoice:
         if self._lost_bytes or self._has_refused:
             if self._lost_bytes:
                 self._most_bytes = self._fewer(self._bytes_before)
-                self._until_tried_again = _UNTIL_TRIED_AGAIN << self._times_lost
+                self._until_tried_again = _UNTIL_TRIED_AGAIN << (self._times_lost - 1)
             self._lost_bytes = self._bytes_before = 0
             self._has_refused = False
             self._keep()
