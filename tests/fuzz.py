@@ -468,6 +468,8 @@ def compare(program: Any, target: torch.device, setting: dict[str, Any], expecte
     keywords["device_budget"] = base + int(setting["share"] * peak)
     run, refused, difference = Run(program, target, keywords), "", ""
     is_explained = True
+    if torch.accelerator.memory_allocated() > keywords["device_budget"]:
+        return "refused"  # what the loop itself keeps does not fit
     try:
         run.play()
     except (hetero.BudgetError, torch.OutOfMemoryError) as refusal:
