@@ -323,6 +323,32 @@ def test_looking_at_states_brings_them_home_until_the_next_step():
         assert manager._stm.ledger.nbytes(Tier.DEVICE, Kind.OPTIMIZER_STATE) > 0
 
 
+def test_a_look_at_one_parameters_states_brings_home_these_alone_and_counts_their_bytes():
+    model, optimizer, manager, target = managed_mlp(1160 << 10)
+
+    def there():
+        entries = dict.items(optimizer.state)  # nobody learns of this
+        return {id(p) for p, entry in entries if entry["exp_avg"].device.type != "cpu"}
+
+    with manager:
+        for _ in range(8):
+            step(model, optimizer, target)
+        before, sent = there(), manager._stm.collector.total.written_bytes
+        first = next(p for p in model.parameters() if id(p) in before)
+        assert first in optimizer.state
+        assert len(optimizer.state) == len(list(optimizer.state)) == len(optimizer.state.keys())
+        assert there() == before
+        entry = optimizer.state[first]
+        moved = sum(entry[name].nbytes for name in ("exp_avg", "exp_avg_sq"))
+        assert there() == before - {id(first)}
+        assert manager._stm.collector.total.written_bytes == sent + moved
+        del entry
+        fetched = manager._stm.collector.total.fetched_bytes
+        step(model, optimizer, target)
+        assert there() == before
+        assert manager._stm.collector.total.fetched_bytes >= fetched + moved
+
+
 @pytest.mark.parametrize("share", [0.5, 0.85])
 @pytest.mark.parametrize("extra", [0.25, 0.75])
 def test_those_whose_states_find_no_room_after_a_look_are_stepped_at_home(share, extra):
