@@ -80,18 +80,23 @@ def _zero_module_grad(self: nn.Module, set_to_none: bool = True) -> None:
 
 @functools.wraps(_optimizer_zero_grad)
 def _zero_optimizer_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
-    groups = self.param_groups
     if set_to_none:
-        _drop_gradients(parameter for group in groups for parameter in group["params"])
+        _drop_gradients(parameter for group in self.param_groups for parameter in group["params"])
         _optimizer_zero_grad(self, set_to_none)
-    elif managed_in(self):
-        self.param_groups = [{**group, "params": _without_zeroed(group["params"])} for group in groups]
-        try:
-            _optimizer_zero_grad(self, set_to_none)
-        finally:
-            self.param_groups = groups
+    elif not managed_in(self):
+        _optimizer_zero_grad(self, set_to_none)
     else:
-        _optimizer_zero_grad(self, set_to_none)
+        if not hasattr(self, "_zero_grad_profile_name"):
+            self._patch_step_function()
+        rest = [{**group, "params": _without_zeroed(group["params"])} for group in self.param_groups]
+        _optimizer_zero_grad(
+            SimpleNamespace(
+                param_groups=rest,
+                defaults=self.defaults,
+                _zero_grad_profile_name=self._zero_grad_profile_name,
+            ),
+            set_to_none,
+        )
 
 
 def _drop_gradients(parameters: Iterable[nn.Parameter]) -> None:

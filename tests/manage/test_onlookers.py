@@ -15,11 +15,6 @@ import hetero
 PLENTY = 64 << 20  # bytes
 
 LOOKS = {
-    "sums": lambda model: sum(p.abs().sum() for p in model.parameters()).item(),
-    "squares": lambda model: [p.pow(2).sum().item() for p in model.parameters()],
-    "copies": lambda model: [p.clone().detach().sum().item() for p in model.parameters()],
-    "rows": lambda model: [p[0].tolist() for p in model.parameters()],
-    "one number": lambda model: next(model.parameters())[0, 0].item(),
     "deep copy": lambda model: sum(p.sum().item() for p in copy.deepcopy(model).parameters()),
     "norms": lambda model: [p.detach().norm().item() for p in model.parameters()],
     "names": lambda model: len(model.state_dict()),
@@ -61,13 +56,71 @@ def test_one_look_stands_in_nobodys_way(look, number):
     assert manager.stats.settled_forwards > 0
 
 
-@pytest.mark.parametrize("look", list(LOOKS))
-def test_who_looks_in_each_iteration_settles_as_well(look):
-    loop = _looking(LOOKS[look], range(14))
-    # First: what an unmanaged run leaves on the host might be what parameters are combined with.
+# What is brought up to date on the host, from ``made`` of each parameter and its states.
+COPIES = {
+    "doubles": lambda p, entry: p.detach().double(),
+    "low precision": lambda p, entry: p.detach().bfloat16(),
+    "stacked": lambda p, entry: torch.stack([p.detach()] * 2),
+    "states": lambda p, entry: entry["exp_avg"].clone(),
+    "doubles of states": lambda p, entry: entry["exp_avg"].double(),
+}
+
+
+def _loop_with_copies(made, every, *, of_copy=False):
+    def loop(model, optimizer, target):
+        parameters, copies = list(model.parameters()), None
+        if of_copy:
+            copies = [p.detach().double() for p in copy.deepcopy(model).parameters()]
+        for number in range(14):
+            _step(model, optimizer, target)
+            optimizer.step()
+            optimizer.zero_grad()
+            if number % every == 0:
+                new = [made(p, optimizer.state[p]) for p in parameters]
+                copies = new if copies is None else copies
+                for mean, now in zip(copies, new, strict=True):
+                    mean.mul_(0.9).add_(now * 0.1)  # ``lerp_`` rounds otherwise on another device
+        return copies
+
+    return loop
+
+
+def _assert_goes_on(loop):
+    """Managed first: what an unmanaged run leaves on the host might be what parameters are combined with."""
     seen, _, manager = managed(mlp, loop, PLENTY)
-    assert manager.stats.settled_forwards > 0
     assert all(map(same_bits, seen, unmanaged(mlp, loop)[0]))
+    return manager
+
+
+@pytest.mark.parametrize("made", list(COPIES))
+def test_who_brings_copies_at_home_up_to_date_in_each_iteration_goes_on_to(made):
+    _assert_goes_on(_loop_with_copies(COPIES[made], 1))
+
+
+@pytest.mark.parametrize("every", [2, 5])
+@pytest.mark.parametrize("made", ["doubles", "low precision", "states", "doubles of states"])
+def test_who_brings_copies_at_home_up_to_date_now_and_then_goes_on_to(made, every):
+    _assert_goes_on(_loop_with_copies(COPIES[made], every))
+
+
+def test_a_deep_copy_that_is_kept_in_another_type_is_brought_up_to_date():
+    _assert_goes_on(_loop_with_copies(COPIES["doubles"], 5, of_copy=True))
+
+
+@pytest.mark.parametrize("share", [0.7, 4.0])
+@pytest.mark.parametrize("made", [lambda p: p * 1, lambda p: p[0], lambda p: p.clone()])
+def test_hooks_of_the_node_behind_what_was_made_of_a_parameter_are_called(made, share):
+    def loop(model, optimizer, target):
+        node = made(next(model.parameters())).grad_fn.next_functions[0][0]
+        node.register_prehook(lambda gradients: (gradients[0] * 0.5,))
+        seen = []
+        for _ in range(8):
+            seen.append(_step(model, optimizer, target).detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    assert_twins(mlp, loop, share=share)
 
 
 @pytest.mark.parametrize("how", ["divided", "set as they were", "given"])
@@ -161,9 +214,11 @@ def _training(look, numbers=range(20)):
     return loop
 
 
-@pytest.mark.parametrize("look", list(STATES))
-def test_who_looks_at_states_in_each_iteration_settles_as_well(look):
-    manager = assert_twins(mlp, _training(STATES[look]), budget=PLENTY)
+@pytest.mark.parametrize(
+    ("look", "numbers"), [("names", range(20)), ("one", [2]), ("all", [2]), ("all", [0, 9])]
+)
+def test_looks_at_names_of_states_and_single_looks_at_these_stand_in_nobodys_way(look, numbers):
+    manager = assert_twins(mlp, _training(STATES[look], numbers), budget=PLENTY)
     assert manager.stats.settled_forwards > 0
 
 

@@ -70,6 +70,34 @@ def test_those_of_parameters_on_the_device_stay_there(zero):
         assert len(kept) == len(there) > 0
 
 
+class ReadOnly(torch.optim.Optimizer):
+    """A wrapper whose groups nobody can set."""
+
+    param_groups = property(lambda self: self.base.param_groups)
+    state = property(lambda self: self.base.state)
+    defaults = property(lambda self: self.base.defaults)
+
+    def __init__(self, base):
+        self.base = base
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = {}, {}
+
+    def step(self, closure=None):
+        return self.base.step(closure)
+
+
+def test_a_wrapper_whose_groups_are_its_own():
+    def loop(model, optimizer, target):
+        wrapper, seen = ReadOnly(optimizer), []
+        for _ in range(6):
+            seen.append(model(batch(target)).square().mean())
+            seen[-1].backward()
+            wrapper.step()
+            wrapper.zero_grad(set_to_none=False)
+        return [loss.detach() for loss in seen]
+
+    assert_twins(mlp, loop, share=0.8)
+
+
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
 def test_part_of_a_graph_and_nothing_at_all():
     def loop(model, optimizer, target):

@@ -47,18 +47,18 @@ def run_at_home(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     for tensor in operands:
         if any(tensor.clock.shares(value) for value in results):
             tensor.owner.homes.give_out(tensor)
-    _note_graph(func, operands, results)
+    _note_graph(operands, results)
     note_operator(operands, others, results)
     if writes:
         note_update(operands, others)
     return result
 
 
-def _note_graph(func: Callable[..., Any], operands: list[ManagedTensor], results: list[torch.Tensor]) -> None:
+def _note_graph(operands: list[ManagedTensor], results: list[torch.Tensor]) -> None:
     """Autograd may now reach these parameters from ``results`` (gradients: [Note: unread gradients])."""
     # What ``detach()`` gives, in ``state_dict()``, does not.
     made = [value for value in results if value.requires_grad]
     if made and torch.is_grad_enabled():
-        mark = marked(made, are_indexed=func is torch.Tensor.__getitem__)
+        mark = marked(made)
         for tensor in operands:
             tensor.paths.note_home_graph(mark)

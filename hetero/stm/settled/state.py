@@ -146,7 +146,8 @@ class Settled:
         with stm.lock, torch.inference_mode(False), torch.no_grad(), plain():
             if not stm.close_iteration():
                 return False
-            if self.onlookers.begin_iteration():
+            looked, self.onlookers.have_looked = self.onlookers.have_looked, False
+            if looked:
                 return False
             growth = self._fitting.growth()
             if growth is None or kind not in growth.by_kind or not self._fitting.has_room(growth):

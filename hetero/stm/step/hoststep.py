@@ -430,6 +430,10 @@ class HostStep:
             self.device_homes.bring_states_home(None, of=parameters)
             self.device_homes.note_moves()
             self._has_looked = True
+            if parameters is None or parameters:  # not only at names
+                settled = self._stm.settled
+                if settled is not None:
+                    settled.onlookers.note_look()
             if writes:
                 self._stepped.clear()
 

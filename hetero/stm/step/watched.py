@@ -1,7 +1,7 @@
 """``optimizer.state`` that is up to date whenever somebody looks.
 
 Owns the dict that stands in its place. Invariant: every access to the dict itself calls ``before`` first, with the keys
-of the entries that it is about, and ``after`` for the entry that was looked at before this one. Entries and tensors
+of the entries that it hands out, and ``after`` for the entry that was looked at before this one. Entries and tensors
 that were taken out of it earlier are plain objects: `hetero.stm.tensors.exposure` knows of them.
 """
 

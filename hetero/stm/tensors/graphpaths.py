@@ -78,14 +78,13 @@ class _Mark:
     __slots__ = ("__weakref__",)
 
 
-def marked(results: Sequence[torch.Tensor], *, are_indexed: bool = False) -> object | None:
-    """Held by the nodes that made ``results``. None for views: they lead to a parameter's accumulator, for hooks; and
-    behind a view that was written to, it is its base that keeps the graph. But what a parameter's own rows are
-    (``are_indexed``) nobody takes for hooks, and autograd lets nobody write to them."""
+def marked(results: Sequence[torch.Tensor]) -> object | None:
+    """Held by the nodes that made ``results``. None unless they are numbers, such as norms: views lead to a parameter's
+    accumulator, for hooks; and behind a view that was written to, it is its base that keeps the graph."""
     nodes = []
     for value in results:
         node = value.grad_fn
-        if node is None or (value._is_view() and not are_indexed):
+        if node is None or value.dim() or value._is_view():
             return None
         nodes.append(node)
     return _mark(nodes)
