@@ -51,19 +51,20 @@ class Onlookers:
 
     def keep_something(self, tensors: Sequence[ManagedTensor]) -> bool:
         """On the host is a tensor that may be a copy or a gradient of these that somebody was given, or made from some:
-        of the shape of a parameter, in whatever type, or as large as all together, none of ours, and not there
-        before."""
+        of the shape of a parameter, or as large as all together, none of ours, and not there before. What was made from
+        copies may be of another type."""
         if not (self.have_values or self.have_gradients):
             return False
         seen = [t.home for t in tensors if self.have_values or t.parameter.requires_grad]
-        shapes = {home.shape for home in seen if home.dim()}
+        dtypes, shapes = {home.dtype for home in seen}, {home.shape for home in seen if home.dim()}
         total = sum(home.numel() for home in seen)
         ours = {home.untyped_storage()._cdata for home in (tensor.home for tensor in tensors)}
         for tensor in tensors:
             if tensor.parameter.grad is not None and tensor.parameter.grad.layout is torch.strided:
                 ours.add(tensor.parameter.grad.untyped_storage()._cdata)
         for found in _host_tensors():
-            if _may_be_values(found.dtype) and (found.shape in shapes or found.numel() == total):
+            is_one = found.dtype in dtypes or (self.have_values and _may_be_values(found.dtype))
+            if is_one and (found.shape in shapes or found.numel() == total):
                 storage = storage_of(found)
                 if (storage is None or storage._cdata not in ours) and not self._is_from_before(found):
                     return True
