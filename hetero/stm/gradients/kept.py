@@ -98,10 +98,11 @@ class KeptGradients:
             if not tensor.stays:
                 return None
         host = tensor.parameter.grad
-        if host is not None:  # zeros, to be
+        if host is not None:  # it is to be zeros, to which autograd would add: -0.0 becomes 0.0
             if host.stride() != gradient.stride():
                 return None
-            gradient, copies = gradient.data.add_(0) if copies else gradient.data.add(0), True
+            gradient = gradient.data.add_(0) if copies else gradient.data.add(0)
+            copies = True
             if not tensor.stays:
                 return None
             self._changes.drop(tensor.index)
