@@ -87,9 +87,8 @@ def _loop_with_copies(made, every, *, of_copy=False):
 
 def _assert_goes_on(loop):
     """Managed first: what an unmanaged run leaves on the host might be what parameters are combined with."""
-    seen, _, manager = managed(mlp, loop, PLENTY)
+    seen = managed(mlp, loop, PLENTY)[0]
     assert all(map(same_bits, seen, unmanaged(mlp, loop)[0]))
-    return manager
 
 
 @pytest.mark.parametrize("made", list(COPIES))
@@ -125,7 +124,7 @@ def test_hooks_of_the_node_behind_what_was_made_of_a_parameter_are_called(made, 
 
 @pytest.mark.parametrize("how", ["divided", "set as they were", "given"])
 def test_gradients_of_ours_that_are_set_again_are_nobody_elses(how):
-    """Those of ``p.grad /= 2`` are; they lie in memory whose like NumPy's arrays are in, which others read unasked."""
+    """Theirs is memory of a kind that NumPy's arrays have as well, which others read unasked."""
 
     def loop(model, optimizer, target):
         seen = []

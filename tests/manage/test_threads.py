@@ -156,9 +156,9 @@ def test_nobody_can_wait_for_an_update_that_is_announced_and_not_queued(monkeypa
 def test_what_lives_on_the_device_is_stepped_and_brought_home_by_one_thread_at_a_time(monkeypatch, place):
     original, locked = getattr(*place), []
 
-    def asking(*args):
+    def asking(*args, **kwargs):
         locked.append(is_locked_for_others(manager._stm.lock))
-        return original(*args)
+        return original(*args, **kwargs)
 
     monkeypatch.setattr(*place, asking)
     target = device()
