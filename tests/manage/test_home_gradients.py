@@ -440,6 +440,10 @@ def test_what_is_free_again_once_gradients_are_made(periods, at_home):
         assert freed == 0
 
 
+def _living_bytes(manager):
+    return sum(tensor.home.nbytes for tensor in manager._stm.tensors if tensor.stays)
+
+
 def test_a_few_bytes_that_are_wanting_send_few_home():
     """They are the loop's own, which keeps more with each step until some have left."""
     model, optimizer, manager, target = managed_mlp(1300 << 10)
@@ -447,14 +451,14 @@ def test_a_few_bytes_that_are_wanting_send_few_home():
     with manager:
         for _ in range(100):
             one_step(model, optimizer, target)
-            lived.append(sum(tensor.home.nbytes for tensor in manager._stm.tensors if tensor.stays))
+            lived.append(_living_bytes(manager))
             if lived[-1] < max(lived):
                 break
             kept.append(torch.empty(512, device=target))
         assert lived[-1] < max(lived)
         for _ in range(3):
             one_step(model, optimizer, target)
-        now = sum(tensor.home.nbytes for tensor in manager._stm.tensors if tensor.stays)
+        now = _living_bytes(manager)
     assert 0.7 * max(lived) < now < max(lived)
 
 
@@ -464,7 +468,7 @@ def test_of_what_had_to_leave_for_a_moment_no_more_than_half_stays_away():
     with manager:
         for number in range(40):
             one_step(model, optimizer, target)
-            lived.append(sum(tensor.home.nbytes for tensor in manager._stm.tensors if tensor.stays))
+            lived.append(_living_bytes(manager))
             if number == 20:
                 held.append(torch.empty(100 << 8, device=target))
             elif number == 22:

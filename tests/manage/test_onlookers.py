@@ -6,7 +6,7 @@ import pytest
 import torch
 from accelerators import device
 from bits import same_bits
-from loops import batch, mlp
+from loops import mlp, square_loss
 from torch.nn.utils import parameters_to_vector
 from twins import adamw, assert_twins, managed, unmanaged
 
@@ -30,9 +30,11 @@ def _without_gradients(function):
 
 
 def _step(model, optimizer, target):
-    loss = model(batch(target)).square().mean()
+    loss = square_loss(model, target)
     loss.backward()
-    return loss
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
 
 
 def _looking(look, iterations):
@@ -41,9 +43,7 @@ def _looking(look, iterations):
         for number in range(14):
             if number in iterations:
                 look(model)
-            seen.append(_step(model, optimizer, target).detach())
-            optimizer.step()
-            optimizer.zero_grad()
+            seen.append(_step(model, optimizer, target))
         return seen
 
     return loop
@@ -73,8 +73,6 @@ def _loop_with_copies(made, every, *, of_copy=False):
             copies = [p.detach().double() for p in copy.deepcopy(model).parameters()]
         for number in range(14):
             _step(model, optimizer, target)
-            optimizer.step()
-            optimizer.zero_grad()
             if number % every == 0:
                 new = [made(p, optimizer.state[p]) for p in parameters]
                 copies = new if copies is None else copies
@@ -114,9 +112,7 @@ def test_hooks_of_the_node_behind_what_was_made_of_a_parameter_are_called(made, 
         node.register_prehook(lambda gradients: (gradients[0] * 0.5,))
         seen = []
         for _ in range(8):
-            seen.append(_step(model, optimizer, target).detach())
-            optimizer.step()
-            optimizer.zero_grad()
+            seen.append(_step(model, optimizer, target))
         return seen
 
     assert_twins(mlp, loop, share=share)
@@ -129,14 +125,14 @@ def test_gradients_of_ours_that_are_set_again_are_nobody_elses(how):
     def loop(model, optimizer, target):
         seen = []
         for _ in range(14):
+            loss = square_loss(model, target)
             if how == "given":
-                loss = model(batch(target)).square().mean()
                 gradients = list(torch.autograd.grad(loss, list(model.parameters())))
                 for p in reversed(list(model.parameters())):
                     p.grad = gradients.pop()
                 del p
             else:
-                loss = _step(model, optimizer, target)
+                loss.backward()
                 for p in model.parameters():
                     if how == "divided":
                         p.grad /= 2
@@ -172,9 +168,7 @@ def test_who_combines_them_with_what_is_at_home_goes_on_to(use, are_older, every
                 with torch.no_grad():
                     for p, mask in zip(model.parameters(), masks, strict=False):
                         use(p, mask)
-            seen.append(_step(model, optimizer, target).detach())
-            optimizer.step()
-            optimizer.zero_grad()
+            seen.append(_step(model, optimizer, target))
         return seen
 
     expected = unmanaged(mlp, loop)[0]
@@ -203,9 +197,7 @@ def _training(look, numbers=range(20)):
     def loop(model, optimizer, target):
         seen = []
         for number in range(20):
-            seen.append(_step(model, optimizer, target).detach())
-            optimizer.step()
-            optimizer.zero_grad()
+            seen.append(_step(model, optimizer, target))
             if number in numbers:
                 seen.append(look(model, optimizer.state))
         return seen
@@ -229,9 +221,7 @@ def test_what_somebody_holds_of_a_state_follows_it(hold, number):
     def loop(model, optimizer, target):
         seen, held = [], None
         for each in range(14):
-            seen.append(_step(model, optimizer, target).detach())
-            optimizer.step()
-            optimizer.zero_grad()
+            seen.append(_step(model, optimizer, target))
             if each == number:
                 held = hold(optimizer.state[next(model.parameters())])
             if held is not None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from accelerators import ON_CUDA, STEPS_AT_HOME
-from loops import batch, mlp
+from loops import batch, losses, mlp
 from twins import adamw, assert_same, assert_twins, device, managed, unmanaged
 
 import hetero
@@ -158,18 +158,8 @@ def test_where_another_optimizer_steps_there_is_a_plan_in_the_end(share):
 
 def test_many_micro_batches_for_a_step_are_one_iteration():
     """As many as there are before it is taken for granted that no step will come."""
-
-    def loop(model, optimizer, target):
-        seen = []
-        for _ in range(4):
-            for _ in range(140):
-                loss = model(batch(target)).square().mean()
-                loss.backward()
-            seen.append(loss.detach())
-            optimizer.step()
-            optimizer.zero_grad()
-        return seen
-
-    manager = assert_twins(lambda: mlp(depth=1), loop, share=0.8)
+    manager = assert_twins(
+        lambda: mlp(depth=1), lambda m, o, t: losses(m, o, t, 4, micro_batches=140), share=0.8
+    )
     kinds = [len(plan.keys) for plan in manager._stm.plans]
     assert 2 * 140 + 1 in kinds

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from loops import batch, mlp
+from loops import mlp, square_loss
 from residents import managed_mlp
 from torch import nn
 from twins import adamw, assert_twins
@@ -27,7 +27,7 @@ def _loop(zero, *, micro=1, clip=False):
         seen = []
         for number in range(18):
             for _ in range(micro):
-                loss = model(batch(target)).square().mean()
+                loss = square_loss(model, target)
                 loss.backward()
             if clip:
                 seen.append(nn.utils.clip_grad_norm_(model.parameters(), 1e-2))
@@ -40,7 +40,7 @@ def _loop(zero, *, micro=1, clip=False):
             if number % 6 == 1:  # with gradients of zero, or none
                 optimizer.step()
             if number % 6 == 5:  # before anybody has used what it was
-                model(batch(target)).square().mean().backward()
+                square_loss(model, target).backward()
                 _by(model, optimizer, zero, number)
             seen.append(loss.detach())
         return seen
@@ -61,7 +61,7 @@ def test_those_of_parameters_on_the_device_stay_there(zero):
     model, optimizer, manager, target = managed_mlp(1160 << 10)
     with manager:
         for number in range(10):
-            model(batch(target)).square().mean().backward()
+            square_loss(model, target).backward()
             there = [tensor for tensor in manager._stm.tensors if tensor.stays]
             kept = [tensor for tensor in there if manager._stm.gradients.is_kept(tensor)]
             optimizer.step()
@@ -89,7 +89,7 @@ def test_a_wrapper_whose_groups_are_its_own():
     def loop(model, optimizer, target):
         wrapper, seen = ReadOnly(optimizer), []
         for _ in range(6):
-            seen.append(model(batch(target)).square().mean())
+            seen.append(square_loss(model, target))
             seen[-1].backward()
             wrapper.step()
             wrapper.zero_grad(set_to_none=False)
@@ -103,7 +103,7 @@ def test_part_of_a_graph_and_nothing_at_all():
     def loop(model, optimizer, target):
         seen = []
         for _ in range(4):
-            loss = model(batch(target)).square().mean()
+            loss = square_loss(model, target)
             loss.backward(create_graph=True)
             model[0].weight.grad = None
             optimizer.zero_grad(set_to_none=False)
