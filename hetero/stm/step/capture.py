@@ -15,6 +15,7 @@ memory, gradient and state nobody else holds (`hetero.stm.tensors.exposure`).
 
 import operator
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Any
 
@@ -46,7 +47,7 @@ class Capture:
         optimizer: torch.optim.Optimizer,
         manager: StatefulTensorMgr,
         *,
-        stepped: Callable[[], set[int]],
+        stepped: AbstractSet[int],
         kept_ids: Callable[[], frozenset[int]],
     ) -> None:
         self._optimizer = optimizer
@@ -81,7 +82,7 @@ class Capture:
 
     def choose(self) -> dict[int, ManagedTensor]:
         """[Note: what is queued], as far as it is a matter of one parameter. By index."""
-        kept, stepped = self._kept_ids(), self._stepped()
+        kept, stepped = self._kept_ids(), self._stepped
         chosen = {}
         with plain():
             for tensor in self.managed():

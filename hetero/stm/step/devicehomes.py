@@ -9,6 +9,7 @@ cannot be watched is stepped at home.
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Set as AbstractSet
 
 import torch
 
@@ -47,7 +48,7 @@ class DeviceHomes:
         host: HostRate,
         *,
         allowed: bool,
-        stepped: Callable[[], set[int]],
+        stepped: AbstractSet[int],
         note_states: Callable[[], None],
     ) -> None:
         self._optimizer = optimizer
@@ -142,7 +143,7 @@ class DeviceHomes:
     def is_whole(self, *, trains: bool) -> bool:
         """All that are stepped live here, with all of their states. ``trains``: some will be; where none has been since
         the states were taken away, nobody can say what the next step makes."""
-        stepped = self._were_stepped()
+        stepped = self._were_stepped
         away = stepped - (self.stepped & self._here.keys())
         if not (self._can_step() and self.is_measured) or (trains and not stepped):
             return False
@@ -151,7 +152,7 @@ class DeviceHomes:
     def missing_bytes(self) -> int:
         """Of the states that `complete` brings."""
         groups = self.groups()
-        stepped = [self._stm.tensors[index] for index in self._were_stepped()]
+        stepped = [self._stm.tensors[index] for index in self._were_stepped]
         states = (state for tensor in stepped for state in self._states(tensor, groups))
         return sum(
             self._accelerator.allocated_size(state.nbytes) for state in states if state.device.type == "cpu"
@@ -161,7 +162,7 @@ class DeviceHomes:
         """Bring what is not stepped any more, or was looked at; False if any state is left at home: there is no room,
         or somebody holds one, besides us, who hold those with the ids ``kept``."""
         groups = self.groups()
-        for index in self._were_stepped():
+        for index in self._were_stepped:
             tensor = self._stm.tensors[index]
             if self._is_here(tensor, groups):
                 continue
@@ -308,7 +309,7 @@ class DeviceHomes:
 
     def _with_states(self, groups: dict[int, Group]) -> set[int]:
         """`stepped`, by groups that are at hand."""
-        return {index for index in self._were_stepped() if not self._lacks_states(index, groups)}
+        return {index for index in self._were_stepped if not self._lacks_states(index, groups)}
 
     def _lacks_states(self, index: int, groups: dict[int, Group]) -> bool:
         parameter = self._stm.tensors[index].parameter

@@ -20,10 +20,8 @@ ever; a copy that is being written on the device would come home in pieces and p
 """
 
 import contextlib
-import sys
 import types
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any
 
@@ -44,8 +42,7 @@ from hetero.stm.step.devicesteps import DeviceSteps, DeviceUpdate
 from hetero.stm.step.hostrate import HostRate
 from hetero.stm.step.jobs import Captured, Surroundings, change, wait
 from hetero.stm.step.speculation import Speculation
-from hetero.stm.step.watched import WatchedState
-from hetero.stm.tensors.exposure import ATTRIBUTE_AND_NAME
+from hetero.stm.step.statewatch import StateWatch
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.managed import ManagedTensor
 from hetero.stm.updates.captured import ParameterUpdate
@@ -82,10 +79,10 @@ class HostStep:
         self._step_method: Any = None
         self._load_hook: RemovableHandle | None = None
         self._attached = False
-        # Parameters whose state exists, by index.
+        # Parameters whose state exists, by index: the same set for all of the step's parts.
         self._stepped: set[int] = set()
         self._stepped_now: set[int] = set()
-        self.capture = Capture(optimizer, manager, stepped=lambda: self._stepped, kept_ids=kept_ids)
+        self.capture = Capture(optimizer, manager, stepped=self._stepped, kept_ids=kept_ids)
         host = HostRate(manager.plans.timings)
         self.device_homes = DeviceHomes(
             optimizer,
@@ -93,8 +90,17 @@ class HostStep:
             accelerator,
             host,
             allowed=uses_device,
-            stepped=lambda: self._stepped,
+            stepped=self._stepped,
             note_states=note_states,
+        )
+        self._states = StateWatch(
+            optimizer,
+            manager,
+            self.capture,
+            self.device_homes,
+            stepped=self._stepped,
+            is_on=lambda: self._attached,
+            is_within=lambda: self._around is not None,
         )
         self._device_steps = DeviceSteps(optimizer, manager, accelerator, self.device_homes)
         self.speculation = Speculation(
@@ -103,9 +109,9 @@ class HostStep:
             host,
             allowed=speculates is not False,
             host_share=1.0 if speculates else _SHARE_OF_HOST,
-            stepped=lambda: self._stepped,
+            stepped=self._stepped,
             kept_ids=kept_ids,
-            watches=lambda: self.defers and self._attached and self._watch(optimizer),
+            watches=lambda: self.defers and self._attached and self._states.watch(),
         )
         # What is around torch's updates: no dispatch to us, and where they need it, a guard.
         self._around: Any = None
@@ -113,8 +119,6 @@ class HostStep:
         # Makes the step where everything has come to live on the device: within a closure, or since a method was kept.
         self.step_settled: Callable[..., Any] = lambda inner, args, kwargs: inner(*args, **kwargs)
         self._is_inside = False  # whoever is called to make the step
-        # Somebody may have put other states, or their entries, in the place of those that we know.
-        self._has_looked = True
         # For benchmarks and tests: False steps everything at once.
         self.defers = True
         # How many updates were queued so far.
@@ -157,7 +161,7 @@ class HostStep:
         """Learn of whoever looks at ``optimizer.state`` from now on, if that can be. Its loading has put another one in
         its place."""
         if self._attached:
-            self._watch(self.optimizer)
+            self._states.watch()
 
     def detach(self) -> None:
         """Give it back. Nothing may be queued."""
@@ -169,16 +173,11 @@ class HostStep:
         if self._load_hook is not None:
             self._load_hook.remove()
         give_step_back(optimizer, self._step_method, self._own_step)  # else ours stays, and hands on
-        state = optimizer.state
-        if isinstance(state, WatchedState) and sys.getrefcount(state) == ATTRIBUTE_AND_NAME:
-            optimizer.state = state.plain()
+        self._states.give_back()
 
     def can_pause(self) -> bool:
         """Nothing is left for it to do but what the optimizer does by itself: `hetero.stm.settled`."""
-        state = self.optimizer.state
-        if isinstance(state, WatchedState) and state.watcher is not self:
-            return False
-        return self._attached and sys.getrefcount(state) == ATTRIBUTE_AND_NAME
+        return self._attached and self._states.can_give_back()
 
     def complete(self) -> bool:
         """`DeviceHomes.complete`."""
@@ -187,7 +186,8 @@ class HostStep:
     def resume(self, stepped: Iterable[int]) -> None:
         """After `detach`: parameters are ours again and live where they are. ``stepped``: those with a state."""
         self.attach()
-        self._stepped = set(stepped)
+        self._stepped.clear()
+        self._stepped.update(stepped)
         self.device_homes.adopt(self._stepped)
         self.device_homes.bring_states_home(self._kept_ids())
         self.device_homes.note_moves(always=True)
@@ -279,7 +279,7 @@ class HostStep:
 
         self._stm.homes.wait_all()
         self.capture.commit()
-        self._bring_states_home()
+        self._states.keep_home()
         self.device_homes.take({})
         self._is_inside = True
         try:
@@ -304,7 +304,7 @@ class HostStep:
             self._stm.homes.finish_updates()
             self.capture.commit()
             bring_home(optimizer)
-            self._bring_states_home()
+            self._states.keep_home()
             defers = self._may_defer(optimizer, args, kwargs)
             self.speculation.begin_step(optimizer, defers=defers)
             later = self.capture.choose() if defers else {}
@@ -397,57 +397,9 @@ class HostStep:
             and all(
                 isinstance(mode, DeviceContext) for mode in torch.overrides._get_current_function_mode_stack()
             )
-            and self._watch(optimizer)
+            and self._states.watch()
             and steps_alone(optimizer)
         )
-
-    def _watch(self, optimizer: torch.optim.Optimizer) -> bool:
-        """See to it that we learn of whoever looks at ``optimizer.state``; False if we cannot."""
-        state = optimizer.state
-        if sys.getrefcount(state) != ATTRIBUTE_AND_NAME:
-            return False
-        if isinstance(state, WatchedState):
-            watcher = state.watcher
-            if watcher is self:
-                return True
-            if isinstance(watcher, HostStep) and watcher._attached:
-                return False  # another manager's, which has parameters of this optimizer as well
-            state = state.plain()  # left from a manager that is closed
-        if type(state) is not defaultdict:
-            return False
-        optimizer.state = WatchedState(state, self._before_state_access, self._after_state_access)
-        self._stepped.clear()
-        self._has_looked = True
-        return True
-
-    def _before_state_access(self, writes: bool, parameters: Sequence[Any] | None) -> None:
-        with self._stm.lock:
-            if self.capture.is_under_way or self._around is not None or not self._attached:
-                return  # the step itself
-            self._stm.homes.roll_back()
-            self._stm.homes.finish_updates()
-            self.capture.commit()
-            self.device_homes.bring_states_home(None, of=parameters)
-            self.device_homes.note_moves()
-            self._has_looked = True
-            if parameters is None or parameters:  # not only at names
-                settled = self._stm.settled
-                if settled is not None:
-                    settled.onlookers.note_look()
-            if writes:
-                self._stepped.clear()
-
-    def _after_state_access(self, parameter: Any) -> None:
-        """Loops that move all states to the device (after resuming, say) need no more memory there than one's take."""
-        with self._stm.lock:
-            if self._around is None and self._attached and is_managed(parameter):
-                self.device_homes.keep_home(managed_of(parameter))
-
-    def _bring_states_home(self) -> None:
-        if self._has_looked or not isinstance(self.optimizer.state, WatchedState):
-            self._has_looked = False
-            for tensor in self.capture.managed():
-                self.device_homes.keep_home(tensor)
 
 
 # Of the host's memory that nobody else needs, for what speculation copies, unless the user asks for more.

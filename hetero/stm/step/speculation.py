@@ -17,6 +17,7 @@ that, and there finds `_roll_back`.
 
 import weakref
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -63,7 +64,7 @@ class Speculation:
         *,
         allowed: bool,
         host_share: float,
-        stepped: Callable[[], set[int]],
+        stepped: AbstractSet[int],
         kept_ids: Callable[[], frozenset[int]],
         watches: Callable[[], bool],
     ) -> None:
@@ -113,7 +114,7 @@ class Speculation:
         if not (self._is_expected() and self._stm.gradients.kept.keeps):
             return
         arrival = self._stm.gradients.unread_arrival(tensor)
-        if arrival is None or tensor.pending is not None or tensor.index not in self._stepped():
+        if arrival is None or tensor.pending is not None or tensor.index not in self._stepped:
             return
         # What backward reads at home, and what runs right behind it, comes without asking us.
         if tensor.paths.lead_home or tensor.parameter._post_accumulate_grad_hooks or tensor.low is not None:
