@@ -8,6 +8,17 @@ from torch import nn
 from twins import adamw, assert_twins
 
 
+def layered(depth):
+    """Of matrices that all are large beside activations."""
+    return nn.Sequential(
+        *[
+            m
+            for _ in range(depth)
+            for m in (nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64), nn.LayerNorm(64))
+        ]
+    )
+
+
 def _sgd(model):
     return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, foreach=False)
 
@@ -68,6 +79,27 @@ def test_those_of_parameters_on_the_device_stay_there(zero):
             _by(model, optimizer, zero, number)
         assert manager.stats.settled_forwards == 0
         assert len(kept) == len(there) > 0
+
+
+@pytest.mark.parametrize("share", [0.5, 0.6, 0.75, 0.85])
+def test_what_is_zero_at_some_times_takes_no_memory_twice(share):
+    """Nobody looks: zeros are still to be written where the gradient is, when the next one comes."""
+
+    def loop(model, optimizer, target):
+        seen = []
+        for number in range(14):
+            loss = square_loss(model, target)
+            loss.backward()
+            optimizer.step()
+            _by(model, optimizer, "in turns", number)
+            seen.append(loss.detach())
+        return seen
+
+    def make_optimizer(model):
+        return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+    link = {"bandwidth": "100GiB/s", "latency": "1us"}
+    assert_twins(lambda: layered(depth=6), loop, share=share, make_optimizer=make_optimizer, **link)
 
 
 class ReadOnly(torch.optim.Optimizer):

@@ -101,10 +101,7 @@ class KeptGradients:
         if host is not None:  # it is to be zeros, to which autograd would add: -0.0 becomes 0.0
             if host.stride() != gradient.stride():
                 return None
-            gradient = gradient.data.add_(0) if copies else gradient.data.add(0)
-            copies = True
-            if not tensor.stays:
-                return None
+            gradient.data.add_(0)  # nobody else has it
             self._changes.drop(tensor.index)
         # Many are views, such as the transposed product of a linear layer, and hold the tensor that they are a view of.
         self._put(tensor, _Kept(gradient.data, is_ours=copies))
@@ -175,7 +172,8 @@ class KeptGradients:
     def _change(self, tensor: ManagedTensor, kept: _Kept) -> bool:
         """Do what is left to be done to it; False if it is gone."""
         while (wish := self._changes.first_wish(tensor.index)) is not None:
-            if not self._become(tensor, kept, wish.applied(kept.gradient, in_place=kept.owns())):
+            in_place = kept.owns()  # asked first: among the arguments, there would be one more who holds it
+            if not self._become(tensor, kept, wish.applied(kept.gradient, in_place=in_place)):
                 return False
             self._changes.drop_first(tensor.index)
         return True
