@@ -98,6 +98,7 @@ class MemStatsCollector:
         # The last gradient of the period that is measured: index, bytes, what there was beside it, and had been made.
         self._handed_over: tuple[int, int, int, int | None] | None = None
         self._model_base = 0  # model data on the device since the period began, or was relieved
+        self._is_between = False  # the period's operator is over
         self.total = Period(operands=())  # sums over the manager's life
         self.largest_growth = 0
 
@@ -160,6 +161,7 @@ class MemStatsCollector:
             # was asked for is another matter: it may be so again for others that are there then.
             period.excess_bytes = max(period.excess_bytes, self.peaks.excess())
             self.peaks.next_period()
+            self._is_between = False
             period.model_bytes = self._model_base = self._model_bytes.device_bytes
             period.host_model_bytes = self._model_bytes.host_bytes
             period.activation_bytes, on_host = self._model_bytes.activation_bytes
@@ -169,6 +171,12 @@ class MemStatsCollector:
             period.asked_bytes, _ = self._accelerator.asked_bytes()
         elif segment is not None and segment.timed:
             self._period.begin = self._event()
+
+    def operator_over(self) -> None:
+        """The current operator has run: what comes until the next one is between the two."""
+        if self.is_sampling and self._period.begin is not None:
+            self._read_peak(self._period)
+            self._is_between = True
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -355,7 +363,10 @@ class MemStatsCollector:
         period.peak_bytes = max(period.peak_bytes, peak)
         period.excess_bytes = max(period.excess_bytes, excess)
         # A buffer that the model has replaced counts although it is gone.
-        period.non_model_bytes = max(period.non_model_bytes, peak - excess - self._model_base, 0)
+        non_model_bytes = max(0, peak - excess - self._model_base)
+        period.non_model_bytes = max(period.non_model_bytes, non_model_bytes)
+        if self._is_between:
+            period.between_bytes = max(period.between_bytes, non_model_bytes)
 
     def _event(self) -> torch.Event:
         event = torch.Event(device=self._accelerator.device, enable_timing=True)

@@ -125,9 +125,10 @@ class Period:
 
     ``used_bytes``: on the device when the operator began, ``asked_bytes`` of them asked for; ``peak_bytes``: at most
     until the period's end, ``excess_bytes`` of them not asked for; ``non_model_bytes``: at most of what is no model
-    data and was asked for. ``relieved``: it ran out of memory until copies were evicted in its middle; ``lost_own``:
-    among them what will be there again, which it had saved itself or others have. ``others_gave``: before it began,
-    other managers made room, with what they may have there again.
+    data and was asked for, ``between_bytes`` of these after its operator was over, -1 where that is not known.
+    ``relieved``: it ran out of memory until copies were evicted in its middle; ``lost_own``: among them what will be
+    there again, which it had saved itself or others have. ``others_gave``: before it began, other managers made room,
+    with what they may have there again.
 
     ``reached``: the sampling moment, where times are measured; until ``begin`` the host issued ``issued`` transfers.
     ``seconds``: its own time ([Note: own time]). ``waits`` and ``gradients``: in the order in which they came;
@@ -154,6 +155,7 @@ class Period:
     peak_bytes: int = -1
     excess_bytes: int = 0
     non_model_bytes: int = -1
+    between_bytes: int = -1
     relieved: bool = False
     lost_own: bool = False
     others_gave: bool = False
@@ -181,6 +183,16 @@ class Period:
     def is_sampled(self) -> bool:
         """Its memory was measured."""
         return self.peak_bytes >= 0
+
+    @property
+    def beside_bytes(self) -> int:
+        """Non-model data that were asked for before the operator began."""
+        return self.asked_bytes - self.model_bytes
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of the gradients that went home, after `read_events`."""
+        return sum(nbytes for _, nbytes, _ in self.sends)
 
     def non_model_with(self, staying: Mapping[int, int]) -> int:
         """``non_model_bytes``, had the gradients of these parameters, of so many bytes, stayed once they were made."""

@@ -99,6 +99,7 @@ class Uses:
         """The operator is done."""
         with self._lock:
             end_compute(operands)
+            self._executor.after_operator()
 
     def note_unguarded(self) -> None:
         """An operator is about to come that cannot be tried again when it runs out of memory."""

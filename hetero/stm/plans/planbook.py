@@ -24,6 +24,8 @@ __all__ = ["Keys", "PlanBook"]
 # most of those without that are remembered.
 _MANY, _MOST, _MOST_SEEN = 16, 64, 256
 _UNTIL_TIMED = 3  # iterations that end, from the one of which a first plan is made, until its times are known
+# Of the budget, one part in so many: what an operator takes more the first time is forgotten where it is as much.
+_PARTS = 32
 # Keys of segments that samples are kept of, before it is looked whether any are for nothing.
 _LEAST_TO_PRUNE = 256
 
@@ -40,6 +42,9 @@ class PlanBook:
         self.margin = 0  # of the budget, what was given to others (`trim`): no plan uses it
         self._plans: dict[Keys, CyclePlan] = {}
         self._verified: set[Keys] = set()
+        self._looked_for_spikes: set[Keys] = (
+            set()
+        )  # once, and not again until a plan is made of other samples
         # Those made in haste, and how many such iterations are to end until they are made anew: one where all were made
         # at once; where there was none before, its own, one that verifies it, and one whose times are measured.
         self._hasty: dict[Keys, int] = {}
@@ -120,6 +125,10 @@ class PlanBook:
                     return True
                 if self.outgrown.is_unsure(keys) or self._have_passed(segments):
                     self._learn_growth(keys, segments)
+                if keys not in self._looked_for_spikes:
+                    self._looked_for_spikes.add(keys)
+                    if self.samples.forget_spikes(segments, self.budget // _PARTS):
+                        self._plan_without_spikes(keys)
         if keys not in self._plans and self.samples.suffice(keys) and self._comes_again(keys):
             self._drop_some()
             self.samples.keep_longer(keys)
@@ -160,6 +169,7 @@ class PlanBook:
     def _forget(self, keys: Keys) -> None:
         """What was known of its plan, which is gone."""
         self._verified.discard(keys)
+        self._looked_for_spikes.discard(keys)
         self._hasty.pop(keys, None)
         self.timings.forget(keys)
 
@@ -237,6 +247,15 @@ class PlanBook:
         self._make_all(margins)
         if not self._plans[keys].knows_callers_part:  # what was measured was not comparable
             self.outgrown.doubt_again(keys)
+
+    def _plan_without_spikes(self, keys: Keys) -> None:
+        """Much of what its operators took the first time is not to come again. The next iteration tells."""
+        self._verified.discard(keys)
+        self.outgrown.doubt(keys)
+        margins = {keys: self._plans[keys].margin}
+        self._add_alike(keys, margins)
+        self._make_all(margins, thorough=False)
+        self._hasty[keys] = _UNTIL_TIMED
 
     def _add_alike(self, keys: Keys, margins: dict[Keys, int]) -> None:
         """With the plans of those that have forwards in common: an iteration may begin as they do, and then follows

@@ -74,7 +74,7 @@ class Rows:
             self.operands.append(period.operands)
             self.limits.append(limit)
             self.others_gave.append(any(p.others_gave for p in _same(measured, index)))
-            self.non_model.append(max(p.asked_bytes - p.model_bytes for p in _same(measured, index)))
+            self.non_model.append(max(p.beside_bytes for p in _same(measured, index)))
         self.bounds.append(len(self.moments))
         self.guarded.append(guarded)
 

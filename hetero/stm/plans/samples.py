@@ -9,13 +9,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
-from hetero.msc import Phase, Segment, SegmentKey
+from hetero.msc import BackwardSignature, Period, Phase, Segment, SegmentKey
 from hetero.stm.plans.rows import non_model_peak
 
 __all__ = ["Samples"]
 
 _MOST_AT_ONCE = 8  # of one key in one iteration
 _MUCH = 4  # one part in so many of what was known
+_ON_ITS_WAY = 4  # times a gradient's bytes: its cast and norm, which depend on the room that there is
 
 
 class Samples(Mapping[SegmentKey, Sequence[Segment]]):
@@ -180,6 +181,31 @@ class Samples(Mapping[SegmentKey, Sequence[Segment]]):
         self._kept.update(found)
         return True
 
+    def forget_spikes(self, segments: Sequence[Segment], least: int) -> bool:
+        """These followed their plan, and are what comes again. What operators took more before, by at least so many
+        bytes, they took once, as where a library tried which of its kernels is the fastest. True if any did.
+
+        Nothing is forgotten where memory depends on values, nor of what is between a forward's operators: whoever looks
+        at every hundredth iteration begins with the first. In a backward, hooks run within the periods: there it is
+        forgotten only of parameters whose operator took more in the forward."""
+        found: dict[SegmentKey, list[Segment]] = defaultdict(list)
+        for segment in segments:
+            found[segment.key].append(segment)
+        tried = set[int]()
+        has_any = False
+        for key, now in found.items():  # in their order: forwards come before their backward
+            before = self._kept[key]
+            if key.phase is Phase.STEP or any(segment.by_values for segment in (*before, *now)):
+                continue
+            for known, operands, nbytes in _taken_later(before, now):
+                is_much = known.non_model_bytes - nbytes >= max(least, known.non_model_bytes // _MUCH)
+                if is_much and (key.phase is Phase.FORWARD or not tried.isdisjoint(operands)):
+                    known.non_model_bytes, has_any = nbytes, True
+                    tried.update(operands)
+        if has_any:
+            self._peaks.clear()
+        return has_any
+
     def keep_longer(self, keys: Sequence[SegmentKey]) -> None:
         """These have been measured again: if what was known of them before is longer, that stays."""
         before = {key: self._before.pop(key, []) for key in keys}
@@ -224,6 +250,40 @@ def _is_within(shorter: Segment, longer: Segment) -> bool:
 
 def _saved(segment: Segment) -> int:
     return sum(len(period.saved) for period in segment.periods)
+
+
+def _taken_later(
+    before: Sequence[Segment], now: Sequence[Segment]
+) -> Iterator[tuple[Period, tuple[int, ...], int]]:
+    """Periods of ``before`` of which it is known what their operator takes ``now``, if they ran since: each with the
+    parameters of its operator, and the non-model bytes that it would have taken with that."""
+    for segment in before:
+        same = [other for other in now if _is_alike(segment, other)]
+        is_forward = segment.key.phase is Phase.FORWARD
+        operands: tuple[int, ...] = ()
+        for known, *others in zip(segment.periods, *(other.periods for other in same), strict=True):
+            operands = known.operands or operands  # what it has saved may be read in a period of its own
+            is_known = known.between_bytes >= 0 or not is_forward
+            if not (is_known and others) or any(period.relieved for period in others):
+                continue
+            own = max(period.non_model_bytes - period.beside_bytes for period in others)
+            most = known.beside_bytes + own + _ON_ITS_WAY * known.sent_bytes
+            yield known, operands, max(most, known.between_bytes)
+
+
+def _is_alike(segment: Segment, other: Segment) -> bool:
+    """They have the same operators, as many elements, and both gradients to add to, or none."""
+    return (
+        segment.has_gradients == other.has_gradients
+        and _elements(segment.key) == _elements(other.key)
+        and [period.operands for period in segment.periods] == [period.operands for period in other.periods]
+    )
+
+
+def _elements(key: SegmentKey) -> list[int]:
+    if isinstance(key.signature, BackwardSignature):
+        return [forward.elements for forward in key.signature.forwards]
+    return [key.elements]
 
 
 def _read_events(segment: Segment) -> None:

@@ -209,6 +209,10 @@ class Executor:
             collector.moment(name, indices)
         self._change_layout(operands, indices, name)
 
+    def after_operator(self) -> None:
+        """The operator that `before_operator` was called for has run."""
+        self._collector.operator_over()
+
     @property
     def follows_plan(self) -> bool:
         """What runs now was planned, has not left its plan, and is not being measured."""
