@@ -83,6 +83,47 @@ def test_grad_scaler_plain_and_with_a_fused_optimizer():
     )
 
 
+def unscaled_in_the_step(model, optimizer, target, *, looks=True):
+    """The usual loop in mixed precision: nobody calls ``unscale_``, and fused kernels do it, in ``p.grad`` itself."""
+    scaler = torch.amp.GradScaler(target.type, init_scale=192.0, growth_factor=3.0, growth_interval=2)
+    seen = []
+    for number in range(9):
+        loss = model(batch(target)).square().mean()
+        scaler.scale(loss * (float("inf") if number in (1, 6) else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append([loss.detach(), scaler.get_scale()])
+        if looks and number % 3:
+            seen.append([p.grad for p in model.parameters()])
+        optimizer.zero_grad()
+    return seen
+
+
+@pytest.mark.parametrize("share", [0.6, 1.0, 1.2])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda ps: torch.optim.AdamW(ps, lr=1e-2, fused=True),
+        lambda ps: torch.optim.Adam(ps, lr=1e-2, amsgrad=True, fused=True),
+        lambda ps: torch.optim.SGD(ps, lr=1e-2, momentum=0.9, nesterov=True, fused=True),
+    ],
+    ids=["AdamW", "amsgrad", "nesterov"],
+)
+def test_kernels_that_unscale_by_themselves_do_so_on_the_device(make, share):
+    assert_twins(
+        mlp, unscaled_in_the_step, share=share, make_optimizer=lambda model: make(model.parameters())
+    )
+
+
+def test_everything_comes_to_live_on_the_device_where_kernels_unscale_by_themselves():
+    model, optimizer, manager, target = managed_mlp(
+        "64MiB", make_optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True)
+    )
+    with manager:
+        unscaled_in_the_step(model, optimizer, target, looks=False)
+        assert manager.plan.everything_fits
+
+
 def test_a_graph_from_before_a_step_is_refused_as_autograd_does():
     model, optimizer, manager, target = managed_mlp("64MiB")
     with manager:

@@ -218,14 +218,18 @@ def test_close_brings_everything_home():
     twin.load_state_dict(model.state_dict())
     plain = adamw(twin)
     torch.manual_seed(1)
-    for _ in range(6):
+    steps = 0
+    while not manager._stm.ledger.nbytes(
+        Tier.DEVICE, Kind.OPTIMIZER_STATE
+    ):  # by the clock, they may leave again
         step(model, optimizer, target)
-    assert manager._stm.ledger.nbytes(Tier.DEVICE, Kind.OPTIMIZER_STATE) > 0
+        steps += 1
+        assert steps < 12
     manager.close()
     assert torch.accelerator.memory_allocated() == before
     assert all(v.device.type == "cpu" for s in optimizer.state.values() for v in s.values())
     torch.manual_seed(1)
-    for _ in range(6):
+    for _ in range(steps):
         step(twin, plain, torch.device("cpu"))
     assert_same([*model.parameters()], [p.detach() for p in twin.parameters()], "parameters")
     step(model, optimizer, torch.device("cpu"))

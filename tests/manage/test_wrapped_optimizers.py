@@ -1,5 +1,8 @@
 """What is around the managed optimizer's step: Lookahead and the like, schedulers, a method that somebody has kept."""
 
+import contextlib
+import inspect
+
 import pytest
 import torch
 from accelerators import ON_CUDA, STEPS_AT_HOME
@@ -163,3 +166,24 @@ def test_many_micro_batches_for_a_step_are_one_iteration():
     )
     kinds = [len(plan.keys) for plan in manager._stm.plans]
     assert 2 * 140 + 1 in kinds
+
+
+def test_a_step_that_is_replaced_again_and_again_takes_what_it_took():
+    """As `GradScaler` asks, of an optimizer with parameters of two managed models."""
+    target = device()
+    torch.manual_seed(0)
+    models = [mlp(depth=1), mlp(depth=1)]
+    optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=1e-2)
+    own = inspect.signature(optimizer.step)
+    with contextlib.ExitStack() as managers:
+        for model in models:
+            managers.enter_context(hetero.manage(model, optimizer, device=target, device_budget="64MiB"))
+            assert inspect.signature(optimizer.step) == own
+        scaler = torch.amp.GradScaler(target.type)
+        for _ in range(6):
+            scaler.scale(models[1](models[0](batch(target))).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            assert inspect.signature(optimizer.step) == own
+    assert inspect.signature(optimizer.step) == own

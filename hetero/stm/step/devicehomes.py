@@ -301,8 +301,6 @@ class DeviceHomes:
     # -- helpers --------------------------------------------------------------------------------------
 
     def _can_step(self) -> bool:
-        if getattr(self._optimizer, "grad_scale", None) is not None:
-            return False  # a fused kernel will unscale ``p.grad`` in place
         # Which parameters are stepped there depends on measured speeds, and a real device rounds in its own way.
         reproducible = torch.are_deterministic_algorithms_enabled() and not rounds_as_host(self._stm.device)
         return self._allowed and not reproducible and (self.is_measured or may_be_tried(self._optimizer))

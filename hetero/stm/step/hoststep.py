@@ -22,7 +22,6 @@ ever; a copy that is being written on the device would come home in pieces and p
 import contextlib
 import types
 from collections.abc import Callable, Iterable
-from functools import wraps
 from typing import Any
 
 import torch
@@ -47,7 +46,13 @@ from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.managed import ManagedTensor
 from hetero.stm.updates.captured import ParameterUpdate
 from hetero.stm.updates.kernels import GroupKernels, count_kernels, is_open
-from hetero.stm.updates.optimizers import calls_closure_first, give_step_back, innermost, steps_alone
+from hetero.stm.updates.optimizers import (
+    calls_closure_first,
+    give_step_back,
+    in_place_of,
+    innermost,
+    steps_alone,
+)
 from hetero.stm.updates.temporaries import is_measured
 
 __all__ = ["HostStep"]
@@ -139,7 +144,7 @@ class HostStep:
         host_step = self
 
         @run_eagerly
-        @wraps(inner)
+        @in_place_of(inner)
         def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             check_stepped_eagerly(host_step._is_managed)
             if not host_step._attached or host_step._step_method is not method:

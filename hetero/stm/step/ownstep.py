@@ -7,7 +7,6 @@ count of steps then lies beside the parameter, where these kernels want it.
 
 import types
 from collections.abc import Callable, Iterable
-from functools import wraps
 from typing import Any
 
 import torch
@@ -18,7 +17,14 @@ from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.homes import set_memory
 from hetero.stm.tensors.managed import ManagedTensor
 from hetero.stm.updates.kernels import has_momentum, is_open, split, takes_fused
-from hetero.stm.updates.optimizers import Entry, Group, calls_closure_first, give_step_back, innermost
+from hetero.stm.updates.optimizers import (
+    Entry,
+    Group,
+    calls_closure_first,
+    give_step_back,
+    in_place_of,
+    innermost,
+)
 from hetero.stm.updates.temporaries import temporaries
 
 __all__ = ["OwnStep", "step_bytes"]
@@ -131,7 +137,7 @@ class OwnStep:
         self._before = optimizer.__dict__.get("step")
         inner, own = optimizer.step, self
 
-        @wraps(inner)
+        @in_place_of(inner)
         def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             if own._method is not method:
                 return own._step_after(inner, args, kwargs)

@@ -12,6 +12,8 @@ time.
 """
 
 import contextlib
+import functools
+import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -103,6 +105,21 @@ def innermost(
         first.remove()
 
 
+def in_place_of(inner: Callable[..., Any]) -> Callable[[Any], Any]:
+    """For a function that is to be a method, in the place of ``inner``, which is one: it looks as that does to whoever
+    asks for its arguments, as `GradScaler` does, however often it has been replaced."""
+
+    def decorate(function: Any) -> Any:
+        replaced: Any = functools.wraps(inner)(function)
+        with contextlib.suppress(ValueError, TypeError):  # of what is made in C, nobody knows
+            given = inspect.signature(inner)
+            itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+            replaced.__signature__ = given.replace(parameters=[itself, *given.parameters.values()])
+        return replaced
+
+    return decorate
+
+
 def give_step_back(optimizer: torch.optim.Optimizer, ours: object, own: Any) -> None:
     """``optimizer.step`` is ``own`` again (None: its class's) if it is still ``ours``: a scheduler made since then has
     wrapped that, and stays."""
@@ -151,8 +168,9 @@ def lacks_states(optimizer: torch.optim.Optimizer, group: Group, entry: Entry | 
 
 
 def may_write_to_gradients(optimizer: torch.optim.Optimizer, group: Group) -> bool:
-    """Whether a step may change ``p.grad``. Of torch's kernels one does: foreach, with Nesterov's momentum."""
-    if not is_known(optimizer):
+    """Whether a step may change ``p.grad``. Of torch's kernels two do: foreach, with Nesterov's momentum, and fused,
+    where a `GradScaler` leaves it to them to unscale."""
+    if not is_known(optimizer) or getattr(optimizer, "grad_scale", None) is not None:
         return True
     is_nesterov = type(optimizer) is torch.optim.SGD and bool(group.get("nesterov"))
     return is_nesterov and bool(group.get("foreach"))
