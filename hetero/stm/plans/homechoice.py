@@ -47,6 +47,8 @@ class HomeChoice:
         self._has_refused = False
         self._chosen: set[Keys] = set()
         self._began, self._spent = time.monotonic(), 0.0  # seconds
+        # What was chosen last is all, because everything fits. Plain: each step asks.
+        self.has_all = False
         # Sends those with these indices home; `hetero.stm.step.devicehomes` sets this.
         self.send_home: Callable[[frozenset[int]], None] = lambda indices: None
         # Updates at home begin in backward; `hetero.stm.step.speculation` sets this.
@@ -75,6 +77,11 @@ class HomeChoice:
         """For all kinds of iterations."""
         self._chosen.clear()
 
+    def note_more_states(self) -> None:
+        """Parameters were stepped for the first time. Where everything fits they are to live on the device as well."""
+        if self.has_all:
+            self.choose_again()
+
     def choose_again_for(self, keys: Keys) -> None:
         """Iterations of these segments are no longer what they were."""
         self._chosen.discard(keys)
@@ -87,7 +94,7 @@ class HomeChoice:
                 self._most_bytes = self._fewer(self._bytes_before)
                 self._until_tried_again = _UNTIL_TRIED_AGAIN << (self._times_lost - 1)
             self._lost_bytes = self._bytes_before = 0
-            self._has_refused = False
+            self._has_refused = self.has_all = False
             self._keep()
             return
         if self._until_tried_again:
@@ -133,8 +140,12 @@ class HomeChoice:
         order = sorted(plan.first_uses, key=plan.first_uses.__getitem__)
         if costs and self._most_bytes >= book.budget and self.everything_fits():
             self._chosen.add(keys)
-            book.set_homes(tuple(index for index in order if index in costs))
+            self.has_all = True
+            # Those of other kinds of iterations as well: another head, a layer that this one has left out.
+            others = [index for index in costs if index not in plan.first_uses]
+            book.set_homes(tuple(index for index in (*order, *others) if index in costs))
             return
+        self.has_all = False
         if not book.timings.is_final(keys):
             return
         begin = time.monotonic()

@@ -27,7 +27,7 @@ from hetero.stm.tensors.hostcopies import note_at_home
 from hetero.stm.tensors.managed import ManagedTensor
 from hetero.stm.tensors.state import Tier
 from hetero.stm.updates.kernels import same_layout, will_take_fused
-from hetero.stm.updates.optimizers import Group, lacks_states, may_be_tried
+from hetero.stm.updates.optimizers import Group, is_known, lacks_states, may_be_tried
 from hetero.stm.updates.temporaries import is_measured, temporaries, to_undo
 
 __all__ = ["DeviceHomes"]
@@ -90,7 +90,9 @@ class DeviceHomes:
             and not tensor.paths.lead_home
             and self._refused[tensor.index] < _PATIENCE
         ]
-        if not self._can_step() or not self._is_timed(tensors):
+        # What lives here already has been timed, or never will be.
+        at_home = [tensor for tensor in tensors if tensor.index not in self._here]
+        if not self._can_step() or not self._is_timed(at_home):
             return {}
         costs = {}
         for tensor in tensors:
@@ -106,16 +108,21 @@ class DeviceHomes:
         return costs
 
     def take(self, candidates: Mapping[int, ManagedTensor]) -> dict[int, ManagedTensor]:
-        """Move those of ``candidates`` to the device that the plan wants there, and all others home. Returns which
-        live there now."""
-        wanted, groups = self._stm.device_homes(), self.groups()
+        """Move those of ``candidates`` to the device that the plan wants there, and all others home, but for those that
+        a step of some leaves alone. Returns which live there now."""
+        wanted, groups, idle = self._stm.device_homes(), self.groups(), set[int]()
         if not self._can_step():
             candidates = {}
         elif lacking := {index for index in wanted & candidates.keys() if self._lacks_states(index, groups)}:
             # What their step makes is made at home: neither we nor the plan have kept room for it.
             candidates = {index: tensor for index, tensor in candidates.items() if index not in lacking}
             self._stm.home_choice.choose_again()
-        for index in [index for index in self._here if index not in wanted or index not in candidates]:
+        # Of a head that is not trained now, a layer that was left out. Optimizers that are not torch's may write to it;
+        # and where not everything fits, what is used now has the room.
+        if candidates and is_known(self._optimizer) and self._stm.home_choice.has_all:
+            idle = {index for index in wanted if self._stm.tensors[index].parameter.grad is None}
+        staying = wanted & (candidates.keys() | idle)
+        for index in self._here.keys() - staying:
             self.send(self._here[index], groups)
         wants = [candidates[index] for index in sorted(wanted & candidates.keys())]
         for place, tensor in enumerate(wants):
@@ -127,7 +134,7 @@ class DeviceHomes:
                 break
         if beside := self._bytes_of_others():
             self.make_room(beside)
-        for index in wanted:
+        for index in wanted - idle:
             is_stepped = self._stm.tensors[index].parameter.requires_grad  # a frozen one may be again
             self._refused[index] = self._refused[index] + 1 if is_stepped and index not in self._here else 0
             if self._refused[index] == _PATIENCE:

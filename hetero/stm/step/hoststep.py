@@ -257,8 +257,9 @@ class HostStep:
                 self._note_writes(self._stm.tensors[index] for index in self._stepped_now)
             self._stm.segments.end_step(complete=complete)
             self.device_homes.note_moves(always=bool(self._stepped_now) or not complete)
-            if complete:
+            if complete and not self._stepped_now <= self._stepped:
                 self._stepped |= self._stepped_now
+                self._stm.home_choice.note_more_states()
         return result
 
     def _step_with_closure(
