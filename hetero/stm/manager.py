@@ -158,7 +158,9 @@ class StatefulTensorMgr:
             headroom=self.collector.headroom,
             activation_bytes=lambda: self.activations.device_bytes,
             copies=lambda: {index: t.device_nbytes for index, t in self.residency.resident.items()},
-            ends_with_backward=not has_optimizer,
+            ends_with_backward=lambda: (
+                not (has_optimizer and any(t.parameter.requires_grad for t in self.tensors))
+            ),
             ended=slots.end_iteration,
         )
         self.executor = Executor(

@@ -43,6 +43,7 @@ from hetero.stm.interception.signatures import Signatures, count_elements, count
 from hetero.stm.interception.transforms import check_transformed, is_transforming
 from hetero.stm.manager import StatefulTensorMgr
 from hetero.stm.running.unseen import unseen
+from hetero.stm.settled.added import Added
 from hetero.stm.settled.state import Settled
 from hetero.stm.tensors.precision import cast_inputs
 from hetero.stm.wrappers import check_caller
@@ -96,6 +97,7 @@ class ModelCalls:
         self._keeps = keeps
         self._signatures = Signatures(stm.device.type)
         stm.cycles.coarsen = self._signatures.coarsen
+        self._added = Added(model)
         # Each module whose call is replaced, the model first, and what stands in its slot.
         self._replaced: list[_Replaced] = []
         # [Note: parts]: their names, and whether they have been called by themselves. With ``precision``, what is
@@ -166,7 +168,7 @@ class ModelCalls:
 
     def _of_model(self, inner: _Call) -> _Call:
         model, stm, settled, compiled = self._model, self._stm, self._settled, self._compiled
-        signatures = self._signatures
+        signatures, added = self._signatures, self._added
         users_own = compiled.own_call(inner)
 
         @functools.wraps(inner)
@@ -182,7 +184,7 @@ class ModelCalls:
                 check_transformed(model)
                 with compiled.explaining(stm.device, args, kwargs):
                     return inner(*args, **kwargs)
-            signature = signatures.of(model, args, kwargs)
+            signature = signatures.of(model, args, kwargs, added.kind)
             trains = torch.is_grad_enabled() and (
                 self._has_optimizer or may_record(stm.tensors, args, kwargs)
             )
@@ -231,7 +233,7 @@ class ModelCalls:
                 compiled.follow()
             calls._parts[name] = True
             # The name comes last: what else is told by the rest is told alike (`hetero.stm.settled`).
-            signature = calls._signatures.of(part, args, kwargs, name)
+            signature = calls._signatures.of(part, args, kwargs, calls._added.kind, name)
             trains = torch.is_grad_enabled() and (
                 calls._has_optimizer or may_record(stm.tensors, args, kwargs)
             )

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from hetero.stm.interception.parameter import is_managed, managed_in, managed_of
+from hetero.stm.settled.added import note_group
 from hetero.stm.settled.who import before_change, note_optimizer
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.owner import Owner
@@ -116,10 +117,13 @@ def _after_updates(method: Any) -> Any:
     def updated(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         before_change(self)
         _wait_for_updates(self)
+        groups = len(getattr(self, "param_groups", ()))  # a class may make them with its first
         try:
             return method(self, *args, **kwargs)
         finally:
             note_optimizer(self)
+            if len(self.param_groups) > groups:
+                note_group(self)
 
     return updated
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from accelerators import ON_CUDA, ON_HOST
-from loops import losses, mlp
+from loops import batch, losses, mlp
+from settling import PLENTY, managed_mlp, settle, step
 from torch import nn
 from torch.nn.utils import parametrizations
 from twins import assert_twins, device
@@ -63,3 +64,79 @@ def test_layers_that_are_added_in_the_middle_of_training(fused, share):
         return seen
 
     assert_twins(lambda: mlp(depth=4), loop, share=share, make_optimizer=make_optimizer)
+
+
+class Adapted(nn.Module):
+    """A linear layer with an adapter of low rank (LoRA)."""
+
+    def __init__(self, layer, target):
+        super().__init__()
+        self.layer = layer
+        self.down = nn.Parameter(torch.randn(4, layer.in_features).to(target) / 8)
+        self.up = nn.Parameter(torch.zeros(layer.out_features, 4).to(target))
+
+    def forward(self, x):
+        return self.layer(x) + x @ self.down.t() @ self.up.t()
+
+
+def mostly_frozen():
+    model = mlp()
+    model.requires_grad_(False)
+    model[-1].requires_grad_(True)
+    return model
+
+
+@pytest.mark.parametrize("has_optimizer_of_its_own", [False, True])
+@pytest.mark.parametrize("share", [0.5, 0.75, 0.85, 1.1])
+def test_an_adapter_that_is_added_makes_another_model_of_it(share, has_optimizer_of_its_own):
+    """What the layers behind it save had not to be saved before."""
+
+    def loop(model, optimizer, target):
+        optimizers, seen = [optimizer], []
+        for number in range(10):
+            if number == 5:
+                model[0] = adapted = Adapted(model[0], target)
+                more = [adapted.down, adapted.up]
+                if has_optimizer_of_its_own:
+                    optimizers.append(torch.optim.AdamW(more, lr=1e-2))
+                else:
+                    optimizer.add_param_group({"params": more})
+            loss = model(batch(target, 64)).square().mean()
+            loss.backward()
+            for each in optimizers:
+                each.step()
+                each.zero_grad()
+            seen.append(loss.detach())
+        return seen
+
+    assert_twins(mostly_frozen, loop, share=share)
+
+
+@pytest.mark.parametrize("has_optimizer_of_its_own", [False, True])
+def test_a_model_settles_again_with_its_adapter(has_optimizer_of_its_own):
+    """Also where nothing else is trained any more, and no step of ours ends an iteration."""
+    model, optimizer, manager, target = managed_mlp(PLENTY, build=mostly_frozen)
+    settle(model, optimizer, manager, target)
+    model[0] = adapted = Adapted(model[0], target)
+    more = [adapted.down, adapted.up]
+    if has_optimizer_of_its_own:
+        model[-1].requires_grad_(False)
+        optimizer = torch.optim.AdamW(more, lr=1e-2)
+    else:
+        optimizer.add_param_group({"params": more})
+    step(model, optimizer, target)
+    assert not manager.plan.everything_fits
+    settle(model, optimizer, manager, target)
+    manager.close()
+
+
+def test_who_makes_an_optimizer_anew_makes_no_other_model():
+    model, optimizer, manager, target = managed_mlp(PLENTY, build=mostly_frozen)
+    model[0] = adapted = Adapted(model[0], target)
+    for _ in range(8):
+        other = torch.optim.AdamW([adapted.down, adapted.up], lr=1e-2)
+        step(model, optimizer, target)
+        other.step()
+        other.zero_grad()
+    assert manager.plan.everything_fits
+    manager.close()

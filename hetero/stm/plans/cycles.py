@@ -85,7 +85,8 @@ class _History:
 class Cycles:
     """Of one manager. ``headroom``: of so many bytes, what is free; ``activation_bytes``: of saved tensors that we
     hold on the device; ``copies``: those of parameters that are there, or on their way, and their bytes;
-    ``ends_with_backward``: there is no optimizer whose step would end an iteration.
+    ``ends_with_backward``: there is no optimizer whose step would end an iteration, or nothing for it to step, where
+    another one trains what was added.
 
     Attributes:
         followed: None if the last complete iteration followed no plan.
@@ -100,7 +101,7 @@ class Cycles:
         headroom: Callable[[int], int],
         activation_bytes: Callable[[], int],
         copies: Callable[[], dict[int, int]],
-        ends_with_backward: bool,
+        ends_with_backward: Callable[[], bool],
         ended: Callable[[], None],
     ) -> None:
         self._book = book
@@ -234,9 +235,9 @@ class Cycles:
             return
         last = history.keys[-1].phase
         if history is self._training and last is not Phase.STEP:
-            ends_so = self._ends_with_backward or self._backwards_without_step > self._most_without_step
-            over = ends_so and last is Phase.BACKWARD and coming is Phase.FORWARD
-            if not (over or history.is_over):
+            over = last is Phase.BACKWARD and coming is Phase.FORWARD
+            is_waited_for = self._backwards_without_step <= self._most_without_step
+            if not (history.is_over or (over and (not is_waited_for or self._ends_with_backward()))):
                 return
         keys, segments = tuple(history.keys), history.segments
         follows, found = not (history.has_strayed or history.is_outdated), history.found
