@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from accelerators import device
-from loops import mlp
+from loops import batch, mlp
 from our_calls import our_calls
 from torch import nn
 from torch.nn.utils import parametrizations
@@ -518,3 +518,50 @@ def test_a_module_that_another_thread_registers_meanwhile_is_found_and_disturbs_
         next(going_through)
         model.later = nn.Linear(2, 2)
         assert model[0] in list(going_through)
+
+
+class Scaled(nn.Module):
+    """A part that is called with nothing, and mixes a parameter of its own with a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64) / 8)
+        self.register_buffer("mask", (torch.arange(64) % 3 > 0).float())
+
+    def forward(self):
+        return self.weight.t().contiguous() * self.mask
+
+
+class Normalized(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = mlp(depth=2)
+        self.scaled = Scaled()
+        self.last = nn.utils.parametrizations.spectral_norm(nn.Linear(64, 64))
+
+    def forward(self, x):
+        return self.last(self.body(x) @ self.scaled())
+
+
+@pytest.mark.parametrize("share", [0.5, 0.8, 1.2])
+@pytest.mark.parametrize("looks", ["alone", "in the loss", "in evaluation"])
+def test_what_a_parametrization_makes_of_a_parameter_and_its_own_buffers(looks, share):
+    """Power iteration, in each look while training: with buffers on the device, whoever looks."""
+
+    def loop(model, optimizer, target):
+        seen = []
+        for _ in range(8):
+            loss = model(batch(target)).square().mean()
+            if looks == "in the loss":
+                loss = loss + model.last.weight.abs().mean() + model.scaled().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if looks == "in evaluation":
+                model.eval()
+            with torch.no_grad():
+                seen += [loss.detach(), model.last.weight.norm(), model.scaled().sum()]
+            model.train()
+        return seen
+
+    assert_twins(Normalized, loop, share=share)

@@ -16,6 +16,7 @@ import sys
 import weakref
 from collections.abc import Iterator
 from types import CodeType, FrameType
+from typing import Any
 
 import torch
 from torch import nn
@@ -73,21 +74,32 @@ def managed_modules() -> frozenset[int]:
 def called_part(device: torch.device) -> nn.Module | None:
     """The outermost module of a managed model that is being called on this thread, with a tensor on ``device``."""
     found = None
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _CALL:
-            called = frame.f_locals
-            if _is_part(called["self"]) and any_on(device, called["args"], called["kwargs"]):
-                found = called["self"]
-        frame = frame.f_back
+    for module, args, kwargs in _calls():
+        if any_on(device, args, kwargs):
+            found = module
     return found
 
 
 def computes_on(device: torch.device) -> bool:
-    """A module of a managed model, or a method of one, is being called on this thread, with a tensor on ``device``. Of
-    methods it is the innermost, and those that called it as long as they are methods of managed models: where one is an
-    optimizer's or a logger's, it is not the model that computes."""
-    return called_part(device) is not None or _runs_method(device)
+    """A module of a managed model, or a method of one, is being called on this thread, with a tensor on ``device``, or
+    a module that has a buffer there: a parametrization is called with a parameter alone. Of methods it is the
+    innermost, and those that called it as long as they are methods of managed models: where one is an optimizer's or a
+    logger's, it is not the model that computes."""
+    for module, args, kwargs in _calls():
+        if any_on(device, args, kwargs) or any_on(device, tuple(module._buffers.values()), {}):
+            return True
+    return _runs_method(device)
+
+
+def _calls() -> Iterator[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]:
+    """Of modules of managed models, on this thread, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _CALL:
+            called = frame.f_locals
+            if _is_part(called["self"]):
+                yield called["self"], called["args"], called["kwargs"]
+        frame = frame.f_back
 
 
 def _runs_method(device: torch.device) -> bool:
