@@ -24,8 +24,8 @@ __all__ = ["Keys", "PlanBook"]
 # most of those without that are remembered.
 _MANY, _MOST, _MOST_SEEN = 16, 64, 256
 _UNTIL_TIMED = 3  # iterations that end, from the one of which a first plan is made, until its times are known
-# Of the budget, one part in so many: what an operator takes more the first time is forgotten where it is as much.
-_PARTS = 32
+# Of the budget, one part in so many: what an operator took more the first time is forgotten where it is as much.
+_WORTH_FORGETTING = 32
 # Keys of segments that samples are kept of, before it is looked whether any are for nothing.
 _LEAST_TO_PRUNE = 256
 
@@ -42,9 +42,8 @@ class PlanBook:
         self.margin = 0  # of the budget, what was given to others (`trim`): no plan uses it
         self._plans: dict[Keys, CyclePlan] = {}
         self._verified: set[Keys] = set()
-        self._looked_for_spikes: set[Keys] = (
-            set()
-        )  # once, and not again until a plan is made of other samples
+        # Once for each, and not again until its plan is made of other samples.
+        self._looked_for_spikes: set[Keys] = set()
         # Those made in haste, and how many such iterations are to end until they are made anew: one where all were made
         # at once; where there was none before, its own, one that verifies it, and one whose times are measured.
         self._hasty: dict[Keys, int] = {}
@@ -127,7 +126,7 @@ class PlanBook:
                     self._learn_growth(keys, segments)
                 if keys not in self._looked_for_spikes:
                     self._looked_for_spikes.add(keys)
-                    if self.samples.forget_spikes(segments, self.budget // _PARTS):
+                    if self.samples.forget_spikes(segments, self.budget // _WORTH_FORGETTING):
                         self._plan_without_spikes(keys)
         if keys not in self._plans and self.samples.suffice(keys) and self._comes_again(keys):
             self._drop_some()

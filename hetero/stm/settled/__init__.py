@@ -5,5 +5,5 @@ the unmanaged run's. What stays is one check at each forward of the model.
 
 Read `state` (the way there and back), `check` (what a forward finds), `attempts` (when one may settle), `fitting`
 (whether everything fits), `parameters` (what becomes of them), `exchange` (their two implementations), `who`
-(which parameters are settled).
+(which parameters are settled), `added` (those that a model gets later).
 """
