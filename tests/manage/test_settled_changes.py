@@ -214,6 +214,37 @@ def test_what_is_saved_for_backward_is_no_longer_kept_on_the_host_by_the_caller(
             assert torch.accelerator.max_memory_allocated() <= budget + GAPS
 
 
+@pytest.mark.parametrize("share", [0.92, 0.95, 0.98, 1.0, 1.02, 1.05, 1.2])
+def test_what_the_callers_hooks_give_back_of_parameters_has_room(share):
+    """Settled, they save parameters as well, and backward of a recurrent layer has a copy of each of its weights."""
+
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.GRU(64, 64) for _ in range(3))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = x + layer(x[None])[0][0]
+            return x
+
+    def loop(model, optimizer, target):
+        seen = []
+        for _ in range(8):
+            for _ in range(3):
+                with torch.autograd.graph.save_on_cpu():
+                    loss = square_loss(model, target)
+                loss.backward()
+                seen.append(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    manager = assert_twins(Recurrent, loop, share=share)
+    if share >= 1.05:
+        assert manager.stats.settled_forwards == 15
+
+
 @pytest.mark.skipif(ON_CUDA, reason=ON_HOST)
 def test_closing_gives_back_what_was_there_and_training_goes_on():
     model, optimizer, manager, target = managed_mlp()

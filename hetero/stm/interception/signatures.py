@@ -36,10 +36,12 @@ from hetero.stm.tensors.managed import ManagedTensor
 
 __all__ = [
     "Signatures",
+    "autocasts",
     "count_elements",
     "counts_by_elements",
     "is_no_larger",
     "may_record",
+    "saves_elsewhere",
     "without_training",
 ]
 
@@ -144,6 +146,16 @@ _MOST_REMEMBERED = 1 << 12  # of those that count as others: these are looked fo
 def counts_by_elements(signature: object) -> bool:
     """[Note: boxes]: what was measured of such calls is no bound for others that count alike."""
     return isinstance(signature, tuple) and any(isinstance(part, _Elements) for part in signature)
+
+
+def autocasts(signature: object) -> bool:
+    """What it is of was called in a region of autocast."""
+    return isinstance(signature, tuple) and len(signature) > 1 and signature[1] is not False
+
+
+def saves_elsewhere(signature: object) -> bool:
+    """Hooks of somebody else's have what it saves for backward."""
+    return isinstance(signature, tuple) and len(signature) > 2 and signature[2] is not None
 
 
 def without_training(signature: tuple[object, ...]) -> tuple[object, ...]:

@@ -5,7 +5,7 @@ who acts on it is `hetero.stm.settled`.
 """
 
 import operator
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hetero.msc import BackwardSignature, Phase, SegmentKey
@@ -68,16 +68,25 @@ def _returning(key: SegmentKey) -> BackwardSignature | None:
 
 
 def read_growth(
-    plans: Iterable[CyclePlan], *, budget: int, gradients: Mapping[int, int], step_bytes: int
+    plans: Iterable[CyclePlan],
+    *,
+    budget: int,
+    parameters: Sequence[int],
+    gradients: Mapping[int, int],
+    step_bytes: int,
+    saves_elsewhere: Callable[[Hashable], bool],
 ) -> Growth:
-    """``gradients``: of each parameter that is trained, bytes of its gradient; ``step_bytes``: what the optimizer's own
-    step allocates for a while. Saved tensors and gradients count as long as they live, and gradients that a backward
+    """``parameters``: bytes of each; ``gradients``: of each that is trained, bytes of its gradient; ``step_bytes``:
+    what the optimizer's own step allocates for a while; ``saves_elsewhere``: of a forward's signature, whether hooks of
+    the user's have what it saves. Saved tensors and gradients count as long as they live, and gradients that a backward
     returns until the iteration is over: nobody tells how long they are held."""
     peak, by_kind = 0, dict[ForwardKind, KindGrowth]()
     gradient_bytes = sum(gradients.values())
     for plan in plans:
         saved = _saved_bytes(plan)
         needs = _needs(plan, budget, step_bytes, saved, gradients)
+        if any(key.phase is Phase.FORWARD and saves_elsewhere(kind_of(key)[1]) for key in plan.keys):
+            needs = list(map(operator.add, needs, _given_back(plan, parameters)))
         if plan.by_values:
             needs = [_SPARE * nbytes for nbytes in needs]
         totals = list(map(operator.add, needs, _gradients(plan, gradient_bytes)))
@@ -138,6 +147,17 @@ def _needs(
         for position in range(plan.bounds[place], plan.bounds[place + 1]):
             needs.append(budget - plan.margin - plan.limits[position] + saved[position] + beside)
     return needs
+
+
+def _given_back(plan: CyclePlan, parameters: Sequence[int]) -> list[int]:
+    """Of each moment, at most, what hooks of the user's on saved tensors give an operator's backward: a copy of each of
+    its parameters. They are given none as long as these may leave, so that nobody has measured it."""
+    most = max((sum(parameters[x] for x in indices) for indices in plan.operands), default=0)
+    given = [0] * len(plan.operands)
+    for key, begin, end in zip(plan.keys, plan.bounds, plan.bounds[1:], strict=False):
+        if key.phase is Phase.BACKWARD:
+            given[begin:end] = [most] * (end - begin)
+    return given
 
 
 def _returned_bytes(key: SegmentKey, gradients: Mapping[int, int]) -> int:

@@ -10,8 +10,9 @@ import operator
 from hetero.devices import Accelerator
 from hetero.errors import BudgetError
 from hetero.msc import Phase
+from hetero.stm.interception.signatures import autocasts, saves_elsewhere
 from hetero.stm.manager import StatefulTensorMgr
-from hetero.stm.plans.fits import ForwardKind, Growth, read_growth
+from hetero.stm.plans.fits import Growth, read_growth
 from hetero.stm.plans.plan import CyclePlan
 from hetero.stm.step.hoststep import HostStep
 from hetero.stm.step.ownstep import step_bytes
@@ -51,10 +52,19 @@ class Fitting:
             model += self._step.device_homes.whole_bytes()
             trained_sizes = {id(t.parameter): t.full_nbytes for t in trained}
             temporary = step_bytes(self._step.optimizer, trained_sizes)
-        growth = read_growth(plans, budget=self._budget, gradients=gradients, step_bytes=temporary)
+        growth = read_growth(
+            plans,
+            budget=self._budget,
+            parameters=[t.full_nbytes for t in self._stm.tensors],
+            gradients=gradients,
+            step_bytes=temporary,
+            saves_elsewhere=saves_elsewhere,
+        )
         # A gradient that autograd cannot take over as it is, is there twice for a moment.
         model += max(sizes.values(), default=0)
-        if any(t.cast is not None for t in self._stm.tensors) or any(_autocasts(k) for k in growth.by_kind):
+        if any(t.cast is not None for t in self._stm.tensors) or any(
+            autocasts(signature) for _, signature in growth.by_kind
+        ):
             model += parameters // 2
         # What a plan keeps free beyond what is others' is for what it has not measured.
         if model + growth.peak > self._budget - max((plan.margin for plan in plans), default=0):
@@ -121,8 +131,3 @@ class Fitting:
         except BudgetError:
             return False
         return True
-
-
-def _autocasts(kind: ForwardKind) -> bool:
-    signature = kind[1]
-    return isinstance(signature, tuple) and len(signature) > 1 and signature[1] is not False
