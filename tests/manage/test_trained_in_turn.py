@@ -5,10 +5,13 @@ import copy
 
 import pytest
 import torch
+from accelerators import GAPS
 from loops import batch, mlp
 from settling import PLENTY, managed_mlp
 from torch import nn
 from twins import assert_twins
+
+from hetero.eviction import placement
 
 
 class Parts(nn.Module):
@@ -121,3 +124,40 @@ def test_states_are_loaded_and_a_closure_is_stepped_while_nothing_has_a_gradient
         return seen + train(model, optimizer, target, steps=4)
 
     assert_twins(lambda: Parts(CHOICES["heads in turn"]), loop, share=share)
+
+
+@pytest.mark.usefixtures("homes_on_device")
+@pytest.mark.parametrize("budget", [660_000, 670_000, 680_000, 690_000])
+def test_copies_of_other_iterations_leave_for_gradients_that_stay(budget, monkeypatch):
+    """The plan of an iteration knows what is left over from another head's no more than the measured ones did."""
+
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.trunk = mlp(depth=2)
+            self.heads = nn.ModuleList(mlp(depth=1) for _ in range(4))
+
+        def forward(self, x, head):
+            return self.heads[head](self.trunk(x))
+
+    model, optimizer, manager, target = managed_mlp(budget, build=Heads)
+    torch.accelerator.reset_peak_memory_stats()
+    choose, chosen = placement.choose_device_homes, set()
+    monkeypatch.setattr(
+        placement,
+        "choose_device_homes",
+        lambda order, costs, *sizes, **limits: choose(
+            order, {index: cost for index, cost in costs.items() if index in chosen}, *sizes, **limits
+        ),
+    )
+    for number in range(32):
+        if number == 21:  # late: copies of all heads are there
+            chosen.update(range(len(list(model.trunk.parameters()))))
+            manager._stm.home_choice.choose_again()
+        loss = model(batch(target, rows=16), number % 4).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(manager._stm.device_homes()) == len(chosen)
+    assert torch.accelerator.max_memory_allocated() <= budget + GAPS
+    manager.close()

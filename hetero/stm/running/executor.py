@@ -288,13 +288,14 @@ class Executor:
             growth.answer(actions.fetch, self._limit() - self._gradient_room())
         limit = self._limit()
         room = limit - self._gradient_room()
-        self._room.trim(room, keep=indices)
+        coming = growth.still_to_come(self._course.current)
+        # Where nothing has grown, this is for copies that the schedule does not know; else the guard makes that room.
+        self._room.trim(room if growth.drift else room - coming, keep=indices)
         if plan is not None and self._room.exceeds(limit):
             self._activations.shed(self._room.excess(limit))
         self._residency.wanted = frozenset(indices)
         try:
             fetched = self._residency.require(operands, limit=limit, operator=lambda: _label(name, operands))
-            coming = growth.still_to_come(self._course.current)
             short = self._room.excess(limit + growth.excess - coming)
             # The operands alone pass it: what the operator itself needs may not fit. One of no parameter's, which saves
             # its operands, is under way, too late to be guarded itself.
@@ -315,7 +316,7 @@ class Executor:
             # None was there at the look above, and since then memory has only been given back.
             excess = 0 if looks and not (fetched or growth.excess) else None
             self._backlog.prefetch(actions.fetch, room + growth.excess, excess, growth.measured_excess)
-            self._renew(room)
+            self._renew(room - coming)
         finally:
             self._residency.wanted = frozenset()
         self._collector.operands_ready()
@@ -332,6 +333,7 @@ class Executor:
         room = self._gradient_room() if self._is_backward else 0
         if growth.drift:
             limit -= growth.drift
+        if growth.drift or self._is_backward:
             # With less than that, what comes may not fit, and `_change_layout` has to see to it.
             room = max(room, growth.still_to_come(course.position) - growth.excess)
         return self._residency.holds(operands, limit=limit - room)

@@ -104,10 +104,11 @@ class Growth:
                     self._plans.samples.note_excess(plan.excess + self.excess)
 
     def still_to_come(self, position: int) -> int:
-        """Where more is there than was measured: what gradients that stay on the device will take in the period of this
-        moment. Else the schedule leaves room for these."""
+        """What gradients that stay on the device will take in the period of this moment. The schedule leaves room for
+        them beside what it knows; not beside what is there besides, that has grown or is left over from iterations of
+        another kind."""
         plan = self._course.plan
-        if plan is None or not (self.drift and plan.device_homes):
+        if plan is None or not plan.device_homes:
             return 0
         if not self._all_stay(plan):  # they come at the next step
             return 0
