@@ -8,6 +8,8 @@ as all managers rest (`hetero.stm.settled`).
 * ``Module._apply`` (``model.to``, ``.half``, ``.cuda`` ...) would replace homes behind the manager's back
   (`hetero.stm.conversions`).
 * ``autograd._engine_run_backward`` (`hetero.stm.interception.backwards`).
+* What switches hooks on saved tensors off for ``torch.func.grad`` (`hetero.stm.activations.saved`).
+* What wraps the operands of ``torch.func``'s transforms (`hetero.stm.interception.transforms`).
 * ``torch.clear_autocast_cache``, which ``torch.autocast`` calls where its outermost region ends.
 * ``zero_grad`` of optimizers and modules, and optimizers' ``load_state_dict`` and ``add_param_group``
   (`hetero.stm.optimizercalls`).
@@ -46,6 +48,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from hetero.stm import conversions, optimizercalls
+from hetero.stm.activations import saved
 from hetero.stm.checkpoints import check_loads_in_place
 from hetero.stm.deferred import finish_everything
 from hetero.stm.interception import (
@@ -57,6 +60,7 @@ from hetero.stm.interception import (
     interrupts,
     lists,
     scaling,
+    transforms,
 )
 from hetero.stm.interception.backwards import listeners
 from hetero.stm.interception.casts import begin_region
@@ -208,6 +212,7 @@ def _compile(self: nn.Module, *args: Any, **kwargs: Any) -> None:
 
 _REPLACEMENTS: list[tuple[Any, str, Any]] = [
     *customfunctions.REPLACEMENTS,
+    *saved.REPLACEMENTS,
     *backwards.REPLACEMENTS,
     *optimizercalls.REPLACEMENTS,
     (torch, "clear_autocast_cache", _announced_clear),
@@ -217,6 +222,7 @@ _REPLACEMENTS: list[tuple[Any, str, Any]] = [
     *hostcopies.REPLACEMENTS,
     *scaling.REPLACEMENTS,
     *lists.REPLACEMENTS,
+    *transforms.REPLACEMENTS,
 ]
 if _compile_session is not None:
     _REPLACEMENTS.append((_compiler, "_compile_session_context", _updated_session))

@@ -13,9 +13,15 @@ cast, then views) and saved as a handle that casts again: the same bits, as long
 [Note: outer hooks]
 Only the innermost pair of hooks sees a saved tensor. If the caller has hooks of their own around the model
 (``save_on_cpu``, a checkpoint), what is no parameter goes on to them.
+
+[Note: hooks off]
+``torch.func.grad``, ``vjp`` and ``jacrev`` switch such hooks off, and refuse to begin where there are any. Ours step
+aside for one, in a managed forward as well: what is saved within it is saved as it is, and stays.
 """
 
 import contextlib
+import functools
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +36,7 @@ from hetero.stm.copies.residency import RESIDENT
 from hetero.stm.tensors.fetch import Fetch, plain
 from hetero.stm.tensors.managed import Layout, ManagedTensor, modified_in_place
 
-__all__ = ["may_save_again", "part_saved_as_handles", "saved_tensors_as_handles"]
+__all__ = ["REPLACEMENTS", "may_save_again", "part_saved_as_handles", "saved_tensors_as_handles"]
 
 
 @dataclass(slots=True)
@@ -78,7 +84,8 @@ def part_saved_as_handles(
     return saved_tensors_as_handles(activations) if ours_alone else contextlib.nullcontext()
 
 
-_are_hooks_allowed: Callable[[], bool] = vars(torch._C._autograd)["_saved_tensors_hooks_is_enabled"]
+_autograd: Any = torch._C._autograd
+_are_hooks_allowed: Callable[[], bool] = _autograd._saved_tensors_hooks_is_enabled
 
 
 def may_save_again() -> bool:
@@ -128,6 +135,40 @@ def _packer(activations: Activations | None) -> Callable[..., Any]:
 
     pack.__dict__[_SEES_ALL] = True
     return _never_compiled(pack)
+
+
+class _Aside(threading.local):
+    """Hooks of ours that have stepped aside on this thread."""
+
+    def __init__(self) -> None:
+        self.hooks: list[tuple[Any, Any]] = []
+
+
+_aside = _Aside()
+_disable, _enable = _autograd._saved_tensors_hooks_disable, _autograd._saved_tensors_hooks_enable
+
+
+@functools.wraps(_disable)
+def _disable_without_ours(*args: Any, **kwargs: Any) -> None:
+    hooks = saving_hooks(True)
+    if hooks is not None and hooks[1] is _unpack:  # only the innermost can be asked for, and taken away
+        _autograd._pop_saved_tensors_default_hooks()
+        _aside.hooks.append(hooks)
+    _disable(*args, **kwargs)
+
+
+@functools.wraps(_enable)
+def _enable_with_ours() -> None:
+    _enable()
+    while _aside.hooks:
+        _autograd._push_saved_tensors_default_hooks(*_aside.hooks.pop())
+
+
+REPLACEMENTS: list[tuple[Any, str, Any]] = [
+    (_autograd, "_saved_tensors_hooks_disable", _disable_without_ours),
+    (_autograd, "_saved_tensors_hooks_enable", _enable_with_ours),
+]
+"""[Note: hooks off]"""
 
 
 def _never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
