@@ -104,6 +104,88 @@ def test_a_deep_copy_that_is_kept_in_another_type_is_brought_up_to_date():
     _assert_goes_on(_loop_with_copies(COPIES["doubles"], 5, of_copy=True))
 
 
+# Averages on the host, of who asks for copies there as of parameters on a device.
+GLANCES = {
+    "cpu": lambda p: p.detach().cpu(),
+    "to a device": lambda p: p.detach().to("cpu"),
+    "to a tensor's": lambda p: p.detach().to(torch.empty(0)),
+    "in another type": lambda p: p.detach().to("cpu", torch.float64).float(),
+    "the parameter": lambda p: p.cpu(),
+}
+
+
+def _averaging(glance, averages_of):
+    def loop(model, optimizer, target):
+        averages = averages_of[0]
+        for mean, first in zip(averages, mlp_of_the_same().parameters(), strict=True):
+            mean.copy_(first.detach())
+        for _ in range(14):
+            _step(model, optimizer, target)
+            with torch.no_grad():
+                for mean, p in zip(averages, model.parameters(), strict=True):
+                    mean.mul_(0.9).add_(glance(p), alpha=0.1)
+        return averages
+
+    return loop
+
+
+def mlp_of_the_same():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return mlp()
+
+
+@pytest.fixture
+def averages():
+    """From before the model is managed, as a deep copy made then."""
+    return [[p.detach().clone() for p in mlp_of_the_same().parameters()]]
+
+
+@pytest.mark.parametrize("glance", GLANCES)
+@pytest.mark.parametrize("share", [0.7, 4.0])
+def test_averages_on_the_host_keep_nothing_there(glance, share, averages):
+    manager = assert_twins(mlp, _averaging(GLANCES[glance], averages), share=share)
+    assert (manager.stats.settled_forwards > 0) == (share > 1)
+
+
+@pytest.mark.parametrize("glance", GLANCES)
+@pytest.mark.usefixtures("homes_on_device")
+def test_averages_on_the_host_fetch_nothing(glance, averages):
+    """Nobody can have written to what they were given: the copies on the device are what they were."""
+    fetched = [
+        assert_twins(mlp, _averaging(look, averages), share=0.7).stats.total_fetched_bytes
+        for look in (lambda p: torch.zeros(()), GLANCES[glance])
+    ]
+    # What is renewed where there is room depends on when updates are done.
+    assert fetched[1] <= 1.05 * fetched[0]
+
+
+WRITES = {
+    "before it, unseen": lambda p: (alias := p.detach()).data.mul_(0.9) is None or alias.cpu(),
+    "after it, unseen": lambda p: ((alias := p.detach()).cpu(), alias.data.mul_(0.9)),
+    "before it, in a chain": lambda p: p.detach().data.mul_(0.9).cpu(),
+    "before it, in a longer one": lambda p: p.detach().data.mul_(0.9).data.cpu(),
+    "before it, seen": lambda p: p.detach().mul_(0.9).cpu(),
+    "by who has another": lambda p: ((alias := p.detach()), p.detach().cpu(), alias.data.mul_(0.9)),
+    "from a list": lambda p: [each.cpu() for each in [p.detach()] if each.data.mul_(0.9) is not None],
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("share", [0.7, 4.0])
+def test_who_asks_for_a_copy_and_writes_to_the_parameter_is_followed(write, share):
+    def loop(model, optimizer, target):
+        seen = []
+        for _ in range(8):
+            seen.append(_step(model, optimizer, target))
+            with torch.no_grad():
+                for p in model.parameters():
+                    WRITES[write](p)
+        return seen
+
+    assert_twins(mlp, loop, share=share)
+
+
 @pytest.mark.parametrize("share", [0.7, 4.0])
 @pytest.mark.parametrize("made", [lambda p: p * 1, lambda p: p[0], lambda p: p.clone()])
 def test_hooks_of_the_node_behind_what_was_made_of_a_parameter_are_called(made, share):

@@ -12,6 +12,7 @@ from hetero.stm.interception.arguments import tensors_in
 from hetero.stm.interception.inplace import writes_in_place
 from hetero.stm.interception.operands import collect
 from hetero.stm.interception.parameter import is_managed
+from hetero.stm.tensors.glances import note_detached
 from hetero.stm.tensors.graphpaths import marked
 from hetero.stm.tensors.listwrites import count_writes, versions_of_list
 from hetero.stm.tensors.managed import ManagedTensor
@@ -49,6 +50,8 @@ def run_at_home(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
             tensor.owner.homes.give_out(tensor)
     _note_graph(operands, results)
     note_operator(operands, others, results)
+    if func is torch.Tensor.detach:
+        note_detached(operands[0], result)
     if writes:
         note_update(operands, others)
     return result

@@ -8,6 +8,7 @@ resuming, finds room there, as far as copies can leave. Every other call goes on
 """
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from hetero.stm.neighbours import make_room
+from hetero.stm.tensors.glances import note_copied
 
 __all__ = ["REPLACEMENTS", "is_at_home", "note_at_home"]
 
@@ -47,18 +49,25 @@ def _prune() -> None:
 
 @functools.wraps(_cpu)
 def _copied_cpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    references = sys.getrefcount(self)
     result: torch.Tensor = _cpu(self, *args, **kwargs)
-    return _own(result) if result is self and is_at_home(self) else result
+    return _own(result, references) if result is self and is_at_home(self) else result
 
 
 @functools.wraps(_to)
 def _copied_to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    references = sys.getrefcount(self)
     place = _place(args, kwargs)
     if place is not None and place.type != "cpu":
         _make_room(self, place)
     result: torch.Tensor = _to(self, *args, **kwargs)
-    # A conversion of type alone is no copy on a device either.
-    return _own(result) if result is self and place is not None and is_at_home(self) else result
+    if place is None or not is_at_home(self):  # a conversion of type alone is no copy on a device either
+        return result
+    if result is self:
+        return _own(self, references)
+    if result.is_cpu:
+        note_copied(self, result, references)
+    return result
 
 
 def _moved_by(name: str) -> Callable[..., torch.Tensor]:
@@ -106,8 +115,10 @@ def is_at_home(tensor: torch.Tensor) -> bool:
         return found is not None and found.untyped_storage()._cdata == key
 
 
-def _own(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.clone(memory_format=torch.preserve_format)
+def _own(tensor: torch.Tensor, references: int) -> torch.Tensor:
+    copy = tensor.clone(memory_format=torch.preserve_format)
+    note_copied(tensor, copy, references)
+    return copy
 
 
 REPLACEMENTS: list[tuple[Any, str, Any]] = [

@@ -32,12 +32,14 @@ class Onlookers:
     """Of one manager's parameters, from before they were managed on.
 
     Attributes:
-        have_looked: somebody has combined home with a tensor on the host, or may do so, since this was False.
-        have_values, have_gradients: somebody has been given some at home, and may have kept something made from them.
+        have_looked: how often somebody has combined home with a tensor on the host, or may do so, since this was 0.
+        have_values: how often somebody has been given some at home, and may have kept something made from them.
+        have_gradients: the same of gradients, whether.
     """
 
     def __init__(self) -> None:
-        self.have_looked = self.have_values = self.have_gradients = False
+        self.have_looked = self.have_values = 0
+        self.have_gradients = False
         with plain():  # there are other managers' parameters as well, which are not looked at by this
             self._before = {
                 id(found): (weakref.ref(found), found._version)
@@ -47,7 +49,13 @@ class Onlookers:
 
     def note_look(self) -> None:
         """Somebody has been given home, a state, or what an operator made of it."""
-        self.have_looked = self.have_values = True
+        self.have_looked += 1
+        self.have_values += 1
+
+    def forget_look(self) -> None:
+        """The last one was none (`hetero.stm.tensors.glances`)."""
+        self.have_looked = max(0, self.have_looked - 1)
+        self.have_values -= 1
 
     def keep_something(self, tensors: Sequence[ManagedTensor]) -> bool:
         """On the host is a tensor that may be a copy or a gradient of these that somebody was given, or made from some:
