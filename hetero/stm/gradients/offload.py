@@ -203,8 +203,13 @@ class Gradients:
     def _arrives(self, tensor: ManagedTensor) -> bool:
         return tensor not in self.kept and (tensor.index in self._ready or tensor.index in self._upcasts)
 
+    def wait_arrivals(self, tensors: Sequence[ManagedTensor]) -> None:
+        """As `wait`, for every gradient that is on its way home."""
+        for index in {*self._ready, *self._upcasts}:
+            self.wait(tensors[index])
+
     def wait_all(self, tensors: Sequence[ManagedTensor]) -> None:
-        """As `wait`, for every gradient that is on its way."""
+        """The same, and those that are on the device, or have changes left to be made, come home."""
         for index in {*self._ready, *self._upcasts} | self.changes.indices() | self.kept.indices():
             self.wait(tensors[index])
 

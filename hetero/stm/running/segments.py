@@ -228,7 +228,10 @@ class Segments:
                     self._void()
                 if captures or not complete:
                     self._gradients.norms.forget_all()
-                    self._gradients.wait_all(self._tensors)
+                    if complete:
+                        self._gradients.wait_arrivals(self._tensors)
+                    else:
+                        self._gradients.wait_all(self._tensors)
                     if not self._backwards:
                         self._gradients.kept.forget_lost(self._tensors)
                 if not (self._has_optimizer and complete):  # nothing tells when the iteration is over
@@ -287,7 +290,7 @@ class Segments:
                 self._backwards.remove(True)
                 self._choose_keeping()
                 self._gradients.norms.forget_all()
-                self._gradients.wait_all(self._tensors)
+                self._gradients.wait_arrivals(self._tensors)  # not for others', which are p.grad by now
 
     def enter_backward(self) -> None:
         """First sign that the backward that runs now reaches this model."""

@@ -80,10 +80,12 @@ class Capture:
             and managed_of(parameter).owner is self._stm
         )
 
-    def choose(self) -> dict[int, ManagedTensor]:
-        """[Note: what is queued], as far as it is a matter of one parameter. By index."""
+    def choose(self) -> tuple[dict[int, ManagedTensor], dict[int, ManagedTensor]]:
+        """[Note: what is queued], as far as it is a matter of one parameter; and those for which that is so but that
+        somebody holds the copy on the device (a graph that is alive), which is what is stepped if they come to live
+        there. By index."""
         kept, stepped = self._kept_ids(), self._stepped
-        chosen = {}
+        chosen, held = dict[int, ManagedTensor](), dict[int, ManagedTensor]()
         with plain():
             for tensor in self.managed():
                 if tensor.pending is not None:  # being tried, and right so far
@@ -93,12 +95,12 @@ class Capture:
                     entry = dict.get(self._optimizer.state, tensor.parameter)
                     if (
                         gradient_is_private(tensor.parameter)
-                        and tensor.is_private()
+                        and tensor.home_is_private()
                         and (entry is None or state_is_private(entry, kept))
                     ):
-                        chosen[tensor.index] = tensor
+                        (chosen if tensor.is_private() else held)[tensor.index] = tensor
                     del entry  # or the next one of it would be counted twice
-        return chosen
+        return chosen, held
 
     def take(self, later: dict[int, ManagedTensor], here: dict[int, ManagedTensor]) -> None:
         """Take ``later`` out of the groups; of these, ``here`` are stepped on the device."""

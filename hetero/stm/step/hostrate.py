@@ -1,4 +1,4 @@
-"""How fast the host updates parameters: what its queue has done so far.
+"""How fast the host updates parameters: what its queue has done so far, or a step in its place.
 
 Owns the count. Plans are made with it (`hetero.stm.plans.timings`).
 """
@@ -19,7 +19,7 @@ class HostRate:
         timings.host_fastest = lambda: self._fastest or 0.0
 
     def note(self, nbytes: int, seconds: float) -> None:
-        """The queue's thread has updated ``nbytes``."""
+        """The queue's thread has updated ``nbytes``, or a step has where that gets none."""
         self._nbytes += nbytes
         self._seconds += seconds
         if nbytes:

@@ -20,9 +20,10 @@ ever; a copy that is being written on the device would come home in pieces and p
 """
 
 import contextlib
+import time
 import types
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._device import DeviceContext
@@ -58,6 +59,13 @@ from hetero.stm.updates.temporaries import is_measured
 __all__ = ["HostStep"]
 
 
+class _AtOnce(NamedTuple):
+    """Of parameters at home that a step updates itself: their bytes, and when that began."""
+
+    nbytes: int
+    began: float
+
+
 class HostStep:
     """The steps of one optimizer.
 
@@ -88,12 +96,12 @@ class HostStep:
         self._stepped: set[int] = set()
         self._stepped_now: set[int] = set()
         self.capture = Capture(optimizer, manager, stepped=self._stepped, kept_ids=kept_ids)
-        host = HostRate(manager.plans.timings)
+        self._host = HostRate(manager.plans.timings)
         self.device_homes = DeviceHomes(
             optimizer,
             manager,
             accelerator,
-            host,
+            self._host,
             allowed=uses_device,
             stepped=self._stepped,
             note_states=note_states,
@@ -111,7 +119,7 @@ class HostStep:
         self.speculation = Speculation(
             optimizer,
             manager,
-            host,
+            self._host,
             allowed=speculates is not False,
             host_share=1.0 if speculates else _SHARE_OF_HOST,
             stepped=self._stepped,
@@ -121,6 +129,7 @@ class HostStep:
         # What is around torch's updates: no dispatch to us, and where they need it, a guard.
         self._around: Any = None
         self._depth = 0
+        self._at_once: _AtOnce | None = None
         # Makes the step where everything has come to live on the device: within a closure, or since a method was kept.
         self.step_settled: Callable[..., Any] = lambda inner, args, kwargs: inner(*args, **kwargs)
         self._is_inside = False  # whoever is called to make the step
@@ -313,9 +322,10 @@ class HostStep:
             self._states.keep_home()
             defers = self._may_defer(optimizer, args, kwargs)
             self.speculation.begin_step(optimizer, defers=defers)
-            later = self.capture.choose() if defers else {}
+            later, held = self.capture.choose() if defers else ({}, {})
             with plain():
-                here = self.device_homes.take(later)
+                here = self.device_homes.take(later | held)
+            later |= {index: tensor for index, tensor in held.items() if index in here}
             ours = {t.index: t for t in self.capture.managed() if t.index not in later}
             if later:
                 self.capture.take(later, here)
@@ -328,6 +338,16 @@ class HostStep:
             self._around.enter_context(plain())
             if self._stm.executor.is_guarded and self._steps_others_there():
                 self._around.enter_context(self._stm.executor.guarded_within())
+            self._at_once = self._begin_at_once(ours) if held.keys() & ours.keys() else None
+
+    def _begin_at_once(self, stepped: dict[int, ManagedTensor]) -> _AtOnce | None:
+        """Where the queue never gets any, because graphs that are alive hold their copies, nobody else tells how long
+        the host takes: which is known once all of them have been timed, other than in their first step."""
+        tensors = [t for index, t in stepped.items() if index in self._stepped_now]
+        nbytes = sum(tensor.home.nbytes for tensor in tensors)
+        if self._host.has_timed(nbytes) or not all(t.index in self._stepped for t in tensors):
+            return None
+        return _AtOnce(nbytes, time.perf_counter())
 
     def _steps_others_there(self) -> bool:
         """Parameters on the device that are nobody's, of layers that were added, whose step allocates by itself. Ours
@@ -344,6 +364,8 @@ class HostStep:
         if self._depth > 0:
             return
         with self._stm.lock:
+            if self._at_once is not None:
+                self._host.note(self._at_once.nbytes, time.perf_counter() - self._at_once.began)
             self._leave()
             self.capture.move_versions()
             self._carry_out(*self.capture.end())

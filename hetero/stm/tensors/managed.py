@@ -170,9 +170,10 @@ class ManagedTensor(StatefulTensor):
         """Nobody else holds its memory, at home or on the device, so that a late write cannot be seen to be late."""
         # One that lives on the device is written there, in place: whoever holds the copy sees it.
         written_at_home = self.data is not None and self.pending is None and not self.stays
-        return self._home_is_private() and not (written_at_home and self.is_held())
+        return self.home_is_private() and not (written_at_home and self.is_held())
 
-    def _home_is_private(self) -> bool:
+    def home_is_private(self) -> bool:
+        """As `is_private`, of its memory at home."""
         return not self.is_exposed and self.clock.home_is_private()
 
     @property
@@ -184,7 +185,7 @@ class ManagedTensor(StatefulTensor):
     def low_is_stale(self) -> bool:
         """Home was written since its low-precision twin was made, or may have been by somebody who holds its memory."""
         low = self.low
-        return low is not None and (low.clock != self.clock.now or not self._home_is_private())
+        return low is not None and (low.clock != self.clock.now or not self.home_is_private())
 
     def refresh_low(self) -> None:
         """Bring the low-precision twin up to date. Copies that read it have been waited for."""
