@@ -77,6 +77,9 @@ def test_within_the_models_forward(transform, share):
     assert_twins(lambda: Within(TRANSFORMS[transform]), train, share=share)
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.11"), reason="Dynamo wants what a transform wraps to be leaves"
+)
 # Dynamo looks at the gradients of its inputs, be they leaves or not, managed or not.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("transform", ["grad of what is saved", "grad through the layer", "vjp"])
