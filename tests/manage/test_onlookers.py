@@ -1,10 +1,13 @@
 """Where everything fits: who has looked at parameters at home, and who would notice that they are elsewhere."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
 from accelerators import device
+from backward_ends import wait_for_backward_ends
 from bits import same_bits
 from loops import mlp, square_loss
 from torch.nn.utils import parameters_to_vector
@@ -160,6 +163,17 @@ def test_averages_on_the_host_fetch_nothing(glance, averages):
     assert fetched[1] <= 1.05 * fetched[0]
 
 
+def test_nothing_is_kept_by_having_been_looked_at():
+    model = mlp()
+    manager = hetero.manage(model, device=device(), device_budget=PLENTY)
+    kept = [weakref.ref(p._hetero) for p in model.parameters()]
+    for p in model.parameters():
+        p.detach()
+    del model, manager, p
+    gc.collect()
+    assert not any(each() for each in kept)
+
+
 WRITES = {
     "before it, unseen": lambda p: (alias := p.detach()).data.mul_(0.9) is None or alias.cpu(),
     "after it, unseen": lambda p: ((alias := p.detach()).cpu(), alias.data.mul_(0.9)),
@@ -210,6 +224,7 @@ def test_gradients_of_ours_that_are_set_again_are_nobody_elses(how):
             loss = square_loss(model, target)
             if how == "given":
                 gradients = list(torch.autograd.grad(loss, list(model.parameters())))
+                wait_for_backward_ends(target)  # else autograd may hold them still, at the step
                 for p in reversed(list(model.parameters())):
                     p.grad = gradients.pop()
                 del p

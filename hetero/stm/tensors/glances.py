@@ -20,7 +20,8 @@ __all__ = ["note_copied", "note_detached"]
 
 
 class _Here(threading.local):
-    detached: "tuple[weakref.ref[torch.Tensor], ManagedTensor] | None" = None
+    # Weakly, both: nobody is kept by having been looked at.
+    detached: "tuple[weakref.ref[torch.Tensor], weakref.ref[ManagedTensor]] | None" = None
 
 
 _here = _Here()
@@ -28,7 +29,7 @@ _here = _Here()
 
 def note_detached(tensor: "ManagedTensor", alias: torch.Tensor) -> None:
     """``alias`` of home is what ``detach`` has given last on this thread, after `note_operator`."""
-    _here.detached = (weakref.ref(alias), tensor) if alias.dim() else None
+    _here.detached = (weakref.ref(alias), weakref.ref(tensor)) if alias.dim() else None
 
 
 def note_copied(source: Any, copy: torch.Tensor, references: int) -> None:
@@ -39,7 +40,8 @@ def note_copied(source: Any, copy: torch.Tensor, references: int) -> None:
         if copy.requires_grad or not copy.dim():
             return
     elif (last := _here.detached) is not None and last[0]() is source and is_temporary(references):
-        _here.detached, tensor = None, last[1]
-        tensor.clock.note_given_back()
+        _here.detached, tensor = None, last[1]()
+        if tensor is not None:
+            tensor.clock.note_given_back()
     if tensor is not None and tensor.owner.settled is not None:
         tensor.owner.settled.onlookers.forget_look()
