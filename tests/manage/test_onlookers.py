@@ -169,7 +169,8 @@ def test_nothing_is_kept_by_having_been_looked_at():
     kept = [weakref.ref(p._hetero) for p in model.parameters()]
     for p in model.parameters():
         p.detach()
-    del model, manager, p
+    manager.close()
+    del manager
     gc.collect()
     assert not any(each() for each in kept)
 
