@@ -109,11 +109,14 @@ def test_a_deep_copy_that_is_kept_in_another_type_is_brought_up_to_date():
 
 # Averages on the host, of who asks for copies there as of parameters on a device.
 GLANCES = {
-    "cpu": lambda p: p.detach().cpu(),
-    "to a device": lambda p: p.detach().to("cpu"),
-    "to a tensor's": lambda p: p.detach().to(torch.empty(0)),
-    "in another type": lambda p: p.detach().to("cpu", torch.float64).float(),
-    "the parameter": lambda p: p.cpu(),
+    "cpu": lambda model: [p.detach().cpu() for p in model.parameters()],
+    "to a device": lambda model: [p.detach().to("cpu") for p in model.parameters()],
+    "to a tensor's": lambda model: [p.detach().to(torch.empty(0)) for p in model.parameters()],
+    "in another type": lambda model: [
+        p.detach().to("cpu", torch.float64).float() for p in model.parameters()
+    ],
+    "the parameter": lambda model: [p.cpu() for p in model.parameters()],
+    "names": lambda model: [value.cpu() for value in model.state_dict().values()],
 }
 
 
@@ -125,8 +128,8 @@ def _averaging(glance, averages_of):
         for _ in range(14):
             _step(model, optimizer, target)
             with torch.no_grad():
-                for mean, p in zip(averages, model.parameters(), strict=True):
-                    mean.mul_(0.9).add_(glance(p), alpha=0.1)
+                for mean, copied in zip(averages, glance(model), strict=False):
+                    mean.mul_(0.9).add_(copied, alpha=0.1)
         return averages
 
     return loop
@@ -151,13 +154,13 @@ def test_averages_on_the_host_keep_nothing_there(glance, share, averages):
     assert (manager.stats.settled_forwards > 0) == (share > 1)
 
 
-@pytest.mark.parametrize("glance", GLANCES)
+@pytest.mark.parametrize("glance", [glance for glance in GLANCES if glance != "names"])
 @pytest.mark.usefixtures("homes_on_device")
 def test_averages_on_the_host_fetch_nothing(glance, averages):
     """Nobody can have written to what they were given: the copies on the device are what they were."""
     fetched = [
         assert_twins(mlp, _averaging(look, averages), share=0.7).stats.total_fetched_bytes
-        for look in (lambda p: torch.zeros(()), GLANCES[glance])
+        for look in (lambda model: [], GLANCES[glance])
     ]
     # What is renewed where there is room depends on when updates are done.
     assert fetched[1] <= 1.05 * fetched[0]

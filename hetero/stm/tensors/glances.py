@@ -1,8 +1,8 @@
 """Copies of parameters on the host, of who asks for them as of parameters on a device: ``p.detach().cpu()``.
 
-Averages and logs write so, and get the same from a parameter that is on the device. So it is no look as
-`hetero.stm.tensors.onlookers` means it. Nor has anybody written to the memory that ``detach`` gave them, if it had no
-name: nothing can have been done with it in between. Owns what tells of that; invariant: in doubt, it was a look.
+Averages and logs write so, and get the same from a parameter that is on the device: it is no look as
+`hetero.stm.tensors.onlookers` means it. And if what ``detach`` gave had no name, nothing can have been done with it in
+between, so that nobody has written to that memory. Owns what tells of both; invariant: in doubt, it was a look.
 """
 
 import threading
@@ -19,17 +19,26 @@ if TYPE_CHECKING:
 __all__ = ["note_copied", "note_detached"]
 
 
+_Detached = tuple["weakref.ref[torch.Tensor]", "weakref.ref[ManagedTensor]"]
+
+# By id, of what ``detach`` has given at home, as long as it lives, until a copy is asked for. Weakly, both: nobody is
+# kept by having been looked at.
+_detached: dict[int, _Detached] = {}
+
+
 class _Here(threading.local):
-    # Weakly, both: nobody is kept by having been looked at.
-    detached: "tuple[weakref.ref[torch.Tensor], weakref.ref[ManagedTensor]] | None" = None
+    last: _Detached | None = None  # on this thread
 
 
 _here = _Here()
 
 
 def note_detached(tensor: "ManagedTensor", alias: torch.Tensor) -> None:
-    """``alias`` of home is what ``detach`` has given last on this thread, after `note_operator`."""
-    _here.detached = (weakref.ref(alias), weakref.ref(tensor)) if alias.dim() else None
+    """``alias`` of home is what ``detach`` has given, after `hetero.stm.tensors.onlookers.note_operator`."""
+    if alias.dim():
+        key = id(alias)
+        gone = weakref.ref(alias, lambda _: _detached.pop(key, None))
+        _detached[key] = _here.last = gone, weakref.ref(tensor)
 
 
 def note_copied(source: Any, copy: torch.Tensor, references: int) -> None:
@@ -39,9 +48,10 @@ def note_copied(source: Any, copy: torch.Tensor, references: int) -> None:
     if tensor is not None:  # the parameter itself
         if copy.requires_grad or not copy.dim():
             return
-    elif (last := _here.detached) is not None and last[0]() is source and is_temporary(references):
-        _here.detached, tensor = None, last[1]()
-        if tensor is not None:
+    elif (found := _detached.get(id(source))) is not None and found[0]() is source:
+        del _detached[id(source)]
+        tensor = found[1]()
+        if tensor is not None and found is _here.last and is_temporary(references):
             tensor.clock.note_given_back()
     if tensor is not None and tensor.owner.settled is not None:
         tensor.owner.settled.onlookers.forget_look()
