@@ -28,7 +28,6 @@ __all__ = [
     "gradient_is_private",
     "holds_alone",
     "incoming_is_shared",
-    "is_temporary",
     "listed_alone",
     "measure_incoming",
     "memory_is_private",
@@ -70,13 +69,6 @@ def incoming_is_shared(gradient: torch.Tensor) -> bool:
         return False
     references, uses, _ = _counts(gradient)
     return (references, uses) != _incoming(_asked(_PROBE))
-
-
-def is_temporary(references: int) -> bool:
-    """A method that has found so many references to its ``self`` was called on what has no other name (of
-    ``p.detach().cpu()``). False as well where that cannot be told, because a name counts no more."""
-    temporary, named = _temporaries(_asked(_PROBE))
-    return references == temporary < named
 
 
 class _Holder(Protocol):
@@ -157,18 +149,6 @@ def _incoming(_: int) -> tuple[int, int]:
 
 
 # -- how many there should be --------------------------------------------------------------------------
-
-
-@functools.cache
-def _temporaries(_: int) -> tuple[int, int]:
-    """[Note: how many there should be]"""
-
-    class Probe:
-        def references(self) -> int:
-            return sys.getrefcount(self)
-
-    named = Probe()
-    return Probe().references(), named.references()
 
 
 class _Expected(NamedTuple):

@@ -1,49 +1,33 @@
 """Copies of parameters on the host, of who asks for them as of parameters on a device: ``p.detach().cpu()``.
 
 Averages and logs write so, and get the same from a parameter that is on the device: it is no look as
-`hetero.stm.tensors.onlookers` means it. And if what ``detach`` gave had no name, nothing can have been done with it in
-between, so that nobody has written to that memory. Owns what tells of both; invariant: in doubt, it was a look.
+`hetero.stm.tensors.onlookers` means it. Owns what tells of that; invariant: in doubt, it was a look.
 """
 
-import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-
-from hetero.stm.tensors.exposure import is_temporary
 
 if TYPE_CHECKING:
     from hetero.stm.tensors.managed import ManagedTensor
 
 __all__ = ["note_copied", "note_detached"]
 
-
-_Detached = tuple["weakref.ref[torch.Tensor]", "weakref.ref[ManagedTensor]"]
-
 # By id, of what ``detach`` has given at home, as long as it lives, until a copy is asked for. Weakly, both: nobody is
 # kept by having been looked at.
-_detached: dict[int, _Detached] = {}
-
-
-class _Here(threading.local):
-    last: _Detached | None = None  # on this thread
-
-
-_here = _Here()
+_detached: dict[int, tuple["weakref.ref[torch.Tensor]", "weakref.ref[ManagedTensor]"]] = {}
 
 
 def note_detached(tensor: "ManagedTensor", alias: torch.Tensor) -> None:
     """``alias`` of home is what ``detach`` has given, after `hetero.stm.tensors.onlookers.note_operator`."""
     if alias.dim():
         key = id(alias)
-        gone = weakref.ref(alias, lambda _: _detached.pop(key, None))
-        _detached[key] = _here.last = gone, weakref.ref(tensor)
+        _detached[key] = weakref.ref(alias, lambda _: _detached.pop(key, None)), weakref.ref(tensor)
 
 
-def note_copied(source: Any, copy: torch.Tensor, references: int) -> None:
-    """``copy`` on the host is what somebody has asked for, of ``source`` there, to which its method has found so many
-    ``references``."""
+def note_copied(source: Any, copy: torch.Tensor) -> None:
+    """``copy`` on the host is what somebody has asked for, of ``source`` there."""
     tensor: ManagedTensor | None = getattr(source, "_hetero", None)
     if tensor is not None:  # the parameter itself
         if copy.requires_grad or not copy.dim():
@@ -51,7 +35,5 @@ def note_copied(source: Any, copy: torch.Tensor, references: int) -> None:
     elif (found := _detached.get(id(source))) is not None and found[0]() is source:
         del _detached[id(source)]
         tensor = found[1]()
-        if tensor is not None and found is _here.last and is_temporary(references):
-            tensor.clock.note_given_back()
     if tensor is not None and tensor.owner.settled is not None:
         tensor.owner.settled.onlookers.forget_look()

@@ -8,7 +8,6 @@ resuming, finds room there, as far as copies can leave. Every other call goes on
 """
 
 import functools
-import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -49,14 +48,12 @@ def _prune() -> None:
 
 @functools.wraps(_cpu)
 def _copied_cpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    references = sys.getrefcount(self)
     result: torch.Tensor = _cpu(self, *args, **kwargs)
-    return _own(result, references) if result is self and is_at_home(self) else result
+    return _own(result) if result is self and is_at_home(self) else result
 
 
 @functools.wraps(_to)
 def _copied_to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    references = sys.getrefcount(self)
     place = _place(args, kwargs)
     if place is not None and place.type != "cpu":
         _make_room(self, place)
@@ -64,9 +61,9 @@ def _copied_to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     if place is None or not is_at_home(self):  # a conversion of type alone is no copy on a device either
         return result
     if result is self:
-        return _own(self, references)
+        return _own(self)
     if result.is_cpu:
-        note_copied(self, result, references)
+        note_copied(self, result)
     return result
 
 
@@ -115,9 +112,9 @@ def is_at_home(tensor: torch.Tensor) -> bool:
         return found is not None and found.untyped_storage()._cdata == key
 
 
-def _own(tensor: torch.Tensor, references: int) -> torch.Tensor:
+def _own(tensor: torch.Tensor) -> torch.Tensor:
     copy = tensor.clone(memory_format=torch.preserve_format)
-    note_copied(tensor, copy, references)
+    note_copied(tensor, copy)
     return copy
 
 
