@@ -11,7 +11,7 @@ from backward_ends import wait_for_backward_ends
 from bits import same_bits
 from loops import mlp, square_loss
 from torch.nn.utils import parameters_to_vector
-from twins import adamw, assert_twins, managed, unmanaged
+from twins import adamw, assert_same, assert_twins, managed, unmanaged
 
 import hetero
 
@@ -120,16 +120,24 @@ GLANCES = {
 }
 
 
+def _begin(averages):
+    for mean, first in zip(averages, mlp_of_the_same().parameters(), strict=True):
+        mean.copy_(first.detach())
+
+
+def _average(averages, copies):
+    for mean, copied in zip(averages, copies, strict=True):
+        mean.mul_(0.9).add_(copied, alpha=0.1)
+
+
 def _averaging(glance, averages_of):
     def loop(model, optimizer, target):
         averages = averages_of[0]
-        for mean, first in zip(averages, mlp_of_the_same().parameters(), strict=True):
-            mean.copy_(first.detach())
+        _begin(averages)
         for _ in range(14):
             _step(model, optimizer, target)
             with torch.no_grad():
-                for mean, copied in zip(averages, glance(model), strict=False):
-                    mean.mul_(0.9).add_(copied, alpha=0.1)
+                _average(averages, glance(model))
         return averages
 
     return loop
@@ -152,6 +160,65 @@ def averages():
 def test_averages_on_the_host_keep_nothing_there(glance, share, averages):
     manager = assert_twins(mlp, _averaging(GLANCES[glance], averages), share=share)
     assert (manager.stats.settled_forwards > 0) == (share > 1)
+
+
+KEPT = {
+    "copies": lambda model: [p.detach().cpu() for p in model.parameters()],
+    "made of copies": lambda model: [p.detach().cpu().clone() for p in model.parameters()],
+    "names": lambda model: [value.cpu() for value in model.state_dict().values()],
+    "in another type": lambda model: [p.detach().cpu().double() for p in model.parameters()],
+}
+
+
+@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize("every", [3, 9])
+def test_who_combines_copies_with_what_is_at_home_goes_on_to(kept, every):
+    """As long as they are kept: unmanaged, they would be on another device."""
+
+    def loop(model, optimizer, target):
+        first, seen = KEPT[kept](model), []
+        for number in range(14):
+            seen.append(_step(model, optimizer, target))
+            if number % every == every - 1:
+                for p, copied in zip(model.parameters(), first, strict=True):
+                    there = p.detach()
+                    seen.append((there.cpu() if there.device != copied.device else there) - copied)
+                    if type(p) is not torch.nn.Parameter:
+                        seen.append(there + copied)
+                    else:
+                        seen.append(there.cpu() + copied)
+        return seen
+
+    managed_first = managed(mlp, loop, PLENTY)
+    assert_same(managed_first[0], unmanaged(mlp, loop)[0], "observed")
+    assert managed_first[2].stats.settled_forwards == 0
+
+
+def test_copies_made_in_forward_hide_no_look():
+    """There, they come from the device."""
+
+    class Logs(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.logged = mlp(), []
+
+        def forward(self, x):
+            if len(self.logged) < 4:
+                with torch.no_grad():
+                    self.logged.append(sum(p.to("cpu").sum().item() for p in self.body.parameters()))
+            return self.body(x)
+
+    def loop(model, optimizer, target):
+        seen = []
+        for number in range(14):
+            seen.append(_step(model, optimizer, target))
+            if number == 0:
+                first = [p.detach().clone() for p in model.parameters()]
+            if number in (9, 13):
+                seen.append([p.detach() - then for p, then in zip(model.parameters(), first, strict=True)])
+        return seen
+
+    assert_twins(Logs, loop, budget=PLENTY)
 
 
 def test_nothing_is_kept_by_having_been_looked_at():

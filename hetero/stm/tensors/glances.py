@@ -27,7 +27,8 @@ def note_detached(tensor: "ManagedTensor", alias: torch.Tensor) -> None:
 
 
 def note_copied(source: Any, copy: torch.Tensor) -> None:
-    """``copy`` on the host is what somebody has asked for, of ``source`` there."""
+    """``copy`` on the host is what somebody has asked for, of ``source`` there; of a parameter, one was made of it at
+    home."""
     tensor: ManagedTensor | None = getattr(source, "_hetero", None)
     if tensor is not None:  # the parameter itself
         if copy.requires_grad or not copy.dim():
@@ -36,4 +37,4 @@ def note_copied(source: Any, copy: torch.Tensor) -> None:
         del _detached[id(source)]
         tensor = found[1]()
     if tensor is not None and tensor.owner.settled is not None:
-        tensor.owner.settled.onlookers.forget_look()
+        tensor.owner.settled.onlookers.note_copy()

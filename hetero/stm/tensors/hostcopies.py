@@ -62,7 +62,7 @@ def _copied_to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return result
     if result is self:
         return _own(self)
-    if result.is_cpu:
+    if result.is_cpu and type(self) is torch.Tensor:  # a parameter's may have come from the device
         note_copied(self, result)
     return result
 

@@ -35,11 +35,13 @@ class Onlookers:
         have_looked: how often somebody has combined home with a tensor on the host, or may do so, since this was 0.
         have_values: how often somebody has been given some at home, and may have kept something made from them.
         have_gradients: the same of gradients, whether.
+        have_copies: the same of copies on the host that were asked for as such: what was there before the parameters
+            were managed may be brought up to date with them where everything fits as well.
     """
 
     def __init__(self) -> None:
         self.have_looked = self.have_values = 0
-        self.have_gradients = False
+        self.have_gradients = self.have_copies = False
         with plain():  # there are other managers' parameters as well, which are not looked at by this
             self._before = {
                 id(found): (weakref.ref(found), found._version)
@@ -52,29 +54,32 @@ class Onlookers:
         self.have_looked += 1
         self.have_values += 1
 
-    def forget_look(self) -> None:
-        """The last one was none (`hetero.stm.tensors.glances`)."""
+    def note_copy(self) -> None:
+        """The last look was none: a copy on the host was asked for (`hetero.stm.tensors.glances`)."""
         self.have_looked = max(0, self.have_looked - 1)
         self.have_values -= 1
+        self.have_copies = True
 
     def keep_something(self, tensors: Sequence[ManagedTensor]) -> bool:
         """On the host is a tensor that may be a copy or a gradient of these that somebody was given, or made from some:
         of the shape of a parameter, or as large as all together, none of ours, and not there before. What was made from
         copies may be of another type."""
-        if not (self.have_values or self.have_gradients):
+        have_values = bool(self.have_values or self.have_copies)
+        if not (have_values or self.have_gradients):
             return False
-        seen = [t.home for t in tensors if self.have_values or t.parameter.requires_grad]
+        seen = [t.home for t in tensors if have_values or t.parameter.requires_grad]
         dtypes, shapes = {home.dtype for home in seen}, {home.shape for home in seen if home.dim()}
         total = sum(home.numel() for home in seen)
         ours = {home.untyped_storage()._cdata for home in (tensor.home for tensor in tensors)}
         for tensor in tensors:
             if tensor.parameter.grad is not None and tensor.parameter.grad.layout is torch.strided:
                 ours.add(tensor.parameter.grad.untyped_storage()._cdata)
+        known = self._is_from_before if self.have_values or self.have_gradients else self._was_there
         for found in _host_tensors():
-            is_one = found.dtype in dtypes or (self.have_values and _may_be_values(found.dtype))
+            is_one = found.dtype in dtypes or (have_values and _may_be_values(found.dtype))
             if is_one and (found.shape in shapes or found.numel() == total):
                 storage = storage_of(found)
-                if (storage is None or storage._cdata not in ours) and not self._is_from_before(found):
+                if (storage is None or storage._cdata not in ours) and not known(found):
                     return True
         return False
 
@@ -87,8 +92,11 @@ class Onlookers:
         self._before.clear()
 
     def _is_from_before(self, tensor: torch.Tensor) -> bool:
-        found, version = self._before.get(id(tensor), (None, 0))
-        return found is not None and found() is tensor and tensor._version == version
+        return self._was_there(tensor) and tensor._version == self._before[id(tensor)][1]
+
+    def _was_there(self, tensor: torch.Tensor) -> bool:
+        found = self._before.get(id(tensor))
+        return found is not None and found[0]() is tensor
 
 
 def note_operator(
