@@ -130,9 +130,8 @@ def _average(averages, copies):
         mean.mul_(0.9).add_(copied, alpha=0.1)
 
 
-def _averaging(glance, averages_of):
+def _averaging(glance, averages):
     def loop(model, optimizer, target):
-        averages = averages_of[0]
         _begin(averages)
         for _ in range(14):
             _step(model, optimizer, target)
@@ -152,7 +151,7 @@ def mlp_of_the_same():
 @pytest.fixture
 def averages():
     """From before the model is managed, as a deep copy made then."""
-    return [[p.detach().clone() for p in mlp_of_the_same().parameters()]]
+    return [p.detach().clone() for p in mlp_of_the_same().parameters()]
 
 
 @pytest.mark.parametrize("glance", GLANCES)
@@ -170,28 +169,28 @@ KEPT = {
 }
 
 
-@pytest.mark.parametrize("kept", KEPT)
-@pytest.mark.parametrize("every", [3, 9])
-def test_who_combines_copies_with_what_is_at_home_goes_on_to(kept, every):
-    """As long as they are kept: unmanaged, they would be on another device."""
+def _with_copies(made, every, look):
+    """Combined with what ``look`` gives of a parameter, now and then."""
 
     def loop(model, optimizer, target):
-        first, seen = KEPT[kept](model), []
+        copies, seen = made(model), []
         for number in range(14):
             seen.append(_step(model, optimizer, target))
             if number % every == every - 1:
-                for p, copied in zip(model.parameters(), first, strict=True):
-                    there = p.detach()
-                    seen.append((there.cpu() if there.device != copied.device else there) - copied)
-                    if type(p) is not torch.nn.Parameter:
-                        seen.append(there + copied)
-                    else:
-                        seen.append(there.cpu() + copied)
+                seen.append([look(p) - copied for p, copied in zip(model.parameters(), copies, strict=True)])
         return seen
 
-    managed_first = managed(mlp, loop, PLENTY)
-    assert_same(managed_first[0], unmanaged(mlp, loop)[0], "observed")
-    assert managed_first[2].stats.settled_forwards == 0
+    return loop
+
+
+@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize("every", [3, 9])
+def test_who_combines_copies_with_what_is_at_home_goes_on_to(kept, every):
+    """As long as copies are kept: unmanaged, they are on another device. Managed first, as in `_assert_goes_on`."""
+    made = KEPT[kept]
+    seen, _, manager = managed(mlp, _with_copies(made, every, lambda p: p.detach()), PLENTY)
+    assert_same(seen, unmanaged(mlp, _with_copies(made, every, lambda p: p.detach().cpu()))[0], "observed")
+    assert manager.stats.settled_forwards == 0
 
 
 def test_copies_made_in_forward_hide_no_look():

@@ -1,5 +1,6 @@
 """Transforms of ``torch.func`` within the model's forward."""
 
+import contextlib
 from functools import partial
 
 import pytest
@@ -8,7 +9,9 @@ from loops import batch, losses, mlp
 from torch import nn
 from torch.func import functional_call, grad, jacrev, vjp, vmap
 from torch.utils.checkpoint import checkpoint
-from twins import assert_twins
+from twins import adamw, assert_same, assert_twins, device, plain
+
+import hetero
 
 
 class Within(nn.Module):
@@ -96,6 +99,42 @@ def test_hooks_of_the_callers_are_refused_as_ever_and_training_goes_on():
         return seen + train(model, optimizer, target)
 
     assert_twins(lambda: Within(TRANSFORMS["vjp"]), loop, share=0.7)
+
+
+def test_within_a_model_that_another_one_calls():
+    """Both have hooks on then."""
+
+    class Outer(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.body, self.inner = mlp(), [inner]
+
+        def forward(self, x):
+            return self.body(self.inner[0](x))
+
+    def run(target, **keywords):
+        torch.manual_seed(0)
+        inner = Within(TRANSFORMS["grad through the layer"])
+        models = [inner, Outer(inner)]
+        optimizers = [adamw(model) for model in models]
+        with contextlib.ExitStack() as stack:
+            for model, optimizer in zip(models, optimizers, strict=True):
+                if keywords:
+                    stack.enter_context(hetero.manage(model, optimizer, device=target, **keywords))
+                else:
+                    model.to(target)
+            seen = []
+            for _ in range(6):
+                loss = models[1](batch(target)).square().mean()
+                loss.backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                seen.append(loss)
+            return plain(seen)
+
+    target = device()
+    assert_same(run(target, device_budget="2MiB"), run(target), "losses")
 
 
 def test_what_is_saved_after_a_transform_may_leave_again():

@@ -138,7 +138,7 @@ def _packer(activations: Activations | None) -> Callable[..., Any]:
 
 
 class _Aside(threading.local):
-    """Hooks of ours that have stepped aside on this thread."""
+    """Hooks of ours that have stepped aside on this thread, the innermost first."""
 
     def __init__(self) -> None:
         self.hooks: list[tuple[Any, Any]] = []
@@ -150,8 +150,8 @@ _disable, _enable = _autograd._saved_tensors_hooks_disable, _autograd._saved_ten
 
 @functools.wraps(_disable)
 def _disable_without_ours(*args: Any, **kwargs: Any) -> None:
-    hooks = saving_hooks(True)
-    if hooks is not None and hooks[1] is _unpack:  # only the innermost can be asked for, and taken away
+    # Several, where a managed model is called within another's forward. Behind somebody else's, none can be taken away.
+    while (hooks := saving_hooks(True)) is not None and hooks[1] is _unpack:
         _autograd._pop_saved_tensors_default_hooks()
         _aside.hooks.append(hooks)
     _disable(*args, **kwargs)

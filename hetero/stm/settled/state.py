@@ -146,7 +146,7 @@ class Settled:
         with stm.lock, torch.inference_mode(False), torch.no_grad(), plain():
             if not stm.close_iteration():
                 return False
-            looked, self.onlookers.have_looked = self.onlookers.have_looked, False
+            looked, self.onlookers.have_looked = self.onlookers.have_looked, 0
             if looked:
                 return False
             growth = self._fitting.growth()

@@ -8,9 +8,11 @@ Nobody settles who was seen to do so, or to keep a copy of home, in the iteratio
 parameters counts for good. What is done with copies of home, or of states, such as an average that is brought up to
 date every tenth step, or with gradients, is not seen: these are plain tensors. So where somebody has been given some,
 everything on the host that might be one of them, or made from some, keeps parameters at home, unless it was there
-before, and as it is now. What is done with a tensor on the host again and again keeps them there for good: a loss of
-theirs that is made at home, an operator with a tensor that was there before, such as a mask, and an update, not by an
-optimizer, of frozen ones, as of a teacher that is the average of a model whose parameters are at home.
+before, and as it is now; or only was there before, where nothing was given but copies that were asked for as from a
+device (`hetero.stm.tensors.glances`), with which an average goes on to be brought up to date. What is done with a
+tensor on the host again and again keeps them there for good: a loss of theirs that is made at home, an operator with a
+tensor that was there before, such as a mask, and an update, not by an optimizer, of frozen ones, as of a teacher that
+is the average of a model whose parameters are at home.
 """
 
 import weakref
