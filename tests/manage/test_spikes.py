@@ -88,8 +88,9 @@ def test_kernels_that_were_tried_once_leave_room_for_everything(where):
 @WHERE
 def test_what_kernels_took_once_is_not_kept_free_for_good(where):
     budget = PEAK // 2
+    # Nor are places kept free for updates that begin early, which the clock decides.
     model, optimizer, manager, target = managed_mlp(
-        budget, build=tuned_chain(WORKSPACE, where), device_homes=False
+        budget, build=tuned_chain(WORKSPACE, where), device_homes=False, speculate=False
     )
     train(model, optimizer, target)
     assert min(moment.capacity_bytes for moment in manager.plan.moments) > budget - WORKSPACE
