@@ -193,11 +193,15 @@ def sweep(record: Record) -> str:
         for row in record["results"]
     ]
     facts = record["parameters"]
-    model = f"A GPT of {facts['parameters'] / 1e9:.3g} billion parameters"
+    billions = facts["parameters"] / 1e9
+    size = f"{billions:.3g} billion" if billions >= 1 else f"{1e3 * billions:.3g} million"
+    model = f"A GPT of {size} parameters"
     if facts.get("model") == "resnet50":
         model = f"A ResNet50 on images of {facts['side']} x {facts['side']}, {facts['batch']} at a time,"
-    title = f"## {model} under budgets\n\n{facts['dtype']}, AdamW; shares of the unmanaged peak.\n\n"
-    heads = ("", "step", "of it the optimizer", "device peak", "budget", "moved a step", "host", "losses")
+    accelerator = record["machine"]["accelerator"]
+    where = "" if accelerator.startswith("virtual") else f" on an {accelerator.split(' (')[0]}"
+    title = f"## {model} under budgets{where}\n\n{facts['dtype']}, AdamW; shares of the unmanaged peak.\n\n"
+    heads = ("", "step", "in the optimizer", "device peak", "budget", "moved a step", "host", "losses")
     return title + markdown(heads, rows)
 
 
@@ -254,11 +258,22 @@ def activations(record: Record) -> str:
                 )
             )
     what = "a chain of layers" if record["benchmark"] == "activations" else "models"
-    heads = ("", "unmanaged", "beside", "at a peak of", "it", "hetero", "ratio", "measured over predicted")
+    chain = "A chain's number is what a layer's saved tensors take on the link, of its forward. "
+    heads = (
+        "",
+        "unmanaged",
+        "compared with",
+        "at a peak of",
+        "its step",
+        "hetero's",
+        "ratio",
+        "measured over predicted",
+    )
     return (
         f"## Steps whose activations leave: {what}\n\n"
-        "hetero has the peak of the way beside it as its budget; the chain's number is what a layer's saved tensors "
-        "take on the link, of its forward. Bounds: ratio 1, prediction within 0.05.\n\n"
+        "hetero's budget is the peak of what it is compared with. "
+        + (chain if record["benchmark"] == "activations" else "")
+        + "Bounds: ratio 1, prediction within 0.05.\n\n"
         + markdown(heads, rows)
     )
 

@@ -123,14 +123,21 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
             f"{name} is on the meta device: give it memory first (model.to_empty(device='cpu'))"
         )
     if type(parameter).__name__ == "DTensor":  # by name: importing torch.distributed.tensor takes a second
-        raise ManageError(f"{name} is a DTensor (FSDP2, tensor parallelism): these cannot be managed yet")
+        raise ManageError(
+            f"{name} is a DTensor (FSDP2, tensor parallelism), which hetero cannot manage: it is for one device "
+            "and one process. Manage the model instead of calling fully_shard or parallelize_module, or leave that "
+            "module to them"
+        )
     if type(parameter) is not nn.Parameter:
         raise ManageError(
             f"{name} is a {type(parameter).__name__}, not a plain nn.Parameter: its class would be lost; convert it, "
             "or leave that module out"
         )
     if parameter.layout is not torch.strided:
-        raise ManageError(f"{name} has layout {parameter.layout}: only dense parameters can be managed")
+        raise ManageError(
+            f"{name} has layout {parameter.layout}: only dense parameters can be managed; convert it "
+            "(parameter.to_dense()), or leave that module out"
+        )
 
 
 def check_budgets(
@@ -151,29 +158,34 @@ def check_budgets(
     if needed > config.device_budget:
         raise BudgetError(
             f"{name} {tuple(largest.shape)} and the buffers ({format_bytes(buffers)}) need {needed} bytes on "
-            f"{accelerator.device} at once, device_budget is {config.device_budget} bytes: raise it to more than "
-            f"{format_bytes(needed)}, activations not counted"
+            f"{accelerator.device} at once, device_budget is {config.device_budget} bytes: raise it to at least "
+            f"{needed} bytes ({format_bytes(needed)}), activations not counted"
         )
     homes = sum(p.numel() * p.element_size() for _, p in parameters)
     trained = sum(p.numel() * p.element_size() for _, p in parameters if p.requires_grad)
     twins = sum(
         copies[name] for name, p in parameters if computes_in(p.dtype, config.precision) is not p.dtype
     )
-    total = homes + twins + (0 if optimizer is None else trained * (1 + states))
+    kept = 0 if optimizer is None else trained * states
+    total = homes + twins + (0 if optimizer is None else trained) + kept
     if total > config.host_budget:
         others = promised_bytes() if config.shares_host else 0
         raise BudgetError(
             f"model data at home need {total} bytes of host memory ({format_bytes(homes)} of parameters"
             + (f", {format_bytes(twins)} for them in {config.precision}" if twins else "")
-            + (f", as much again for gradients and {states} times for optimizer states" if optimizer else "")
+            + (
+                f", {format_bytes(trained)} of gradients, {format_bytes(kept)} of optimizer states"
+                if optimizer is not None
+                else ""
+            )
             + f"), host_budget is {config.host_budget} bytes"
             + (
                 f" (what is free, less {format_bytes(others)} that other managed models will take)"
                 if others
                 else ""
             )
-            + f": raise it to {total} bytes or more, or use an "
-            "optimizer with fewer states"
+            + f": raise it to at least {total} bytes ({format_bytes(total)})"
+            + (", or use an optimizer with fewer states" if kept else "")
         )
     # Gradients are cut from slabs of whole pages.
     pages = sum(-p.numel() * p.element_size() % mmap.PAGESIZE for _, p in parameters if p.requires_grad)

@@ -25,7 +25,7 @@ class Config:
     Attributes:
         device_budget: bytes of the device that may be in use.
         host_budget: bytes of model data in host memory.
-        shares_host: these are what was free, and other managed models take of them, too.
+        shares_host: ``host_budget`` was not passed: it is what was free, and other managed models take of it, too.
         warmup_budget: a share of ``device_budget``, in (0, 1].
         warmup_steps: iterations, at least 1.
         prefetch, activations, device_homes: as given.

@@ -5,7 +5,7 @@ also derive from it, so that ``except ValueError`` and ``except RuntimeError`` k
 
     HeteroError
     ├── ConfigError (ValueError)       a keyword or argument that cannot be used
-    ├── ManageError (RuntimeError)     a model or optimizer that cannot be managed as it is
+    ├── ManageError (RuntimeError)     a model, optimizer or call that cannot be managed as it is
     ├── BudgetError (RuntimeError)     something that cannot fit under device_budget or host_budget
     │   └── NoRoomError                an operator that is refused; also a torch.OutOfMemoryError
     │                                  (`hetero.stm.copies.shortage`)
@@ -36,7 +36,8 @@ class ConfigError(HeteroError, ValueError):
 
 
 class ManageError(HeteroError, RuntimeError):
-    """A model or optimizer that cannot be managed as it is; nothing has been changed."""
+    """A model, optimizer or call that hetero cannot manage as it is; says what to do. Where `hetero.manage` raises it,
+    nothing has been changed."""
 
 
 class BudgetError(HeteroError, RuntimeError):

@@ -263,7 +263,7 @@ class Manager:
         several managers of one process share it is that of all of them together.
 
         Returns the bytes that the process has given back; after `close`, 0. Raises `ConfigError` for a budget above
-        that of `manage`, `BudgetError` for one below what one operator needs.
+        that of `manage`, `BudgetError` for one below what one operator needs, `ManageError` in a forked process.
 
         Source: the iteration-aware release that the analysis of TensorFlow's BFC allocator asks for.
         """
@@ -276,7 +276,7 @@ class Manager:
         if nbytes > self.config.device_budget:
             raise ConfigError(
                 f"trim(device_budget={device_budget!r}) is above the budget of {self.config.device_budget} bytes "
-                "that manage() was given: trim only gives back"
+                f"({format_bytes(self.config.device_budget)}) that manage() was given: trim only gives back"
             )
         return self._stm.trim(nbytes, goes_on=not self._settled.leave_soon())
 

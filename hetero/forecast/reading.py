@@ -90,7 +90,9 @@ def read(trace: StepTrace, seconds: Sequence[float], *, threshold: int, large: i
     sampling moments for those of ``large`` bytes. Raises `PlanError` if there are no parameters in it, or no backward.
     """
     if not any(operator.phase == "backward" for operator in trace.operators):
-        raise PlanError("the trace has no backward: a training step is planned")
+        raise PlanError(
+            "the trace has no backward, and a training step is planned: trace one whole, with loss.backward()"
+        )
     return _Reader(trace, seconds, threshold, large).read()
 
 
@@ -100,7 +102,7 @@ class _Reader:
         self.storages = {s.id: s for s in trace.storages if s.device == trace.device}
         self.parameters = self._order(s for s in self.storages.values() if s.kind == "parameter")
         if not self.parameters:
-            raise PlanError("the trace has no parameters: nothing would be managed")
+            raise PlanError("the trace has no parameters: give trace_step the model as one of its arguments")
         self.index = {s.id: place for place, s in enumerate(self.parameters)}
         self.places = [i for i, operator in enumerate(trace.operators) if operator.phase != "step"]
         self.movable = {

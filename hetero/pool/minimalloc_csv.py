@@ -59,7 +59,8 @@ def write_problem(path: str | os.PathLike[str], problem: Problem) -> None:
 
 
 def write_solution(path: str | os.PathLike[str], problem: Problem, solution: Solution) -> None:
-    """Write the problem's rows with an ``offset`` column, replacing ``path`` only once all is on disk."""
+    """Write the problem's rows with an ``offset`` column, replacing ``path`` only once all is on disk. Raises
+    `PlanError` for a solution to another problem."""
     if len(solution.offsets) != len(problem):
         raise PlanError(f"solution has {len(solution.offsets)} offsets for {len(problem)} buffers")
     rows = (

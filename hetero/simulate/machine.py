@@ -62,7 +62,8 @@ class Machine:
         return self.launch_seconds + max(flops / self.flops, nbytes / self.memory_bandwidth)
 
     def slowed(self, factor: float) -> "Machine":
-        """The same machine and link, its operators ``factor`` times as slow: kernels reach no roof."""
+        """The same machine and link, its operators ``factor`` times as slow: kernels reach no roof. Raises
+        `PlanError` for a factor that is not positive."""
         if not 0.0 < factor < math.inf:
             raise PlanError(f"machine {self.name!r} slowed by {factor}: the factor must be positive")
         return replace(

@@ -91,7 +91,9 @@ class ProgramBuilder:
         allocates: int = 0,
         frees: int = 0,
     ) -> int:
-        """Add a task that waits for ``after``, and for ``after_previous`` of the iteration before; its id."""
+        """Add a task of ``seconds`` that waits for ``after``, and for ``after_previous`` of the iteration before;
+        returns its id. It ``allocates`` bytes when it starts, and ``frees`` bytes when it ends. Raises `PlanError` for
+        a server that is none of `SERVERS`."""
         if server not in SERVERS:
             raise PlanError(f"server {server!r} is not one of {', '.join(SERVERS)}")
         task = len(self._tasks)

@@ -92,7 +92,10 @@ def _check_at_home(module: nn.Module, fn: _Convert, managed: list[tuple[str, Man
                 "precision=torch.bfloat16 to hetero.manage"
             )
     if not bring_home([tensor for _, tensor in managed]):
-        raise ManageError(f"{type(module).__name__}.cpu() or the like within a managed forward")
+        raise ManageError(
+            f"{type(module).__name__}.cpu(), .to() or the like within the model's own forward, where its parameters "
+            "are in use: convert outside of it"
+        )
 
 
 def _leaves_alone(fn: _Convert, tensor: ManagedTensor, device: torch.device) -> bool:

@@ -120,7 +120,8 @@ def read_csv(path: str | os.PathLike[str]) -> StepTrace:
 
 
 def read_trace(path: str | os.PathLike[str]) -> StepTrace:
-    """A trace from a file, by its ending: ``.json``, ``.csv`` (MiniMalloc) or ``.pickle`` (CUDA snapshot)."""
+    """A trace from a file, by its ending: ``.json``, ``.csv`` (MiniMalloc) or ``.pickle`` (CUDA snapshot). Raises
+    `PlanError` for another ending, or a file that is not what its ending says."""
     readers: dict[str, Callable[[str | os.PathLike[str]], StepTrace]] = {
         ".json": read_json,
         ".csv": read_csv,

@@ -82,7 +82,8 @@ def trace_recipe(
 
     With ``fake=True`` the recipe itself runs on fake tensors, so that a model of any size is built without
     memory, ``model.to(torch.bfloat16)`` and all; otherwise under ``torch.device(device)``. This is what
-    ``hetero trace FILE.py:RECIPE`` runs. Everything else is as in `trace_step`.
+    ``hetero trace FILE.py:RECIPE`` runs. Everything else is as in `trace_step`. Raises `ConfigError` for a recipe that
+    returns something else, and what `trace_step` raises.
     """
     where = (FakeDevice.of(device).tensors if fake else device) or "cpu"
     with _recording([], (), fake=fake, device=device) as (ledger, _):

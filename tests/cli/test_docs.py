@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,24 @@ def test_every_keyword_of_manage_is_in_the_guide_with_its_default() -> None:
     for p in keywords:
         if p.default is not None:
             assert rows[p.name].strip("` ").strip('"') == str(p.default)
+
+
+def test_every_floor_that_is_enforced_is_described() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    floors = (ROOT / "docs" / "design.md").read_text().split("## Floors")[1].split("```")[1]
+    described = {
+        name
+        for line in floors.splitlines()
+        for name in re.findall(r"\w+", re.split(r"(?<! \|) {3,}", line.strip())[0])
+    }
+    enforced = {
+        name.removeprefix("hetero.")
+        for contract in contracts
+        if contract["type"] == "layers"
+        for layer in contract["layers"]
+        for name in layer.split(" | ")
+    }
+    assert enforced - {"__main__"} == described
 
 
 def test_every_statistic_is_documented() -> None:

@@ -380,11 +380,23 @@ def test_the_least_that_a_refusal_names_would_do():
     """Also where it is no round number: 1680 bytes are more than the 1.6 KiB that they would be written as."""
     model = nn.ParameterList(nn.Parameter(torch.zeros(5)) for _ in range(21))
     optimizer = adamw(model)
-    with pytest.raises(BudgetError, match="raise it to 1680 bytes"):
+    with pytest.raises(BudgetError, match="raise it to at least 1680 bytes"):
         hetero.manage(model, optimizer, device=device(), host_budget="1KiB")
     with pytest.raises(BudgetError):
         hetero.manage(model, optimizer, device=device(), host_budget=1679)
     hetero.manage(model, optimizer, device=device(), host_budget=1680).close()
+
+
+def test_a_refusal_adds_up_where_some_parameters_are_frozen():
+    model = nn.ParameterList(nn.Parameter(torch.zeros(256), requires_grad=i < 2) for i in range(4))
+    parts = re.escape("(4.0 KiB of parameters, 2.0 KiB of gradients, 4.0 KiB of optimizer states)")
+    with pytest.raises(BudgetError, match=f"need 10240 bytes of host memory {parts}.*fewer states"):
+        hetero.manage(model, adamw(model), device=device(), host_budget="1KiB")
+    with pytest.raises(
+        BudgetError, match=r"need 4096 bytes of host memory \(4.0 KiB of parameters\)"
+    ) as caught:
+        hetero.manage(model, device=device(), host_budget="1KiB")
+    assert "fewer states" not in str(caught.value)
 
 
 # -- several managers -------------------------------------------------------------------------------------

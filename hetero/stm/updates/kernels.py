@@ -1,9 +1,10 @@
 """Which of torch's kernels steps a parameter at home.
 
 Owns the choice where the user made none: torch's fused CPU kernels read and write each number once, at the speed of
-the memory; its for-loops, which are what torch takes by itself on a CPU, take four to ten times as long. Invariant:
-nothing is chosen unless ``fused`` and ``foreach`` are both None, and never for what these kernels do not compute as
-they should; groups stay as the user set them. What is chosen has the bits of the same run with ``fused=True``.
+the memory; its for-loops, which are what torch takes by itself on a CPU, read and write it once for each of their
+operations. Invariant: nothing is chosen unless ``fused`` and ``foreach`` are both None, and never for what these
+kernels do not compute as they should; groups stay as the user set them. What is chosen has the bits of the same run
+with ``fused=True``.
 
 [Note: what fused kernels do not take]
 They go through memory as if every operand were laid out alike, unchecked: a gradient with other strides is added to
