@@ -138,7 +138,7 @@ def _job(
             optimizer.step()
             optimizer.zero_grad()
             if manager is not None:  # what is queued would else run beside the other's turn
-                manager._stm.homes.finish_updates()
+                manager._stm.home_access.finish_updates()
 
     return (infer if mode == "inference" else train), manager
 

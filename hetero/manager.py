@@ -234,7 +234,7 @@ class Manager:
         """Memory and traffic so far; a snapshot. Waits for what the last step left to be done, and raises what a queued
         update raised. After `close`: as they were then."""
         if not self._closed:
-            self._stm.homes.finish_updates()
+            self._stm.home_access.finish_updates()
         return collect_stats(
             self._stm,
             self._accelerator,

@@ -17,6 +17,8 @@ from hetero.pool.dataflow import Dataflow, order_peak
 
 __all__ = ["Reordering", "beam", "bfs", "dfs", "hoist", "inductor", "lpmf", "reorder", "sink", "tighten"]
 
+_TIGHTENINGS = 4  # of an order, at most
+
 Order = tuple[int, ...]
 
 
@@ -96,10 +98,10 @@ def hoist(flow: Dataflow, order: Order) -> Order:
     return tuple(result)
 
 
-def tighten(flow: Dataflow, order: Order, *, rounds: int = 4) -> Order:
+def tighten(flow: Dataflow, order: Order) -> Order:
     """`sink` by weight and `hoist` in turn, as long as the peak falls; the best order seen."""
     best, peak = order, order_peak(flow, order)
-    for _ in range(rounds):
+    for _ in range(_TIGHTENINGS):
         sunk = sink(flow, best, rule="weighed")
         found, name = min((order_peak(flow, one), i) for i, one in enumerate((sunk, hoist(flow, sunk))))
         if found >= peak:

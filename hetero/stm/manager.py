@@ -3,11 +3,14 @@
 Owns the lock, how the parts are put together, and what takes several of them: the end of an iteration, a fork, the
 end. The parts each own one thing: `Registry` which tensors there are, `Ledger` the count of bytes, `Residency` the
 device copies (`Room`: who leaves), `HomeAccess` what is done with homes meanwhile, `Gradients` the way home
-(`GradientAccess`: as the user meets it), `Activations` what forward saves, `PlanBook` the plans, `Cycles` which
-iteration it is, `Executor` what is done at each moment of it, `Segments` their boundaries, `Uses` what operators and
-backward do with parameters, `Steps` whose step runs, `Relief` what leaves when memory is short, `Sharing` what others
-on the device ask, `Standing` whether any of it is to be done at all. Thread-safe: autograd runs backward on threads of
-its own, so one lock guards every entry.
+(`GradientAccess`: as the user meets it; `Additions`: sums at home), `Activations` what forward saves (`HostSlots`:
+where it goes), `UpdateQueue` what the optimizer has left to be done, `PlanBook` the plans, `HomeChoice` who lives on
+the device, `Cycles` which iteration it is, `Executor` what is done at each moment of it, `Segments` their boundaries,
+`Uses` what operators and backward do with parameters, `Steps` whose step runs, `Relief` what leaves when memory is
+short, `Sharing` what others on the device ask, `Standing` whether any of it is to be done at all. Each is given those
+below it; what these ask of it is set in `_connect` (what `Room` asks, by `Executor`).
+
+Thread-safe: autograd runs backward on threads of its own, so one lock guards every entry.
 """
 
 import threading
@@ -64,7 +67,7 @@ class StatefulTensorMgr:
         home_bytes: int,
         has_optimizer: bool,
     ) -> None:
-        measure_incoming()
+        measure_incoming()  # runs a backward: now that the device is there, and within no other
         self.device = accelerator.device
         self.ledger = Ledger()
         self.collector = MemStatsCollector(accelerator, self.ledger, config.device_budget)
@@ -75,9 +78,7 @@ class StatefulTensorMgr:
         # Learns of modules that are called by themselves; `hetero.manager` sets this.
         self.note_part: Callable[[nn.Module], None] = lambda part: None
         self.trials = TrialCounts()
-        engine = CopyEngine(accelerator)
-        engine.meter = self.collector
-        self.engine = engine
+        self.engine = engine = CopyEngine(accelerator)
         self.registry = Registry(self.ledger, accelerator, engine, arena, config.precision)
         self.tensors = self.registry.tensors
         self.updates = UpdateQueue()
@@ -95,7 +96,7 @@ class StatefulTensorMgr:
             run_later=lambda run: self.updates.submit([Update(run)]),
         )
         self.gradients = Gradients(engine, arena, self.ledger, self.collector, additions)
-        self.homes = HomeAccess(
+        self.home_access = HomeAccess(
             self.tensors,
             self.residency,
             self.gradients,
@@ -105,13 +106,13 @@ class StatefulTensorMgr:
             lock=self.lock,
             check_process=self.standing.check_process,
         )
-        self.grads = GradientAccess(
+        self.gradient_access = GradientAccess(
             self.gradients,
             self.residency,
             accelerator,
             lock=self.lock,
             parameters=lambda: len(self.tensors),
-            roll_back=self.homes.roll_back,
+            roll_back=self.home_access.roll_back,
         )
         self.activations = Activations(
             accelerator,
@@ -136,33 +137,9 @@ class StatefulTensorMgr:
             has_others=self._sharing.has_others,
             tell=self._sharing.tell,
         )
-        planner = PlanMaker(
-            self.tensors,
-            budget=config.device_budget,
-            links=Links(
-                h2d_bandwidth=links.h2d_bandwidth, d2h_bandwidth=links.d2h_bandwidth, latency=links.latency
-            ),
-            policy=policy,
-            prefetch=config.prefetch,
-            fixed_bytes=self.registry.buffer_bytes,
-            host_room=self.activations.host_room,
-            has_excess=accelerator.leaves_gaps,
-        )
-        self.plans = PlanBook(planner, warmup_steps=config.warmup_steps)
-        self.residency.room.left_to_others = lambda: self.plans.margin
+        self.plans = PlanBook(self._planner(config, policy, links), warmup_steps=config.warmup_steps)
         self.home_choice = HomeChoice(self.tensors, self.plans)
-        self.cycles = Cycles(
-            self.plans,
-            self.home_choice,
-            warmup_bytes=config.warmup_bytes,
-            headroom=self.collector.headroom,
-            activation_bytes=lambda: self.activations.device_bytes,
-            copies=lambda: {index: t.device_nbytes for index, t in self.residency.resident.items()},
-            ends_with_backward=lambda: (
-                not (has_optimizer and any(t.parameter.requires_grad for t in self.tensors))
-            ),
-            ended=slots.end_iteration,
-        )
+        self.cycles = self._cycles(config, has_optimizer=has_optimizer)
         self.executor = Executor(
             self.tensors,
             self.residency,
@@ -174,7 +151,6 @@ class StatefulTensorMgr:
             accelerator,
             self.relief,
         )
-        self.activations.make_room = self.executor.make_room
         self.segments = Segments(
             self.tensors,
             self.residency,
@@ -196,10 +172,45 @@ class StatefulTensorMgr:
             lock=self.lock,
             device=self.device,
         )
-        self.activations.moment = self.uses.note_activation
         self.steps = Steps(self.segments, self.standing)
+        self._connect()
         watch(self)
         self._sharing.join(self.relief)
+
+    def _planner(self, config: Config, policy: Policy, links: LinkSpeeds) -> PlanMaker:
+        return PlanMaker(
+            self.tensors,
+            budget=config.device_budget,
+            links=Links(
+                h2d_bandwidth=links.h2d_bandwidth, d2h_bandwidth=links.d2h_bandwidth, latency=links.latency
+            ),
+            policy=policy,
+            prefetch=config.prefetch,
+            fixed_bytes=self.registry.buffer_bytes,
+            host_room=self.activations.host_room,
+            has_excess=self._accelerator.leaves_gaps,
+        )
+
+    def _cycles(self, config: Config, *, has_optimizer: bool) -> Cycles:
+        return Cycles(
+            self.plans,
+            self.home_choice,
+            warmup_bytes=config.warmup_bytes,
+            headroom=self.collector.headroom,
+            activation_bytes=lambda: self.activations.device_bytes,
+            copies=lambda: {index: t.device_nbytes for index, t in self.residency.resident.items()},
+            ends_with_backward=lambda: (
+                not (has_optimizer and any(t.parameter.requires_grad for t in self.tensors))
+            ),
+            ended=self.host_slots.end_iteration,
+        )
+
+    def _connect(self) -> None:
+        """What lower parts ask of upper ones."""
+        self.engine.meter = self.collector
+        self.residency.room.left_to_others = lambda: self.plans.margin
+        self.activations.make_room = self.executor.make_room
+        self.activations.moment = self.uses.note_activation
 
     # -- how it stands (`hetero.stm.standing`) ----------------------------------------------------------------
 
@@ -281,7 +292,7 @@ class StatefulTensorMgr:
             if not self.standing.is_closed and not self.standing.is_in_child:
                 self.executor.between.take_from_caller()
                 take_away_what_is_over()  # for the child, whose operators are nobody's to guard
-                self.homes.end_updates()
+                self.home_access.end_updates()
                 self.residency.write_back_all(unseen=True)
                 for tensor in self.tensors:
                     if tensor.is_ahead:  # it lives on the device, where the child cannot look
@@ -302,7 +313,7 @@ class StatefulTensorMgr:
     def close(self) -> None:
         """Homes are true, nothing is on its way, no copy is left."""
         with self.lock:
-            self.homes.end_updates()
+            self.home_access.end_updates()
             versions = [tensor.version for tensor in self.tensors]
             self.executor.finish_segment()
             self.collector.peaks.close()

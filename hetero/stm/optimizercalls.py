@@ -47,7 +47,7 @@ def _wait_for_updates(optimizer: torch.optim.Optimizer) -> None:
     """Of its parameters, unless it is stepping them now."""
     for tensor in managed_in(optimizer):
         if not tensor.owner.steps.is_running(optimizer):
-            tensor.owner.homes.wait(tensor)
+            tensor.owner.home_access.wait(tensor)
 
 
 def note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -63,7 +63,7 @@ def note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
                 written = tensor.pending is None and not tensor.is_dirty
             if written:
                 tensor.clock.note_write()
-                tensor.owner.homes.after_write(tensor)
+                tensor.owner.home_access.after_write(tensor)
     for owner in _owners(optimizer):
         owner.steps.end_kept(optimizer)
 
@@ -104,12 +104,16 @@ def _drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Those of managed parameters; the rest is left to the original."""
     for parameter in parameters:
         if is_managed(parameter):
-            managed_of(parameter).owner.grads.drop(managed_of(parameter))
+            managed_of(parameter).owner.gradient_access.drop(managed_of(parameter))
 
 
 def _without_zeroed(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """What is left to the original, which would look at gradients to make them zero."""
-    return [p for p in parameters if not (is_managed(p) and managed_of(p).owner.grads.zero(managed_of(p)))]
+    return [
+        p
+        for p in parameters
+        if not (is_managed(p) and managed_of(p).owner.gradient_access.zero(managed_of(p)))
+    ]
 
 
 def _after_updates(method: Any) -> Any:

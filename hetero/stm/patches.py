@@ -186,7 +186,7 @@ def _save_argument(argument: torch.Tensor, is_output: bool) -> Any:
         if in_scope():
             with plain(), substituted([tensor], "checkpoint"), torch._C._EnableTorchFunction():
                 return _make_saved_tensor(argument, is_output=is_output)
-        tensor.owner.homes.wait(tensor)
+        tensor.owner.home_access.wait(tensor)
     return _make_saved_tensor(argument, is_output=is_output)
 
 

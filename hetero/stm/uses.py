@@ -182,6 +182,6 @@ class Uses:
         record = tensor
         if is_managed(tensor.parameter):
             record = managed_of(tensor.parameter)
-            record.owner.homes.wait(record)
+            record.owner.home_access.wait(record)
         before, then = self._versions_at_close[tensor.index]
         return before + record.version - then

@@ -25,9 +25,8 @@ def search(
     start: Sequence[SwapPlan] = (),
     trials: int = 600,
     seed: int = 0,
-    stop_at: float = 0.0,
 ) -> SwapPlan:
-    """The best plan that swaps some of ``gaps`` found in ``trials`` simulations, or at an overhead of ``stop_at``.
+    """The best plan that swaps some of ``gaps`` found in ``trials`` simulations.
 
     ``start``: plans to begin from, besides those of the four scores. Raises `SwapLimitError` if swapping all of
     ``gaps`` does not meet the limit.
@@ -36,7 +35,7 @@ def search(
     best = found.first(start)
     current = best
     for trial in range(trials):
-        if best.overhead <= stop_at:
+        if best.overhead <= 0.0:
             break
         plan = found.neighbour(current)
         patience = _PATIENCE * (1.0 - trial / trials) ** 2

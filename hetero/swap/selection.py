@@ -16,9 +16,14 @@ def load_without(step: Step, gaps: Iterable[Gap]) -> Ints:
     """The load while each operator runs if the variables of ``gaps`` are away in them: int64, shape (span,)."""
     load = step.load.copy()
     for gap in gaps:
-        for low, high in gap.spans(step.span):
-            load[low:high] -= gap.nbytes
+        take_away(load, gap, step)
     return load
+
+
+def take_away(load: Ints, gap: Gap, step: Step) -> None:
+    """Change ``load`` to what it is while the variable of ``gap`` is away."""
+    for low, high in gap.spans(step.span):
+        load[low:high] -= gap.nbytes
 
 
 def select(step: Step, gaps: Sequence[Gap], score: Floats, limit: int) -> tuple[Gap, ...]:
@@ -31,10 +36,8 @@ def select(step: Step, gaps: Sequence[Gap], score: Floats, limit: int) -> tuple[
     for index in np.argsort(-score, kind="stable"):
         if load.max() <= limit:
             return tuple(chosen)
-        gap = gaps[index]
-        for low, high in gap.spans(step.span):
-            load[low:high] -= gap.nbytes
-        chosen.append(gap)
+        take_away(load, gaps[index], step)
+        chosen.append(gaps[index])
     if load.max() > limit:
         raise SwapLimitError(limit=limit, least=int(load.max()))
     return tuple(chosen)

@@ -48,17 +48,17 @@ def reorder_backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Ca
     return run
 
 
-def reorder_graph(module: fx.GraphModule, *, inputs_kept: bool = True, width: int = 8) -> Reordering:
+def reorder_graph(module: fx.GraphModule, *, inputs_kept: bool = True) -> Reordering:
     """Reorder ``module``'s graph in place and recompile it, if that lowers the peak; what was found.
 
     ``inputs_kept``: inputs stay alive throughout, as in a forward whose caller holds them. Otherwise they die
     with their last use; the order is then also no worse should they not. Nodes need ``meta["val"]``, as
-    AOTAutograd's and `torch.export`'s have. ``width``: see `hetero.pool.reorder.reorder`.
+    AOTAutograd's and `torch.export`'s have.
     """
     nodes = _operators(module.graph)
     flow = dataflow_of(module.graph, inputs_kept=inputs_kept)
     also = None if inputs_kept else dataflow_of(module.graph, inputs_kept=True)
-    found = reorder(flow, width=width, also=also)
+    found = reorder(flow, also=also)
     if found.peak_nbytes < found.given_nbytes:
         end = next(node for node in module.graph.nodes if node.op == "output")
         for v in found.order:

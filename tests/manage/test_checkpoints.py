@@ -44,7 +44,7 @@ def unmanaged_job(*, seed=0):
 
 def queued(job):
     """Context: one more step, none of whose updates has run."""
-    job.manager._stm.homes.wait_all()  # or the forward would wait, which opens the gate
+    job.manager._stm.home_access.wait_all()  # or the forward would wait, which opens the gate
     context = stopped(job.manager)
     context.__enter__()
     job.step()

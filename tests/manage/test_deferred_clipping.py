@@ -246,7 +246,7 @@ def test_clipping_does_not_wait(norms_taken, others):
             backward_and_clip()
             optimizer.step()
             optimizer.zero_grad()
-        manager._stm.homes.finish_updates()  # the next forward would wait for them, and let all others run
+        manager._stm.home_access.finish_updates()  # the next forward would wait for them, and let all others run
         with stopped(manager), pytest.MonkeyPatch.context() as patch:
             patch.setattr(
                 manager._stm.gradients, "wait", lambda tensor: pytest.fail("a gradient was waited for")
@@ -349,7 +349,7 @@ def test_a_scaler_and_clipping_by_value_wait_for_nothing_on_the_host(norms_taken
         for _ in range(2):
             scaled_step()
             optimizer.zero_grad()
-        manager._stm.homes.finish_updates()  # or the forward waits for one, which lets all of them run
+        manager._stm.home_access.finish_updates()  # or the forward waits for one, which lets all of them run
         with stopped(manager), pytest.MonkeyPatch.context() as patch:
             patch.setattr(
                 manager._stm.gradients, "wait", lambda tensor: pytest.fail("a gradient was waited for")

@@ -461,11 +461,11 @@ def test_parts_called_by_themselves_are_refused_where_their_whole_copies_do_not_
 def _reclaim_no_more(gradients, reclaim, nbytes):
     """Give back what is asked for, and nothing that has arrived besides."""
     while nbytes > 0 and gradients._downloads:
-        before, (first, *others) = gradients.in_flight_bytes, gradients._downloads
+        before, (first, *others) = gradients._in_flight_bytes, gradients._downloads
         gradients._downloads = collections.deque([first])
         reclaim(gradients, nbytes)
         gradients._downloads.extend(others)
-        nbytes -= before - gradients.in_flight_bytes
+        nbytes -= before - gradients._in_flight_bytes
 
 
 @pytest.mark.parametrize("all_seem_on_their_way", [False, True])

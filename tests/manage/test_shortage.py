@@ -41,7 +41,7 @@ def error_beside(held, target):
     with hetero.manage(model, optimizer, device=target, device_budget=BUDGET, device_homes=False) as manager:
         steps(model, optimizer, target, 4)
         # Copies that the last step's updates have renewed by now would be no operands to make room for.
-        manager._stm.homes.finish_updates()
+        manager._stm.home_access.finish_updates()
         manager._stm.relief.relieve()
         theirs = torch.zeros(held, dtype=torch.uint8, device=target)
         with pytest.raises(hetero.BudgetError, match=r"at least .* for operands") as error:

@@ -426,7 +426,7 @@ def test_iterations_are_watched_longer_after_each_that_came_otherwise(monkeypatc
         for _ in range(60):
             before = counts.tried
             backward(model, target)
-            manager._stm.grads.wait(manager._stm.tensors[0])  # somebody looks
+            manager._stm.gradient_access.wait(manager._stm.tensors[0])  # somebody looks
             optimizer.step()
             optimizer.zero_grad()
             tried.append(counts.tried > before)

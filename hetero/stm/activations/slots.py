@@ -33,6 +33,9 @@ from hetero.stm.tensors.state import Kind, Ledger, Tier
 
 __all__ = ["HostSlots", "promised_bytes"]
 
+_MOST_LARGER = 1.5  # a free block than what it is taken for: [Note: other sizes]
+_KEPT = 256  # iterations
+
 
 def promised_bytes() -> int:
     """Of the host's free memory, what managed models are going to take for homes, gradients and optimizer states."""
@@ -178,9 +181,6 @@ class HostSlots:
 
 
 _managers = Living[HostSlots]()
-
-_MOST_LARGER = 1.5
-_KEPT = 256  # iterations
 
 
 def _nobody(nbytes: int) -> None:

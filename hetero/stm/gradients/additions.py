@@ -29,6 +29,8 @@ from hetero.stm.tensors.state import Kind, Ledger, StatefulTensor, Tier
 
 __all__ = ["Addition", "Additions", "can_be_added"]
 
+_LOW = (torch.bfloat16, torch.float16)
+
 # At least this much of the ring is worth having, if there are as many gradients.
 _RING_BYTES = 256 << 20
 # So many bytes of additions are worth waking the thread.
@@ -182,9 +184,6 @@ def can_be_added(gradient: torch.Tensor, target: torch.Tensor) -> bool:
         and has_no_gaps(gradient)
         and not (target.is_conj() or target.is_neg())
     )
-
-
-_LOW = (torch.bfloat16, torch.float16)
 
 
 def _make_all(batch: Sequence[Addition]) -> None:

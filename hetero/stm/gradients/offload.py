@@ -96,11 +96,6 @@ class Gradients:
         self._in_flight_limit = max(0, self._in_flight_limit - nbytes)
         self._kept_free = max(0, self._kept_free - nbytes)
 
-    @property
-    def in_flight_bytes(self) -> int:
-        """On their way down now, on the device."""
-        return self._in_flight_bytes
-
     def hand_over(
         self, tensor: ManagedTensor, gradient: torch.Tensor, *, is_shared: bool = False
     ) -> torch.Tensor | None:

@@ -29,25 +29,25 @@ def run_at_home(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     operands: list[ManagedTensor] = []
     collect((*args, *kwargs.values()), operands)
     for tensor in operands:
-        tensor.owner.homes.wait(tensor)
+        tensor.owner.home_access.wait(tensor)
     writes = writes_in_place(func) or "out" in kwargs
     if writes:
         for tensor in operands:
             tensor.owner.check_process()
-            tensor.owner.homes.before_write(tensor)
+            tensor.owner.home_access.before_write(tensor)
     listed = versions_of_list(args) if writes else []
     result = func(*args, **kwargs)
     if writes:
         count_writes(listed)
         for tensor in operands:
-            tensor.owner.homes.after_write(tensor)
+            tensor.owner.home_access.after_write(tensor)
     # ``buffer[:] = p`` returns nothing.
     written = (*args[:1], kwargs.get("out")) if writes else ()
     results = [value for value in tensors_in((result, *written)) if not is_managed(value)]
     others = [] if func in _COPIES else [v for v in tensors_in((args, kwargs)) if not is_managed(v)]
     for tensor in operands:
         if any(tensor.clock.shares(value) for value in results):
-            tensor.owner.homes.give_out(tensor)
+            tensor.owner.home_access.give_out(tensor)
     _note_graph(operands, results)
     note_operator(operands, others, results)
     if func is torch.Tensor.detach:

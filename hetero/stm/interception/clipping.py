@@ -114,7 +114,7 @@ def _clip_grads_with_norm(
             owner = tensors[0].owner
             factor = _coefficient(float(max_norm), total_norm)
             # From the host it need not go anywhere; from another manager's device it does.
-            owner.grads.scale(tensors, factor if factor.is_cpu else factor.to(owner.device))
+            owner.gradient_access.scale(tensors, factor if factor.is_cpu else factor.to(owner.device))
             scaled.update(id(tensor.parameter) for tensor in tensors)
     rest = [parameter for parameter in parameters if id(parameter) not in scaled]
     _scale_original(rest, max_norm, total_norm, foreach)
@@ -126,7 +126,7 @@ def _clip_grad_value(
     parameters = _listed(parameters)
     tensors = foldable(parameters) if foreach is None else []
     if tensors:
-        tensors[0].owner.grads.clamp(tensors, float(clip_value))
+        tensors[0].owner.gradient_access.clamp(tensors, float(clip_value))
     else:
         _value_original(parameters, clip_value, foreach)
 

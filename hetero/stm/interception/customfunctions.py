@@ -40,7 +40,7 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         for tensor in operands:
             if torch.is_grad_enabled():
                 tensor.paths.note_home_graph(None)
-            tensor.owner.homes.wait(tensor)
+            tensor.owner.home_access.wait(tensor)
         return original(*args, **kwargs)
     if not in_scope() and keeps_its_type(operands):
         with plain(), full_copies(operands) as copies, torch._C._EnableTorchFunction():

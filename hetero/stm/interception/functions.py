@@ -86,7 +86,7 @@ def _as_copy(gradient: torch.Tensor, tensor: ManagedTensor) -> torch.Tensor:
 def _get_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if args[0].grad is not None:  # that there is none can be told without waiting
         tensor = managed_of(args[0])
-        tensor.owner.grads.wait(tensor)
+        tensor.owner.gradient_access.wait(tensor)
         _note_seen(tensor)
         gradient = func(*args, **kwargs)
         if gradient is not None:
@@ -103,7 +103,7 @@ def _note_seen(tensor: ManagedTensor) -> None:
 
 def _version(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = managed_of(args[0])
-    tensor.owner.homes.wait(tensor)
+    tensor.owner.home_access.wait(tensor)
     return func(*args, **kwargs)
 
 
@@ -118,20 +118,20 @@ def _set_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     if type(args[0]) is ManagedParameter:
         tensor = managed_of(args[0])
         if len(args) == 1 or args[1] is None:
-            tensor.owner.grads.drop(tensor)
+            tensor.owner.gradient_access.drop(tensor)
             return None
-        tensor.owner.grads.wait(tensor)
+        tensor.owner.gradient_access.wait(tensor)
         if isinstance(args[1], torch.Tensor) and args[1].device != tensor.home.device:
             # On the device this assignment would have been legal.
             args = (args[0], args[1].to(tensor.home.device))
-        tensor.owner.grads.replace(tensor, args[1])
+        tensor.owner.gradient_access.replace(tensor, args[1])
     return func(*args, **kwargs)
 
 
 def _get_data(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = managed_of(args[0])
     if not in_scope():
-        tensor.owner.homes.give_out(tensor)
+        tensor.owner.home_access.give_out(tensor)
         if tensor.owner.settled is not None:
             tensor.owner.settled.onlookers.note_look()
         return tensor.clock.data_alias()
@@ -152,7 +152,7 @@ def _set_data(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
                 f"{tensor.name}.data: a tensor of shape {tuple(data.shape)} and {data.dtype} cannot replace "
                 f"{tuple(tensor.home.shape)} and {tensor.home.dtype} while managed: call manager.close() first"
             )
-        tensor.owner.homes.rebind(tensor, data.to(tensor.home.device))
+        tensor.owner.home_access.rebind(tensor, data.to(tensor.home.device))
     return None
 
 
@@ -188,7 +188,7 @@ class HomeHook:
     def __call__(self, parameter: torch.Tensor) -> Any:
         if type(parameter) is ManagedParameter:
             tensor = managed_of(parameter)
-            tensor.owner.grads.wait(tensor)
+            tensor.owner.gradient_access.wait(tensor)
             _note_seen(tensor)
         with at_home():
             return self.inner(parameter)  # autograd refuses anything but None

@@ -80,7 +80,7 @@ def outside(
     if in_backward():
         return _NOTHING
     for tensor in operands:
-        tensor.owner.homes.follow_unknown_writes(tensor)
+        tensor.owner.home_access.follow_unknown_writes(tensor)
     if (part := called_part(owner.device)) is not None:
         owner.note_part(part)
     records = torch.is_grad_enabled() and (
@@ -203,7 +203,7 @@ def write_back(operands: list[ManagedTensor], ahead: dict[int, int]) -> None:
     ``ahead``: by `ahead_of_home`, before the operator; for those whoever looks at home waits."""
     for tensor in operands:
         if tensor.is_written and tensor.data is not None and tensor.data._version != ahead.get(id(tensor)):
-            tensor.owner.homes.write_back(tensor)
+            tensor.owner.home_access.write_back(tensor)
 
 
 class substituted:
@@ -264,10 +264,10 @@ def _belongs_on_device(
 def _refuse_write_to_leaf(tensor: ManagedTensor) -> None:
     """Its copy was written."""
     if tensor.is_miswritten:
-        tensor.owner.homes.write_back(tensor)  # which raises
+        tensor.owner.home_access.write_back(tensor)  # which raises
     identity = tensor.identity
     if identity is not None and not isinstance(identity.grad_fn, Fetch._backward_cls):
-        tensor.owner.homes.rebind(tensor, tensor.home)
+        tensor.owner.home_access.rebind(tensor, tensor.home)
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
 
 

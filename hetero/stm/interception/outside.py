@@ -57,7 +57,7 @@ def full_copies(operands: Sequence[ManagedTensor]) -> Iterator[dict[int, torch.T
     written to them goes home. Call without ``__torch_function__`` dispatch."""
     copies = {}
     for tensor in operands:
-        tensor.owner.homes.wait(tensor)
+        tensor.owner.home_access.wait(tensor)
         if torch.is_grad_enabled():
             tensor.paths.note_home_graph(None)
         try:
@@ -76,6 +76,6 @@ def full_copies(operands: Sequence[ManagedTensor]) -> Iterator[dict[int, torch.T
                 raise RuntimeError(
                     "a leaf Variable that requires grad is being used in an in-place operation."
                 )
-            tensor.owner.homes.before_write(tensor)
+            tensor.owner.home_access.before_write(tensor)
             with torch.no_grad():
                 tensor.home.copy_(copy)

@@ -59,7 +59,7 @@ class ManagedParameter(nn.Parameter):
     # A copy is an ordinary parameter: nobody manages it.
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if not computes():
-            self._hetero.owner.homes.wait(self._hetero)
+            self._hetero.owner.home_access.wait(self._hetero)
             if self._hetero.owner.settled is not None:
                 self._hetero.owner.settled.onlookers.note_look()
         copy = nn.Parameter(self._memory().clone(memory_format=torch.preserve_format), self.requires_grad)
@@ -67,7 +67,7 @@ class ManagedParameter(nn.Parameter):
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        self._hetero.owner.homes.wait(self._hetero)
+        self._hetero.owner.home_access.wait(self._hetero)
         memory = self._memory()
         with plain():
             twin = nn.Parameter(memory, self.requires_grad)

@@ -45,12 +45,12 @@ def _unscale(
             self, optimizer, inv_scale, found_inf, allow_fp16
         )
         return found
-    grads = tensors[0].owner.grads
+    access = tensors[0].owner.gradient_access
     with_numbers = [tensor for tensor in tensors if tensor.home.numel()]
     if with_numbers:
         with torch.no_grad():
-            found_inf.copy_(grads.norms(with_numbers, float("inf")).isfinite().all().logical_not())
-    grads.scale(tensors, inv_scale)
+            found_inf.copy_(access.norms(with_numbers, float("inf")).isfinite().all().logical_not())
+    access.scale(tensors, inv_scale)
     return {found_inf.device: found_inf}
 
 

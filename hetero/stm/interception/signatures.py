@@ -45,6 +45,11 @@ __all__ = [
     "without_training",
 ]
 
+_MOST_VALUES = 8
+_MOST_SIZES = 8
+_MOST_APART = 64  # as many as plans are kept of
+_MOST_REMEMBERED = 1 << 12  # of those that count as others: these are looked for again
+
 
 class _Elements(int):
     """[Note: boxes]: how many the tensors of a call have in all. Stands in a signature where their shapes would."""
@@ -135,12 +140,6 @@ class Signatures:
     def _are_apart(self, structure: tuple[object, ...]) -> bool:
         """[Note: boxes]: too many of these are known as what they are."""
         return len(self._sizes[structure]) >= _MOST_APART and structure[-1] is not _Elements
-
-
-_MOST_VALUES = 8
-_MOST_SIZES = 8
-_MOST_APART = 64  # as many as plans are kept of
-_MOST_REMEMBERED = 1 << 12  # of those that count as others: these are looked for again
 
 
 def counts_by_elements(signature: object) -> bool:

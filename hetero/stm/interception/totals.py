@@ -38,7 +38,7 @@ def gradient_norms(
     """Of these parameters' gradients, in a vector. None if torch's own way has the same bits: none is managed."""
     tensors = foldable(parameters) if foreach is None else []
     if tensors:
-        return tensors[0].owner.grads.norms(tensors, norm_type)
+        return tensors[0].owner.gradient_access.norms(tensors, norm_type)
     with plain():  # looks at gradients, neither reading nor holding them
         parameters = [parameter for parameter in parameters if parameter.grad is not None]
         if not any(map(is_managed, parameters)) or not all(map(_is_flat, parameters)):
@@ -46,7 +46,7 @@ def gradient_norms(
         places = [_place_of_gradient(parameter) for parameter in parameters]
     norms: dict[int, torch.Tensor] = {}
     for tensors in foldable_parts(parameters) if foreach is None else []:
-        taken = tensors[0].owner.grads.norms(tensors, norm_type).to(places[0].device)
+        taken = tensors[0].owner.gradient_access.norms(tensors, norm_type).to(places[0].device)
         norms.update(zip([id(tensor.parameter) for tensor in tensors], taken.unbind(), strict=True))
     rest = [(p, place) for p, place in zip(parameters, places, strict=True) if id(p) not in norms]
     gradients = [(cast(torch.Tensor, parameter.grad), place) for parameter, place in rest]

@@ -91,9 +91,9 @@ def read_growth(
             needs = [_SPARE * nbytes for nbytes in needs]
         totals = list(map(operator.add, needs, _gradients(plan, gradient_bytes)))
         peak = max(peak, *totals)
-        for place, key in enumerate(plan.keys):
+        for number, key in enumerate(plan.keys):
             if key.phase is Phase.FORWARD:
-                begin = plan.bounds[place]
+                begin = plan.bounds[number]
                 # What forwards before it have saved is there when it begins.
                 growth = _growth(needs[begin:], totals[begin:], plan.non_model[begin] + saved[begin])
                 if plan.whole_gradients[begin]:  # what it is without them has not been measured
@@ -140,11 +140,11 @@ def _needs(
     needs = list[int]()
     # What is held of those before a forward is seen as it begins, with all else that is in use.
     returned = since_forward = 0
-    for place, key in enumerate(plan.keys):
+    for number, key in enumerate(plan.keys):
         since_forward = 0 if key.phase is Phase.FORWARD else since_forward + _returned_bytes(key, gradients)
         returned = max(returned, since_forward)
         beside = returned + (step_bytes if key.phase is Phase.STEP else 0)
-        for position in range(plan.bounds[place], plan.bounds[place + 1]):
+        for position in range(plan.bounds[number], plan.bounds[number + 1]):
             needs.append(budget - plan.margin - plan.limits[position] + saved[position] + beside)
     return needs
 

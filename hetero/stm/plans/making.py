@@ -15,6 +15,7 @@ from hetero.eviction import (
     Links,
     OnTheirWay,
     Policy,
+    Schedule,
     Trace,
     Updates,
     gradient_reserves,
@@ -96,10 +97,7 @@ class PlanMaker:
         elsewhere = frozenset((*homes, *places))
         beside = self._fixed_bytes() + sum(sizes[x] for x in places)
         placed = [beside + nbytes for nbytes in home_bytes]
-        # It is not looked at within a period: one block more may be as much too large as any.
-        excess = samples.excess + MOST_EXCESS if samples.excess else 0
-        if self._has_excess and max(sizes, default=0) > LARGEST_WITHOUT_EXCESS:
-            excess = max(excess, _EXPECTED_EXCESS)
+        excess = self._excess(samples, sizes)
         spare = self._spare_bytes(keys, samples, margin + excess, placed, sizes, lives, elsewhere)
         gradients = self._gradient_reserves(keys, samples, at_home, timing, spare)
         phases = [key.phase for key in keys for _ in samples[key][-1].periods]
@@ -114,8 +112,8 @@ class PlanMaker:
             elsewhere=elsewhere,
             places=places,
         )
-        for place, key in enumerate(keys):
-            rows.add_segment(samples[key], lives, sizes, None if timing is None else timing.periods[place])
+        for number, key in enumerate(keys):
+            rows.add_segment(samples[key], lives, sizes, None if timing is None else timing.periods[number])
         trace = Trace(
             sizes=sizes,
             moments=tuple(rows.moments),
@@ -124,28 +122,12 @@ class PlanMaker:
             if timing is None
             else self._updates(timing, keys, rows.bounds, rows.operands, homes, places, early=early),
         )
-        schedule = plan_iteration(
-            trace,
-            links=self.timings.links(keys),
-            policy=self._policy,
-            prefetch=self._prefetch,
-            host_room=self._host_room(),
-            thorough=thorough,
-        )
-        if keys[-1].phase is Phase.STEP:
-            # As it was before any plan, too: a later one may have been waiting for what had been ordered.
-            idle = min(rows.moments[-1].seconds, samples[keys[-1]][-1].periods[-1].seconds)
-            schedule = leave_link_free(trace, schedule, self.timings.links(keys), seconds=idle)
+        schedule = self._schedule(trace, keys, samples, thorough=thorough)
         return CyclePlan(
             keys=keys,
             bounds=tuple(rows.bounds),
             operands=tuple(rows.operands),
-            undisturbed=tuple(
-                None if gave or actions.evict or actions.fetch else [self._tensors[x] for x in indices]
-                for indices, gave, actions in zip(
-                    rows.operands, rows.others_gave, schedule.actions, strict=True
-                )
-            ),
+            undisturbed=self._undisturbed(rows, schedule),
             others_gave=tuple(rows.others_gave),
             limits=tuple(rows.limits),
             non_model=tuple(rows.non_model),
@@ -162,6 +144,37 @@ class PlanMaker:
             guarded=tuple(rows.guarded),
             by_values=any(segment.by_values for key in keys for segment in samples[key]),
             left=tuple(_left(samples[key]) for key in keys),
+        )
+
+    def _excess(self, samples: Samples, sizes: Sequence[int]) -> int:
+        """What to keep free because the allocator's blocks may be larger than what is asked for."""
+        # It is not looked at within a period: one block more may be as much too large as any.
+        seen = samples.excess + MOST_EXCESS if samples.excess else 0
+        if self._has_excess and max(sizes, default=0) > LARGEST_WITHOUT_EXCESS:
+            return max(seen, _EXPECTED_EXCESS)
+        return seen
+
+    def _schedule(self, trace: Trace, keys: Keys, samples: Samples, *, thorough: bool) -> Schedule:
+        links = self.timings.links(keys)
+        schedule = plan_iteration(
+            trace,
+            links=links,
+            policy=self._policy,
+            prefetch=self._prefetch,
+            host_room=self._host_room(),
+            thorough=thorough,
+        )
+        if keys[-1].phase is not Phase.STEP:
+            return schedule
+        # As it was before any plan, too: a later one may have been waiting for what had been ordered.
+        idle = min(trace.moments[-1].seconds, samples[keys[-1]][-1].periods[-1].seconds)
+        return leave_link_free(trace, schedule, links, seconds=idle)
+
+    def _undisturbed(self, rows: Rows, schedule: Schedule) -> tuple[list[ManagedTensor] | None, ...]:
+        """The operands of moments at which nothing is to be done."""
+        return tuple(
+            None if gave or actions.evict or actions.fetch else [self._tensors[x] for x in indices]
+            for indices, gave, actions in zip(rows.operands, rows.others_gave, schedule.actions, strict=True)
         )
 
     def _timing(self, keys: Keys, samples: Samples) -> Timing | None:
@@ -182,7 +195,7 @@ class PlanMaker:
         early: bool,
     ) -> Updates | None:
         """What the host does later, in the order of first use."""
-        steps = [place for place, key in enumerate(keys) if key.phase is Phase.STEP]
+        steps = [number for number, key in enumerate(keys) if key.phase is Phase.STEP]
         if not steps:
             return None
         ranks = by_first_use(operands)
@@ -237,7 +250,7 @@ class PlanMaker:
     ) -> tuple[list[int], int]:
         """What ``homes`` take in each period, and the most that the update of one of them takes more."""
         known = {index: costs[index] for index in homes if index in costs}
-        if len(known) < len(homes):  # states gone, the optimizer changed
+        if len(known) < len(homes):  # states gone, the optimizer changed: as if they took more than there is
             raise CapacityError(moment=0, needed=self.budget + 1, capacity=self.budget)
         always = sum(cost.nbytes - cost.gradient_nbytes for cost in known.values())
         gradients = self._home_gradients(
@@ -270,7 +283,7 @@ class PlanMaker:
         trained = [t for t in self._tensors if t.parameter.requires_grad and t.index in at_home]
         largest = max((t.device_nbytes for t in trained), default=0)
         come, ways, freed = list[bool](), list[OnTheirWay](), list[int]()
-        for place, key in enumerate(keys):
+        for number, key in enumerate(keys):
             count = len(samples[key][-1].periods)
             come += sends_to_come(samples[key][-1], at_home)
             freed += [freed_once_made(samples[key], index, at_home) for index in range(count)]
@@ -279,7 +292,7 @@ class PlanMaker:
             elif timing is None:
                 ways += [OnTheirWay(2 * largest, 2 * largest)] * count
             else:
-                ways += on_their_way(timing.periods[place], timing.links, at_home, most=2 * largest)
+                ways += on_their_way(timing.periods[number], timing.links, at_home, most=2 * largest)
         return gradient_reserves(largest, come=come, ways=ways, freed=freed, spare=spare)
 
     def _spare_bytes(

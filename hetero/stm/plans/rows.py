@@ -118,12 +118,12 @@ def home_gradients(
         if samples[-1].key.phase is Phase.BACKWARD:
             there |= sizes.keys() - seen
         nbytes = sum(sizes[index] for index in there)
-        for place, period in enumerate(samples[-1].periods):
+        for number, period in enumerate(samples[-1].periods):
             sent = {x: sizes[x] for x, _, _ in period.sends if x in sizes}
             made = {x: size for x, size in sent.items() if x not in there}
             as_they_are = {x: size for x, size in made.items() if x not in cast}
-            most = max(p.non_model_with(as_they_are) for p in _same(samples, place)) if as_they_are else 0
-            beside = most - non_model_peak(samples, place) if as_they_are else 0
+            most = max(p.non_model_with(as_they_are) for p in _same(samples, number)) if as_they_are else 0
+            beside = most - non_model_peak(samples, number) if as_they_are else 0
             rows.append(nbytes + beside + sum(size for x, size in sent.items() if x in cast))
             there |= made.keys()
             nbytes += sum(made.values())

@@ -190,24 +190,8 @@ class Segments:
     def backward(self, *, captures: bool, keeps_graph: bool, inputs: Sequence[Any] = ()) -> Iterator[None]:
         """Surrounds every backward of the process, whether or not it reaches this model; after `prepare_backward`.
         ``inputs``: what it was asked the gradients of; none: of all that it reaches."""
-        # Only at home does autograd read parameters, and add to gradients, without telling us.
         with self._lock:
-            for tensor in self._tensors:
-                tensor.paths.note_backward()
-                if tensor.paths.lead_home:
-                    self._residency.settle(tensor)
-                    self._gradients.wait(tensor)
-                    self._gradients.norms.forget(tensor.index)
-            if self._pending_forwards:
-                self._executor.between.before_backward()
-            elif self._graph_is_kept:
-                self._executor.between.before_another_backward()
-            self._graph_is_kept = keeps_graph
-            if not self._backwards:
-                self._asked_of = self._set_of(inputs)
-            self._backwards.append(captures)
-            self._threads.append(threading.get_ident())
-            self._choose_keeping()
+            self._begin_backward(captures, keeps_graph, inputs)
         complete = False
         try:
             with self._guarded_backward():
@@ -215,31 +199,53 @@ class Segments:
             complete = True
         finally:
             with self._lock:
-                self._backwards.remove(captures)
-                self._threads.remove(threading.get_ident())
-                self._choose_keeping()
-                self._gradients.additions.flush()
-                segment = self._executor.segment
-                in_backward = segment is not None and segment.key.phase is Phase.BACKWARD
-                if segment is not None and in_backward:
-                    segment.complete = complete
-                if not complete and (in_backward or self._pending_forwards):
-                    # It may have failed before it reached a parameter: then the forward's last period was cut short.
-                    self._void()
-                if captures or not complete:
-                    self._gradients.norms.forget_all()
-                    if complete:
-                        self._gradients.wait_arrivals(self._tensors)
-                    else:
-                        self._gradients.wait_all(self._tensors)
-                    if not self._backwards:
-                        self._gradients.kept.forget_lost(self._tensors)
-                if not (self._has_optimizer and complete):  # nothing tells when the iteration is over
-                    self._executor.between.release_cap()
-                elif not self._backwards:
-                    if in_backward and captures:
-                        self._executor.between.leave_unplanned_room()
-                    self._executor.between.leave_to_caller()
+                self._end_backward(captures, complete=complete)
+
+    def _begin_backward(self, captures: bool, keeps_graph: bool, inputs: Sequence[Any]) -> None:
+        # Only at home does autograd read parameters, and add to gradients, without telling us.
+        for tensor in self._tensors:
+            tensor.paths.note_backward()
+            if tensor.paths.lead_home:
+                self._residency.settle(tensor)
+                self._gradients.wait(tensor)
+                self._gradients.norms.forget(tensor.index)
+        if self._pending_forwards:
+            self._executor.between.before_backward()
+        elif self._graph_is_kept:
+            self._executor.between.before_another_backward()
+        self._graph_is_kept = keeps_graph
+        if not self._backwards:
+            self._asked_of = self._set_of(inputs)
+        self._backwards.append(captures)
+        self._threads.append(threading.get_ident())
+        self._choose_keeping()
+
+    def _end_backward(self, captures: bool, *, complete: bool) -> None:
+        self._backwards.remove(captures)
+        self._threads.remove(threading.get_ident())
+        self._choose_keeping()
+        self._gradients.additions.flush()
+        segment = self._executor.segment
+        in_backward = segment is not None and segment.key.phase is Phase.BACKWARD
+        if segment is not None and in_backward:
+            segment.complete = complete
+        if not complete and (in_backward or self._pending_forwards):
+            # It may have failed before it reached a parameter: then the forward's last period was cut short.
+            self._void()
+        if captures or not complete:
+            self._gradients.norms.forget_all()
+            if complete:
+                self._gradients.wait_arrivals(self._tensors)
+            else:
+                self._gradients.wait_all(self._tensors)
+            if not self._backwards:
+                self._gradients.kept.forget_lost(self._tensors)
+        if not (self._has_optimizer and complete):  # nothing tells when the iteration is over
+            self._executor.between.release_cap()
+        elif not self._backwards:
+            if in_backward and captures:
+                self._executor.between.leave_unplanned_room()
+            self._executor.between.leave_to_caller()
 
     @property
     def is_running(self) -> bool:

@@ -77,7 +77,7 @@ def redirect(shadow: nn.Parameter, tensor: ManagedTensor) -> None:
                 parameter.grad = gradient
             else:
                 if is_managed(parameter):
-                    tensor.owner.grads.wait(tensor)
+                    tensor.owner.gradient_access.wait(tensor)
                 parameter.grad += gradient
             for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
                 hook(parameter)

@@ -105,7 +105,9 @@ class Capture:
     def take(self, later: dict[int, ManagedTensor], here: dict[int, ManagedTensor]) -> None:
         """Take ``later`` out of the groups; of these, ``here`` are stepped on the device."""
         optimizer = self._optimizer
-        arrivals = self._stm.homes.begin_writes_later([t for index, t in later.items() if index not in here])
+        arrivals = self._stm.home_access.begin_writes_later(
+            [t for index, t in later.items() if index not in here]
+        )
         # Each is used by one thread at a time: the queue's, and this one.
         shell, shell_here = make_shell(optimizer), make_shell(optimizer)
         counts = StepCounts()

@@ -55,7 +55,7 @@ class DeviceSteps:
         for item in updates:
             tensor = item.tensor
             writes = may_write_to_gradients(self._optimizer, groups[id(tensor.parameter)])
-            copies = tensor.full_nbytes if writes else self._stm.grads.on_device_nbytes(tensor)
+            copies = tensor.full_nbytes if writes else self._stm.gradient_access.on_device_nbytes(tensor)
             room = self._homes.update_bytes(tensor, groups) + copies
             if not (batch and reserved + room <= left):
                 self._run_here(batch, note)
@@ -69,7 +69,11 @@ class DeviceSteps:
                     self._homes.send(tensor, groups)
                     self._run_at_home(item, note)
                 continue
-            gradient = self._stm.grads.own(tensor) if writes else self._stm.grads.on_device(tensor)
+            gradient = (
+                self._stm.gradient_access.own(tensor)
+                if writes
+                else self._stm.gradient_access.on_device(tensor)
+            )
             update = item.make(tensor.living, gradient)
             if batch and (update.kin is None or update.kin != batch[-1][1].kin):
                 self._run_here(batch, note)
@@ -85,7 +89,7 @@ class DeviceSteps:
     ) -> None:
         """It lives there again."""
         tensor = item.tensor
-        self._stm.homes.before_writes([tensor])
+        self._stm.home_access.before_writes([tensor])
         update = item.make(tensor.home, cast(torch.Tensor, tensor.parameter.grad))
         update.run()
         tensor.clock.note_write()
@@ -94,7 +98,7 @@ class DeviceSteps:
     def _try_here(self, item: DeviceUpdate, note: Callable[[ManagedTensor, ParameterUpdate], None]) -> bool:
         """False: it takes more memory than there is, and nothing has been done. It is at home from now on."""
         tensor = item.tensor
-        value, gradient = cast(torch.Tensor, tensor.living), self._stm.grads.own(tensor)
+        value, gradient = cast(torch.Tensor, tensor.living), self._stm.gradient_access.own(tensor)
         version, before = value._version, None
         update = item.make(value, gradient)
         try:

@@ -58,6 +58,9 @@ from hetero.stm.updates.temporaries import is_measured
 
 __all__ = ["HostStep"]
 
+# Of the host's memory that nobody else needs, for what speculation copies, unless the user asks for more.
+_SHARE_OF_HOST = 0.5
+
 
 class _AtOnce(NamedTuple):
     """Of parameters at home that a step updates itself: their bytes, and when that began."""
@@ -285,14 +288,14 @@ class HostStep:
             self._stm.cycles.note_evaluated()
             # Optimizers with a choice call it once, before they look at their groups.
             if any(is_open(optimizer, group) for group in optimizer.param_groups):
-                self._stm.homes.wait_all()
-                self._stm.homes.before_writes(self.capture.managed())
+                self._stm.home_access.wait_all()
+                self._stm.home_access.before_writes(self.capture.managed())
                 self._around = plain()
                 self._around.__enter__()
                 self.capture.use_kernels()
             return loss
 
-        self._stm.homes.wait_all()
+        self._stm.home_access.wait_all()
         self.capture.commit()
         self._states.keep_home()
         self.device_homes.take({})
@@ -316,7 +319,7 @@ class HostStep:
         if self._depth > 1:  # a step that calls another class's, hooks and all
             return
         with self._stm.lock:  # [Note: other threads]
-            self._stm.homes.finish_updates()
+            self._stm.home_access.finish_updates()
             self.capture.commit()
             bring_home(optimizer)
             self._states.keep_home()
@@ -329,7 +332,7 @@ class HostStep:
             ours = {t.index: t for t in self.capture.managed() if t.index not in later}
             if later:
                 self.capture.take(later, here)
-            self._stm.homes.before_writes(list(ours.values()))
+            self._stm.home_access.before_writes(list(ours.values()))
             with plain():
                 self._stepped_now |= {i for i, t in ours.items() if t.parameter.grad is not None}
                 self.capture.use_kernels()
@@ -398,7 +401,7 @@ class HostStep:
         with self._stm.lock:
             if captured or here:
                 self._carry_out(captured, here)
-            self._stm.homes.roll_back()
+            self._stm.home_access.roll_back()
             for item in others:
                 wait(self._stm.engine, item)
                 change(self._stm.engine, item)
@@ -408,7 +411,7 @@ class HostStep:
         """A step has failed, and may have stepped these before. Kernels that move no versions cannot be asked."""
         for tensor in tensors:
             tensor.clock.note_write()
-            tensor.owner.homes.after_write(tensor)
+            tensor.owner.home_access.after_write(tensor)
 
     # -- what is queued -------------------------------------------------------------------------------
 
@@ -428,7 +431,3 @@ class HostStep:
             and self._states.watch()
             and steps_alone(optimizer)
         )
-
-
-# Of the host's memory that nobody else needs, for what speculation copies, unless the user asks for more.
-_SHARE_OF_HOST = 0.5

@@ -22,6 +22,11 @@ from hetero.stm.updates.captured import ParameterUpdate, run_together
 
 __all__ = ["Captured", "Surroundings", "change", "make_job", "make_update", "wait"]
 
+# Above, the call of step costs less than a tenth of the update.
+_SMALL_BYTES = 256 << 10
+
+_DENORMAL = 1e-310  # half of it is 0 where a thread flushes such numbers
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
@@ -66,9 +71,6 @@ class Surroundings:
             torch.set_num_threads(self.threads)
         if mine.flushes != self.flushes:
             torch.set_flush_denormal(self.flushes)
-
-
-_DENORMAL = 1e-310
 
 
 class _Job:
@@ -121,7 +123,3 @@ def make_update(
     small = key is not None and item.update.nbytes <= _SMALL_BYTES
     kin = Kin(key=key, nbytes=item.update.nbytes, run_all=_run_jobs) if small else None
     return Update(_Job(engine, item, surroundings, note), kin)
-
-
-# Above, the call of step costs less than a tenth of the update.
-_SMALL_BYTES = 256 << 10

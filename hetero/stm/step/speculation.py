@@ -40,6 +40,11 @@ from hetero.stm.updates.optimizers import Entry, Group, hyper_parameters, make_s
 
 __all__ = ["Speculation"]
 
+# Updates that take a smaller share of the forward are hidden by it well enough, and are not begun in backward.
+_HIDDEN = 0.5
+# Attributes of an optimizer that are compared by themselves, or say nothing of its updates.
+_CONTENT = ("param_groups", "state", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
@@ -221,7 +226,7 @@ class Speculation:
         if defers:
             self._keep_right(optimizer)
         else:
-            self._stm.homes.roll_back()
+            self._stm.home_access.roll_back()
 
     def _keep_right(self, optimizer: torch.optim.Optimizer) -> None:
         """Take back what the step would do otherwise."""
@@ -271,10 +276,12 @@ class Speculation:
 
     def end_step(self, captured: list[Captured], surroundings: Surroundings) -> None:
         """Queue ``captured``, and complete what was tried of it."""
-        self._stm.homes.await_updates([(item.tensor, self._update(item, surroundings)) for item in captured])
+        self._stm.home_access.await_updates(
+            [(item.tensor, self._update(item, surroundings)) for item in captured]
+        )
         if not self._allowed:
             return
-        self._stm.homes.roll_back()  # what the step did not know
+        self._stm.home_access.roll_back()  # what the step did not know
         self._surroundings = surroundings
         self._setting, self._task = None, -1
         wishes = {id(w): w for item in captured for w in item.arrivals.changes if isinstance(w, Wish)}
@@ -342,7 +349,3 @@ def _is_same_shell(first: torch.optim.Optimizer, second: torch.optim.Optimizer) 
     ours = {key: value for key, value in vars(first).items() if key not in _CONTENT}
     theirs = {key: value for key, value in vars(second).items() if key not in _CONTENT}
     return same_value(ours, theirs)
-
-
-_CONTENT = ("param_groups", "state", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-_HIDDEN = 0.5

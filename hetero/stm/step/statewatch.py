@@ -91,8 +91,8 @@ class StateWatch:
         with self._stm.lock:
             if self._capture.is_under_way or self._is_within() or not self._is_on():
                 return  # the step itself
-            self._stm.homes.roll_back()
-            self._stm.homes.finish_updates()
+            self._stm.home_access.roll_back()
+            self._stm.home_access.finish_updates()
             self._capture.commit()
             self._device_homes.bring_states_home(None, of=parameters)
             self._device_homes.note_moves()

@@ -18,6 +18,8 @@ from hetero.errors import ManageError
 
 __all__ = ["HOST", "Homes", "set_memory", "states_beside"]
 
+HOST = torch.device("cpu")
+
 
 @dataclass(slots=True)
 class _Moved:
@@ -135,7 +137,6 @@ class Homes:
         self._kept_ids = None
 
 
-HOST = torch.device("cpu")
 _Allocate = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
 
 

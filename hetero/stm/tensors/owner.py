@@ -177,7 +177,7 @@ class Owner(Protocol):
         """Of the manager's bookkeeping, for its own thread again and again."""
 
     @property
-    def homes(self) -> HomeOwner:
+    def home_access(self) -> HomeOwner:
         """Who is asked before anybody reads or writes a home."""
 
     @property
@@ -189,7 +189,7 @@ class Owner(Protocol):
         """Who is told of steps."""
 
     @property
-    def grads(self) -> GradientOwner:
+    def gradient_access(self) -> GradientOwner:
         """Who is asked before anybody touches ``p.grad``."""
 
     @property
