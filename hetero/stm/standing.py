@@ -39,7 +39,7 @@ class Standing:
     @property
     def is_settled(self) -> bool:
         """Everything is there, and nothing of it is intercepted."""
-        settled = self.settled
+        settled = self._settled()
         return settled is not None and settled.is_on
 
     def check_process(self) -> None:

@@ -21,7 +21,7 @@ from hetero.stm.interception.parameter import is_managed, managed_of
 from hetero.stm.interception.transforms import is_transforming, outside_transforms
 from hetero.stm.running.executor import Executor
 from hetero.stm.running.segments import Segments
-from hetero.stm.running.unseen import unseen
+from hetero.stm.running.unseen import is_seen, unseen
 from hetero.stm.standing import Standing
 from hetero.stm.tensors.fetch import make_identity
 from hetero.stm.tensors.managed import ManagedTensor, modified_in_place
@@ -82,24 +82,33 @@ class Uses:
 
     def begin_operator(self, operands: list[ManagedTensor], name: object) -> None:
         """The pre-op sampling moment; operands are resident and in COMPUTE afterwards."""
-        self._standing.check_process()
+        if self._standing.is_in_child:
+            self._standing.check_process()
         if is_transforming():  # within a forward of ours: what is fetched is not part of it
             with outside_transforms():
                 self.begin_operator(operands, name)
             return
-        with self._lock, unseen():
-            # Else another thread has settled since these parameters were looked at: they are there, as themselves.
-            if not self._standing.is_settled:
-                if in_backward():
-                    self._segments.enter_backward()
-                self._executor.before_operator(operands, name)
-            begin_compute(operands)
+        with self._lock:
+            if is_seen():
+                with unseen():
+                    self._begin_operator(operands, name)
+            else:
+                self._begin_operator(operands, name)
+
+    def _begin_operator(self, operands: list[ManagedTensor], name: object) -> None:
+        # Else another thread has settled since these parameters were looked at: they are there, as themselves.
+        if not self._standing.is_settled:
+            if in_backward():
+                self._segments.enter_backward()
+            self._executor.before_operator(operands, name)
+        begin_compute(operands)
 
     def end_operator(self, operands: list[ManagedTensor]) -> None:
         """The operator is done."""
         with self._lock:
             end_compute(operands)
-            self._executor.after_operator()
+            if self._collector.is_sampling:
+                self._executor.after_operator()
 
     def note_unguarded(self) -> None:
         """An operator is about to come that cannot be tried again when it runs out of memory."""

@@ -28,7 +28,7 @@ from hetero.stm.tensors.exposure import ATTRIBUTE_AND_NAME
 from hetero.stm.tensors.fetch import run_early, run_in_turn
 from hetero.stm.tensors.managed import Cast, ManagedTensor
 
-__all__ = ["begin_region", "drop_bytes", "kept_casts", "note_plain_uses"]
+__all__ = ["begin_region", "drop_bytes", "kept_casts", "note_plain_use"]
 
 
 _region = 0
@@ -67,12 +67,10 @@ def kept_casts(
     return kept
 
 
-def note_plain_uses(operands: list[ManagedTensor], copies: dict[int, torch.Tensor]) -> None:
-    """An operator takes ``copies``, perhaps the identity of a parameter that has a cast."""
-    for tensor in operands:
-        cast = tensor.cast
-        if cast is not None and copies.get(id(tensor.parameter)) is tensor.identity:
-            _take_turn(cast)
+def note_plain_use(tensor: ManagedTensor, copies: dict[int, torch.Tensor]) -> None:
+    """An operator takes ``copies``, perhaps the identity of ``tensor``, which has a cast."""
+    if tensor.cast is not None and copies.get(id(tensor.parameter)) is tensor.identity:
+        _take_turn(tensor.cast)
 
 
 def _take_turn(cast: Cast) -> None:

@@ -26,7 +26,7 @@ from hetero.errors import BudgetError
 from hetero.stm.activations.saved import may_save_again, part_saved_as_handles
 from hetero.stm.interception.arguments import tensors_in
 from hetero.stm.interception.athome import run_at_home
-from hetero.stm.interception.casts import drop_bytes, kept_casts, note_plain_uses
+from hetero.stm.interception.casts import drop_bytes, kept_casts, note_plain_use
 from hetero.stm.interception.draws import DRAWING
 from hetero.stm.interception.formulas import INSTEAD
 from hetero.stm.interception.inplace import writes_in_place
@@ -44,6 +44,7 @@ __all__ = ["ahead_of_home", "outside", "run_operator", "substituted", "write_bac
 
 
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+_LISTS = frozenset({list, tuple})
 
 
 def run_operator(
@@ -141,7 +142,9 @@ def _run(
 ) -> Any:
     """``func`` with ``copies``, by id of parameter, in the place of ``operands``, which are in COMPUTE."""
     casts = kept_casts(func, operands, copies) if _is_any_autocast_enabled() else None
-    note_plain_uses(operands, copies)
+    for tensor in operands:
+        if tensor.cast is not None:
+            note_plain_use(tensor, copies)
     ahead = {} if in_forward else ahead_of_home(operands)
     by_name = kwargs
     draw_again = operands[0].owner.relief.random_numbers() if func in DRAWING else None
@@ -156,7 +159,7 @@ def _run(
             collect((args, kwargs), everyone)
             with substituted(everyone, func) as copies:
                 return _run(func, everyone, copies, args, kwargs, in_forward=in_forward, hands_on=hands_on)
-        listed = versions_of_list(given)
+        listed = versions_of_list(given) if given and type(given[0]) in _LISTS else []
         try:
             if hands_on:
                 with torch._C._EnableTorchFunction():  # parameters are not among what is given

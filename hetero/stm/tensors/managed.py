@@ -164,7 +164,8 @@ class ManagedTensor(StatefulTensor):
 
     def note_unknown_writes(self) -> bool:
         """`HomeClock.note_unknown_writes`; before its copy is used."""
-        return self.clock.note_unknown_writes(copy_is_newer=self.is_dirty)
+        clock = self.clock
+        return clock.may_be_written_unseen and clock.note_unknown_writes(copy_is_newer=self.is_dirty)
 
     def is_private(self) -> bool:
         """Nobody else holds its memory, at home or on the device, so that a late write cannot be seen to be late."""
