@@ -64,6 +64,9 @@ PARTS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, torch.Tensor], to
     "weight norm": (lambda: parametrizations.weight_norm(_linear()), _call),
     "spectral norm": (lambda: parametrizations.spectral_norm(_linear()), _call),
     "low": (lambda: _linear().bfloat16(), lambda m, x: m(x.bfloat16()).to(x.dtype)),
+    # Transforms within the model's own forward, over its parameters as well.
+    "mapped": (_linear, lambda m, x: torch.func.vmap(lambda row: m(row))(x)),
+    "score": (_linear, lambda m, x: torch.func.grad(lambda y: m(y).tanh().square().sum())(x)),
     # The memory that it takes depends on values.
     "expert": (_linear, lambda m, x: m(x[x[:, 0] > 0]).sum(0, dtype=torch.float32)),
 }
@@ -95,7 +98,7 @@ ITERATION: dict[str, tuple[Any, ...]] = {
     "models": ((0,), (-1,), (0, -1)),  # one after the other
     "penalizes": (False, True),  # the size of gradients
     "anchored": (False, True),  # weights are drawn to where they were
-    "rows": ((8,), (8,), (4, 16), (256,), (24,), (28,), (250,), (12,)),
+    "rows": ((8,), (8,), (4, 16), (256,), (24,), (28,), (250,), (12,), (20,)),
     "micro": (1, 1, 1, 2, 3),  # batches for a step
     "forwards": (1, 1, 1, 2),  # for a backward
     "asks": (False, True),  # without gradients, before it
@@ -109,6 +112,8 @@ ITERATION: dict[str, tuple[Any, ...]] = {
     "freezes": (*[False] * 5, True),  # the first half of the parameters, as long as it lasts
     "scaled": (*[False] * 5, True),
     "input": (*[False] * 5, True),  # has a gradient as well
+    "averages": (*[False] * 5, True),  # on the host, from copies
+    "sharp": (*[False] * 5, True),  # gradients are those of where the first ones lead
 }
 KEYWORDS: dict[str, tuple[Any, ...]] = {
     "policy": ("opt", "opt", "opt", "cost-opt", "lru", "fifo"),
@@ -146,6 +151,7 @@ AVOIDED: tuple[Callable[[SimpleNamespace, str], bool], ...] = (
     lambda how, words: (how.penalizes and how.forwards > 1) != (how.rows == (28,)),
     lambda how, words: how.asks != (how.rows == (250,)),
     lambda how, words: how.anchored != (how.rows == (12,)),
+    lambda how, words: how.sharp != (how.rows == (20,)),
     # Where everything fits, a graph that is kept of views that a model's own code has made keeps it there.
     lambda how, words: "hold" in words and "views" in words and max(how.rows) > 24,
     # A loss that takes much of what comes out of such a checkpoint: likewise.
@@ -154,8 +160,8 @@ AVOIDED: tuple[Callable[[SimpleNamespace, str], bool], ...] = (
     lambda how, words: how.penalizes and ("checkpoint" in words or how.called == "reentrant"),
     # They go through a graph once, and what no input leads to has no gradient.
     lambda how, words: how.called == "reentrant" and (how.retain or not how.input),
-    # A scaler has no closures.
-    lambda how, words: how.scaled and how.closure,
+    # A scaler has no closures, and neither has who moves the parameters in between.
+    lambda how, words: (how.scaled or how.sharp) and how.closure,
     # And raises where an optimizer has no gradient at all, unless that is fused, as the unmanaged one is made to be.
     lambda how, words: how.scaled and how.freezes,
 )
@@ -244,6 +250,7 @@ class Run:
         self.anchors: dict[nn.Parameter, torch.Tensor] = {}
         if any(how.get("anchored") for _, how, _ in program.steps):
             self.anchors = {p: p.detach().to(target, copy=True) for p in self.models.parameters()}
+        self.means = [p.detach().clone() for p in self.models.parameters()]
         self.models.to("cpu" if keywords else target)
         self.optimizers = [
             kind(model.parameters(), **(chosen if keywords else as_chosen(kind, chosen)))
@@ -322,6 +329,17 @@ class Run:
 
         if not how.closure:
             backward()
+        if how.sharp:
+            with torch.no_grad():
+                moves = [(p, p.grad * 1e-2) for p in parameters if p.grad is not None]
+                for p, move in moves:
+                    p.add_(move)
+                    p.grad = None
+            backward()
+            with torch.no_grad():
+                for p, move in moves:
+                    p.sub_(move)
+            del moves
         if how.scaled and (how.clip or how.look):
             for index in chosen:
                 self.scaler.unscale_(self.optimizers[index])
@@ -338,6 +356,10 @@ class Run:
                 self.optimizers[index].zero_grad(set_to_none=how.zero == "none")
         if how.scaled:
             self.scaler.update()
+        if how.averages:
+            for mean, p in zip(self.means, self.models.parameters(), strict=True):
+                mean.lerp_(p.detach().cpu(), 0.1)
+            self.note("means", self.means)
         for p in frozen:
             p.requires_grad_()
 

@@ -21,7 +21,7 @@ from settling import (
     step,
 )
 from torch import nn
-from twins import adamw, assert_same, assert_twins, device, plain
+from twins import adamw, assert_same, assert_twins, device, managed, plain, unmanaged
 
 import hetero
 
@@ -29,6 +29,29 @@ pytestmark = pytest.mark.usefixtures("homes_on_device")
 
 
 # -- the user changes something ------------------------------------------------------------------------
+
+
+def _skipping(failing, rows):
+    """Of a batch that fits nowhere, at these iterations."""
+
+    def loop(model, optimizer, target):
+        seen = []
+        for number in range(30):
+            if number in failing:
+                with pytest.raises(torch.OutOfMemoryError):
+                    model(torch.zeros(rows, 64).to(target)).mean().backward()
+                optimizer.zero_grad()
+            seen.append(step(model, optimizer, target))
+        return seen
+
+    return loop
+
+
+@pytest.mark.parametrize("failing", [[6], [6, 8, 9], [8, 14, 20, 26]])
+def test_who_skips_a_batch_that_fits_nowhere_settles_again(failing):
+    seen, _, manager = managed(mlp, _skipping(failing, 100_000), PLENTY)
+    assert_same(seen, unmanaged(mlp, _skipping([], 0))[0], "losses")
+    assert manager.stats.settled_forwards >= 30 - 4 - 2 * len(failing)
 
 
 @pytest.mark.skipif(ON_CUDA, reason=STEPS_AT_HOME)

@@ -80,6 +80,22 @@ def test_within_the_models_forward(transform, share):
     assert_twins(lambda: Within(TRANSFORMS[transform]), train, share=share)
 
 
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("share", [0.7, 3.0])
+def test_under_autocast(transform, share):
+    """Which casts the weight within the transform anew, and outside of it once."""
+
+    def twice(layer, x):
+        return layer(x) + TRANSFORMS[transform](layer, x) + layer(x)
+
+    class Autocast(Within):
+        def forward(self, x):
+            with torch.autocast(x.device.type, torch.bfloat16):
+                return super().forward(x)
+
+    assert_twins(lambda: Autocast(twice), train, share=share)
+
+
 @pytest.mark.skipif(
     torch.__version__.startswith("2.11"), reason="Dynamo wants what a transform wraps to be leaves"
 )

@@ -24,6 +24,7 @@ import torch
 from torch.utils.weak import TensorWeakRef
 
 from hetero.autograd import recording
+from hetero.stm.interception.transforms import is_transforming
 from hetero.stm.tensors.exposure import ATTRIBUTE_AND_NAME
 from hetero.stm.tensors.fetch import run_early, run_in_turn
 from hetero.stm.tensors.managed import Cast, ManagedTensor
@@ -51,6 +52,7 @@ def kept_casts(
         or not torch.is_autocast_enabled(device.type)
         or not torch.is_autocast_cache_enabled()
         or torch.is_inference_mode_enabled()
+        or is_transforming()  # there no parameter is a leaf, whose cast autocast would keep
     ):
         return []
     dtype = torch.get_autocast_dtype(device.type)

@@ -208,6 +208,7 @@ class Cycles:
         """A segment is over; an incomplete one makes the cycle void."""
         if not segment.complete:
             self.abandon()
+            self._homes.forget_loss()
             return
         self._current.segments.append(segment)
         samples = self._book.samples

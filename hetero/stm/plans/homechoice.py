@@ -64,6 +64,10 @@ class HomeChoice:
         if last is not None:  # what is learned of this iteration makes plans anew, with fewer
             self._bytes_before = max(self._bytes_before, *last.home_bytes)
 
+    def forget_loss(self) -> None:
+        """The iteration in which memory ran short was left by an exception: what it asked for, nothing had room for."""
+        self._lost_bytes = self._bytes_before = 0
+
     def follow_plans(self, there: Iterable[int]) -> None:
         """They are new: what lives ``there``, on the device, and has no room in them any more goes home at once."""
         if gone := frozenset(there).difference(self._book.device_homes):

@@ -253,6 +253,14 @@ class Segments:
         return bool(self._threads)
 
     @property
+    def is_idle(self) -> bool:
+        """Nothing of an iteration that trains is under way."""
+        segment = self._executor.segment
+        if self._threads or self._pending_forwards:
+            return False
+        return segment is None or segment.key.phase is Phase.STEP or not segment.key.trains
+
+    @property
     def awaits_backward(self) -> bool:
         """A forward of the model has recorded a graph, and had no backward yet."""
         return bool(self._pending_forwards)

@@ -67,11 +67,11 @@ class Check:
         self._without_momentum: list[dict[str, Any]] = []
 
     def begin(
-        self, kind: ForwardKind, growth: Growth, limit: int, *, trained: Sequence[ManagedTensor]
+        self, kind: ForwardKind | None, growth: Growth, limit: int, *, trained: Sequence[ManagedTensor]
     ) -> None:
-        """It has settled for a forward of such a kind. ``growth``: what iterations need beside model data; ``limit``:
-        the bytes that all may take together, which is the budget less what was given to others, until `Manager.trim`;
-        ``trained``: parameters whose gradients and states are among these.
+        """It has settled, for a forward of such a kind or, None, beside others. ``growth``: what iterations need beside
+        model data; ``limit``: the bytes that all may take together, which is the budget less what was given to others,
+        until `Manager.trim`; ``trained``: parameters whose gradients and states are among these.
         """
         self._by_kind, self._limit = dict(growth.by_kind), limit
         self._probe = trained[-1].parameter if trained else None
@@ -79,8 +79,8 @@ class Check:
         self._frozen = [t.parameter for t in self._stm.tensors if t.index not in known]
         self._without_momentum = [] if self._optimizer is None else without_momentum(self._optimizer)
         self.must_leave, self.peak = False, 0
-        self._last = kind
-        if kind[0] and self._probe is not None:
+        self._last, self._since = kind, []
+        if kind is not None and kind[0] and self._probe is not None:
             self._since, self._then = [kind], self._state_of(self._probe)
         _, self._seen_peak, self._seen_failures = self._accelerator.pressure()
 
@@ -177,10 +177,11 @@ class Check:
 
     def _note_peak(self, peak: int) -> None:
         """It is another than at the last check; lower if somebody has reset it. Settled, it is ours alone to pass."""
-        if peak > max(self._seen_peak, self._limit):
+        if (
+            peak > max(self._seen_peak, self._limit) and self._last is not None
+        ):  # else none of ours has run yet
             self.must_leave, self.peak = True, peak
             self._attempts.note_passed()
-            assert self._last is not None
             self._unlike.add(self._last)
             model_bytes = self._stm.ledger.device_bytes
             self._stm.plans.note_settled(self._last, peak - self._limit, model_bytes=model_bytes)

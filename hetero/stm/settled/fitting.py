@@ -6,6 +6,7 @@ would notice `hetero.stm.tensors.onlookers`'.
 """
 
 import operator
+from collections.abc import Sequence
 
 from hetero.devices import Accelerator
 from hetero.errors import BudgetError
@@ -14,6 +15,7 @@ from hetero.stm.interception.signatures import autocasts, saves_elsewhere
 from hetero.stm.manager import StatefulTensorMgr
 from hetero.stm.plans.fits import Growth, read_growth
 from hetero.stm.plans.plan import CyclePlan
+from hetero.stm.settled.who import homes_at_rest, storages_of
 from hetero.stm.step.hoststep import HostStep
 from hetero.stm.step.ownstep import step_bytes
 from hetero.stm.tensors.exposure import gradient_is_private
@@ -114,8 +116,9 @@ class Fitting:
             self._is_ours_alone = not has_other_optimizer(ours, {id(t.parameter) for t in self._stm.tensors})
         return self._is_ours_alone
 
-    def is_private(self) -> bool:
-        """Nobody holds memory that would be left behind; and every copy is there."""
+    def is_private(self, together: Sequence[ManagedTensor]) -> bool:
+        """Nobody holds memory that would be left behind; and every copy is there. ``together``: what settles with
+        ours."""
         stm = self._stm
         for tensor in stm.tensors:
             if not tensor.is_private():
@@ -123,7 +126,7 @@ class Fitting:
             if tensor.parameter.grad is not None and not gradient_is_private(tensor.parameter):
                 return False
             self.onlookers.have_gradients |= bool(tensor.parameter._backward_hooks)
-        if self.onlookers.keep_something(stm.tensors):
+        if self.onlookers.keep_something(stm.tensors, homes_at_rest() | storages_of(together)):
             return False
         stm.residency.follow_unknown_writes(stm.tensors)
         try:

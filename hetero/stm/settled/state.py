@@ -1,12 +1,15 @@
 """The way into the settled state, and back.
 
-Owns when, and in which order. Invariant: whoever settles, or leaves, either has done so or left everything as it was.
+Owns when, and in which order; kin together (`hetero.stm.settled.kin`). Invariant: whoever settles, or leaves, either
+has done so or left everything as it was.
 """
 
+import contextlib
+import functools
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,12 +20,14 @@ from hetero.errors import ManageError
 from hetero.stm.interception.compiled import CompiledCalls
 from hetero.stm.interception.scopes import in_scope
 from hetero.stm.interception.transforms import is_transforming
+from hetero.stm.living import Living
 from hetero.stm.manager import StatefulTensorMgr
-from hetero.stm.plans.fits import ForwardKind
+from hetero.stm.plans.fits import ForwardKind, Growth
 from hetero.stm.settled.attempts import Attempts
 from hetero.stm.settled.check import Check
 from hetero.stm.settled.exchange import may_go_back
 from hetero.stm.settled.fitting import Fitting
+from hetero.stm.settled.kin import Shapes, kin_of, shapes_of
 from hetero.stm.settled.parameters import OwnParameters
 from hetero.stm.settled.who import settled_now
 from hetero.stm.step.hoststep import HostStep
@@ -33,6 +38,11 @@ from hetero.units import format_bytes
 
 __all__ = ["Settled"]
 
+_everyone: "Living[Settled]" = Living()
+_MOST_WAITS = (
+    3  # forwards at which kin were in the middle of an iteration: a generator and its judge always are
+)
+
 
 class Settled:
     """Of one manager. ``rest``, ``wake``: called where interception ends, and begins again.
@@ -42,6 +52,7 @@ class Settled:
         forwards: how many ran settled, each after one check.
         running: the threads of settled forwards that run now, once for each. Whoever has the manager's lock and finds
             none may settle or leave.
+        device: of ours.
     """
 
     def __init__(
@@ -70,9 +81,14 @@ class Settled:
             step.step_settled = self._own_step.step
         self._fitting = Fitting(stm, accelerator, budget, step)
         self.onlookers = self._fitting.onlookers
+        us = weakref.ref(self)  # we have the onlookers
+        self.onlookers.when_looked = lambda: None if (there := us()) is None else there._send_kin_home()
+        self._waits = 0
+        self._was_looked_at = False  # in the iteration before the last attempt of our own
         self._attempts = Attempts(allowed=allowed)
         self._check = Check(stm, accelerator, self.optimizer, self._attempts)
         self._parameters = OwnParameters(stm.tensors, stm.residency, stm.gradients.kept, accelerator)
+        self.device = stm.device
         self.is_on = False
         self.forwards = 0
         self.running: list[int] = []
@@ -83,6 +99,7 @@ class Settled:
         stm.home_choice.everything_fits = lambda: (
             (there := fitting()) is not None and there.growth() is not None
         )
+        _everyone.add(self)
 
     # -- the model's forward --------------------------------------------------------------------------
 
@@ -138,50 +155,145 @@ class Settled:
         return True
 
     def _settle(self, kind: ForwardKind) -> bool:
-        stm = self._stm
         if in_scope() or in_backward():
             return False
-        if self.running or stm.segments.is_running or stm.steps.running is not None:  # by another thread
-            return False
-        with stm.lock, torch.inference_mode(False), torch.no_grad(), plain():
-            if not stm.close_iteration():
+        kin = [one for one in kin_of(self, _everyone) if not one.is_on]
+        with self._stm.lock, torch.inference_mode(False), torch.no_grad(), plain():
+            if not self._is_between():
                 return False
-            looked, self.onlookers.have_looked = self.onlookers.have_looked, 0
-            if looked:
+            self._was_looked_at, self.onlookers.have_looked = self.onlookers.have_looked > 0, 0
+            growth = None if self._was_looked_at else self._growth(kind)
+            if growth is None:
                 return False
-            growth = self._fitting.growth()
-            if growth is None or kind not in growth.by_kind or not self._fitting.has_room(growth):
+            if busy := [one for one in kin if one._is_busy()]:
+                self._waits += 1
+                if self._waits <= _MOST_WAITS:
+                    return False
+                kin = [one for one in kin if one not in busy]
+            if not all(one._is_ready() for one in kin):
                 return False
-            if not self._fitting.is_ours_alone():
-                self._attempts.forbid()
-            if not self._attempts.are_allowed:
-                return False
-            limit = self._budget - stm.plans.margin
-            # By what was measured everything fitted before as well; and the counter would not tell of it again.
-            passed = self._attempts.times_passed and self._accelerator.peak_bytes() > limit
-            if passed or not self._fitting.is_private() or not self._begin_step():
-                self._attempts.note_failure()  # where it has passed: nothing but the user may ever reset it
-                return False
-            gradients: dict[int, torch.Tensor] = {}
-            if not (self._take_gradients(gradients) and self._parameters.exchange_all()):
-                self._end_step()
-                for index, gradient in gradients.items():
-                    stm.gradients.kept.adopt(stm.tensors[index], gradient)
+            together = [tensor for one in (self, *kin) for tensor in one._stm.tensors]
+            if not all(one._is_private(together) for one in kin) or not self._enter(kind, growth, together):
                 self._attempts.note_failure()
                 return False
-            for tensor in stm.tensors:
-                tensor.parameter.grad = gradients.get(tensor.index)
-            self._parameters.give_back_all()
-            stm.gradients.norms.stop()
-            stm.executor.between.release_cap()
-            stm.host_slots.give_up_free()
-            self._rest()  # its calls are around those of compiled modules
-            if (compiled := self._compiled()) is not None:
-                compiled.pause()
-            self._check.begin(kind, growth, limit, trained=self._fitting.trained())
-            self.is_on, self._has_warned = True, False
-            settled_now.add(self)
+            self._waits = 0
+            if not all(one._settle_beside(together) for one in kin):
+                self.leave()
+                self._attempts.note_failure()
+                return False
             return True
+
+    def _is_between(self) -> bool:
+        """No iteration is under way."""
+        stm = self._stm
+        if self.running or stm.segments.is_running or stm.steps.running is not None:  # by another thread
+            return False
+        return stm.close_iteration()
+
+    def _growth(self, kind: ForwardKind | None) -> Growth | None:
+        """What iterations need beside model data, if nothing stands against it as far as that is easily told; for a
+        forward of such a kind, if it is called for one."""
+        growth = self._fitting.growth()
+        is_known = growth is not None and (kind is None or kind in growth.by_kind)
+        if growth is None or not is_known or not self._fitting.has_room(growth):
+            return None
+        if not self._fitting.is_ours_alone():
+            self._attempts.forbid()
+        return growth if self._attempts.are_allowed else None
+
+    def _enter(self, kind: ForwardKind | None, growth: Growth, together: Sequence[ManagedTensor]) -> bool:
+        """It is there; False, and as before, if somebody would be left behind, or there is no memory after all.
+        ``together``: what settles now, with ours, or none of it."""
+        stm = self._stm
+        limit = self._budget - stm.plans.margin
+        # By what was measured everything fitted before as well; and the counter would not tell of it again.
+        passed = self._attempts.times_passed and self._accelerator.peak_bytes() > limit
+        if passed or not self._fitting.is_private(together) or not self._begin_step():
+            return False  # where it has passed: nothing but the user may ever reset it
+        gradients: dict[int, torch.Tensor] = {}
+        if not (self._take_gradients(gradients) and self._parameters.exchange_all()):
+            self._end_step()
+            for index, gradient in gradients.items():
+                stm.gradients.kept.adopt(stm.tensors[index], gradient)
+            return False
+        for tensor in stm.tensors:
+            tensor.parameter.grad = gradients.get(tensor.index)
+        self._parameters.give_back_all()
+        stm.gradients.norms.stop()
+        stm.executor.between.release_cap()
+        stm.host_slots.give_up_free()
+        self._rest()  # its calls are around those of compiled modules
+        if (compiled := self._compiled()) is not None:
+            compiled.pause()
+        self._check.begin(kind, growth, limit, trained=self._fitting.trained())
+        self.is_on, self._has_warned = True, False
+        settled_now.add(self)
+        return True
+
+    # -- with others (`hetero.stm.settled.kin`) --------------------------------------------------------
+
+    @functools.cached_property
+    def shapes(self) -> Shapes:
+        """Of its parameters."""
+        return shapes_of(self._stm.tensors)
+
+    @property
+    def takes_part(self) -> bool:
+        """It may be anybody's kin."""
+        standing = self._stm.standing
+        if standing.is_closed or standing.is_in_child:
+            return False
+        return self.is_on or self._stm.plans.last is not None or self.onlookers.have_been_there
+
+    def _is_busy(self) -> bool:
+        """In the middle of an iteration; but for that, nothing is known to stand against it, nor will be there."""
+        with self._locked_now() as is_locked:
+            if not is_locked:
+                return True
+            is_looked_at = self._was_looked_at or self.onlookers.have_been_there
+            if is_looked_at or not self._attempts.are_allowed or self._fitting.growth() is None:
+                return False
+            return not (self._stm.segments.is_idle and self._is_between())
+
+    def _is_ready(self) -> bool:
+        """Between two iterations, with nothing that stands against it."""
+        with self._locked_now() as is_locked:
+            if not is_locked or self._was_looked_at or self.onlookers.have_looked:
+                return False
+            return self._stm.segments.is_idle and self._is_between() and self._growth(None) is not None
+
+    def _is_private(self, together: Sequence[ManagedTensor]) -> bool:
+        with self._locked_now() as is_locked:
+            return is_locked and self._fitting.is_private(together)
+
+    def _settle_beside(self, together: Sequence[ManagedTensor]) -> bool:
+        """Kin of ours has."""
+        with self._locked_now() as is_locked:
+            growth = self._growth(None) if is_locked else None
+            return growth is not None and self._enter(None, growth, together)
+
+    def _take_kin_along(self, *, amid: bool = False) -> None:
+        """They are to be where we are, as far as they can leave now."""
+        for one in kin_of(self, _everyone):
+            if one.is_on:
+                with one._locked_now() as is_locked:
+                    if is_locked:
+                        one.leave(amid=amid)
+
+    def _send_kin_home(self) -> None:
+        """Somebody is given our parameters at home."""
+        if not self.is_on:
+            self._take_kin_along()
+
+    @contextlib.contextmanager
+    def _locked_now(self) -> Iterator[bool]:
+        """Whether the lock could be had at once: kin may be at work on another thread, and wait for us."""
+        is_locked = self._stm.lock.acquire(blocking=False)
+        try:
+            yield is_locked
+        finally:
+            if is_locked:
+                self._stm.lock.release()
 
     def _take_gradients(self, taken: dict[int, torch.Tensor]) -> bool:
         """Into ``taken``, by index, on the device; False if there is no memory for all."""
@@ -244,6 +356,7 @@ class Settled:
             self.is_on = False
             settled_now.discard(self)
             stm.begin_anew()
+        self._take_kin_along(amid=amid)
         return True
 
     def leave_soon(self) -> bool:
@@ -291,6 +404,7 @@ class Settled:
 
     def close(self) -> None:
         """Management ends."""
+        _everyone.discard(self)
         self.leave(force=True)
         self._parameters.close()
         self.onlookers.close()

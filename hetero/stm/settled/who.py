@@ -14,7 +14,17 @@ from hetero.stm.living import Living
 from hetero.stm.tensors.managed import ManagedTensor
 from hetero.stm.tensors.owner import SettledState
 
-__all__ = ["before_change", "bring_home", "forget", "note", "note_optimizer", "record_of", "settled_now"]
+__all__ = [
+    "before_change",
+    "bring_home",
+    "forget",
+    "homes_at_rest",
+    "note",
+    "note_optimizer",
+    "record_of",
+    "settled_now",
+    "storages_of",
+]
 
 # Weakly: whoever drops a settled model without closing drops all of it.
 settled_now: Living[SettledState] = Living()
@@ -34,6 +44,16 @@ def forget(tensor: ManagedTensor) -> None:
 def record_of(parameter: object) -> ManagedTensor | None:
     """The record behind a parameter that a manager has, settled or not."""
     return managed_of(parameter) if is_managed(parameter) else _by_id.get(id(parameter))
+
+
+def homes_at_rest() -> set[int]:
+    """Storages of homes whose parameters are ordinary ones meanwhile, whoever's: nobody has these but us."""
+    return storages_of(list(_by_id.values()))
+
+
+def storages_of(tensors: Iterable[ManagedTensor]) -> set[int]:
+    """In which their homes lie."""
+    return {tensor.home.untyped_storage()._cdata for tensor in tensors}
 
 
 def before_change(optimizer: torch.optim.Optimizer) -> None:

@@ -16,7 +16,7 @@ is the average of a model whose parameters are at home.
 """
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -39,11 +39,13 @@ class Onlookers:
         have_gradients: the same of gradients, whether.
         have_copies: the same of copies on the host that were asked for as such: what was there before the parameters
             were managed may be brought up to date with them where everything fits as well.
+        when_looked: called at the first look since `have_looked` was 0.
     """
 
     def __init__(self) -> None:
         self.have_looked = self.have_values = 0
         self.have_gradients = self.have_copies = False
+        self.when_looked: Callable[[], None] = lambda: None
         with plain():  # there are other managers' parameters as well, which are not looked at by this
             self._before = {
                 id(found): (weakref.ref(found), found._version)
@@ -53,6 +55,8 @@ class Onlookers:
 
     def note_look(self) -> None:
         """Somebody has been given home, a state, or what an operator made of it."""
+        if not self.have_looked:
+            self.when_looked()
         self.have_looked += 1
         self.have_values += 1
 
@@ -62,17 +66,17 @@ class Onlookers:
         self.have_values -= 1
         self.have_copies = True
 
-    def keep_something(self, tensors: Sequence[ManagedTensor]) -> bool:
+    def keep_something(self, tensors: Sequence[ManagedTensor], others: set[int]) -> bool:
         """On the host is a tensor that may be a copy or a gradient of these that somebody was given, or made from some:
         of the shape of a parameter, or as large as all together, none of ours, and not there before. What was made from
-        copies may be of another type."""
+        copies may be of another type. ``others``: storages that are nobody's but another manager's."""
         have_values = bool(self.have_values or self.have_copies)
         if not (have_values or self.have_gradients):
             return False
         seen = [t.home for t in tensors if have_values or t.parameter.requires_grad]
         dtypes, shapes = {home.dtype for home in seen}, {home.shape for home in seen if home.dim()}
         total = sum(home.numel() for home in seen)
-        ours = {home.untyped_storage()._cdata for home in (tensor.home for tensor in tensors)}
+        ours = others | {tensor.home.untyped_storage()._cdata for tensor in tensors}
         for tensor in tensors:
             if tensor.parameter.grad is not None and tensor.parameter.grad.layout is torch.strided:
                 ours.add(tensor.parameter.grad.untyped_storage()._cdata)
@@ -84,6 +88,11 @@ class Onlookers:
                 if (storage is None or storage._cdata not in ours) and not known(found):
                     return True
         return False
+
+    @property
+    def have_been_there(self) -> bool:
+        """Somebody has been given anything."""
+        return bool(self.have_looked or self.have_values or self.have_gradients or self.have_copies)
 
     def know_any(self, others: Sequence[torch.Tensor]) -> bool:
         """Some of these were there before, as they are: a mask, say, that parameters are multiplied by."""
