@@ -157,31 +157,34 @@ class Settled:
     def _settle(self, kind: ForwardKind) -> bool:
         if in_scope() or in_backward():
             return False
-        kin = [one for one in kin_of(self, _everyone) if not one.is_on]
         with self._stm.lock, torch.inference_mode(False), torch.no_grad(), plain():
             if not self._is_between():
                 return False
             self._was_looked_at, self.onlookers.have_looked = self.onlookers.have_looked > 0, 0
             growth = None if self._was_looked_at else self._growth(kind)
-            if growth is None:
+            return growth is not None and self._enter_with_kin(kind, growth)
+
+    def _enter_with_kin(self, kind: ForwardKind, growth: Growth) -> bool:
+        """As `_enter`, and those that have to be where we are (`hetero.stm.settled.kin`); all of them or none."""
+        kin = [one for one in kin_of(self, _everyone) if not one.is_on]
+        busy = [] if self.onlookers.have_values else [one for one in kin if one._is_busy()]
+        if busy:
+            self._waits += 1
+            if self._waits <= _MOST_WAITS:
                 return False
-            if busy := [one for one in kin if one._is_busy()]:
-                self._waits += 1
-                if self._waits <= _MOST_WAITS:
-                    return False
-                kin = [one for one in kin if one not in busy]
-            if not all(one._is_ready() for one in kin):
-                return False
-            together = [tensor for one in (self, *kin) for tensor in one._stm.tensors]
-            if not all(one._is_private(together) for one in kin) or not self._enter(kind, growth, together):
-                self._attempts.note_failure()
-                return False
-            self._waits = 0
-            if not all(one._settle_beside(together) for one in kin):
-                self.leave()
-                self._attempts.note_failure()
-                return False
-            return True
+            kin = [one for one in kin if one not in busy]
+        if not all(one._is_ready() for one in kin):
+            return False
+        together = [tensor for one in (self, *kin) for tensor in one._stm.tensors]
+        if not all(one._is_private(together) for one in kin) or not self._enter(kind, growth, together):
+            self._attempts.note_failure()
+            return False
+        self._waits = 0
+        if not all(one._enter_beside(together) for one in kin):
+            self.leave()
+            self._attempts.note_failure()
+            return False
+        return True
 
     def _is_between(self) -> bool:
         """No iteration is under way."""
@@ -250,7 +253,7 @@ class Settled:
         with self._locked_now() as is_locked:
             if not is_locked:
                 return True
-            is_looked_at = self._was_looked_at or self.onlookers.have_been_there
+            is_looked_at = self._was_looked_at or bool(self.onlookers.have_values)
             if is_looked_at or not self._attempts.are_allowed or self._fitting.growth() is None:
                 return False
             return not (self._stm.segments.is_idle and self._is_between())
@@ -266,7 +269,7 @@ class Settled:
         with self._locked_now() as is_locked:
             return is_locked and self._fitting.is_private(together)
 
-    def _settle_beside(self, together: Sequence[ManagedTensor]) -> bool:
+    def _enter_beside(self, together: Sequence[ManagedTensor]) -> bool:
         """Kin of ours has."""
         with self._locked_now() as is_locked:
             growth = self._growth(None) if is_locked else None
