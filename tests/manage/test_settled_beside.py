@@ -1,8 +1,11 @@
 """Where everything fits, of several models of one shape: they settle together, whatever one of them has at home."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from loops import batch, mlp
+from settling import is_intercepted, managed_mlp, settle, step
 from several import in_turn, sgd, twins, two_that_are_trained
 
 PLENTY = 64 << 20
@@ -96,3 +99,25 @@ def test_a_follower_is_where_its_model_is(follow, every, is_first, budget):
     stats = twins(loop, a_model_and_its_follower, budget)
     if budget == PLENTY and follow is not _set:  # home is then memory that was the loop's
         assert all(each.settled_forwards > 0 for each in stats)
+
+
+def test_one_leaves_with_another_but_for_what_another_thread_trains():
+    """Nobody knows what that is in the middle of."""
+    here, beside, elsewhere = (managed_mlp() for _ in range(3))
+    with here[2], beside[2], elsewhere[2], ThreadPoolExecutor(1) as worker:
+        worker.submit(settle, *elsewhere).result()
+        for _ in range(8):
+            step(here[0], here[1], here[3])
+            step(beside[0], beside[1], beside[3])
+        assert not any(is_intercepted(model) for model, *_ in (here, beside, elsewhere))
+        step(here[0], here[1], here[3], rows=64)
+        assert [is_intercepted(model) for model, *_ in (here, beside, elsewhere)] == [True, True, False]
+
+
+def test_one_that_can_never_settle_does_not_keep_those_that_nobody_combines_with_it():
+    kept, *others = managed_mlp(device_homes=False), managed_mlp(), managed_mlp()
+    with kept[2], others[0][2], others[1][2]:
+        for _ in range(14):
+            for model, optimizer, _, target in (kept, *others):
+                step(model, optimizer, target)
+        assert [is_intercepted(model) for model, *_ in (kept, *others)] == [True, False, False]

@@ -2,11 +2,13 @@
 
 Owns who they are. A follower (a target network, a teacher that is an average, a momentum encoder without the head) is
 brought up to date with ``p.data.lerp_(q.data, 0.1)`` now and then, between plain tensors, of which nobody of ours is
-told: they have to be on one device. So kin settle together, and leave together.
+told: they have to be on one device. So kin settle together, and leave together; unless nobody has been given anything
+of theirs for a while, and some of them cannot settle, or not in the same moment.
 
 [Note: kin] Two managers of a device are, if each shape of the one's parameters is among the other's, as often, and the
 one has three quarters of the other's at least. One that has never run, and whose parameters nobody has looked at, is
-nobody's kin yet: models may be trained one after another. And those of one optimizer get it back one after another.
+nobody's kin yet: models may be trained one after another. Those of one optimizer get it back one after another. And
+what runs on another thread is left alone: nobody knows what that does at the moment.
 """
 
 from collections import Counter

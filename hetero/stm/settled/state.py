@@ -39,9 +39,8 @@ from hetero.units import format_bytes
 __all__ = ["Settled"]
 
 _everyone: "Living[Settled]" = Living()
-_MOST_WAITS = (
-    3  # forwards at which kin were in the middle of an iteration: a generator and its judge always are
-)
+# Forwards, for kin that are not ready: a generator and its judge are always in the middle of an iteration.
+_MOST_WAITS = 4
 
 
 class Settled:
@@ -83,6 +82,7 @@ class Settled:
         self.onlookers = self._fitting.onlookers
         us = weakref.ref(self)  # we have the onlookers
         self.onlookers.when_looked = lambda: None if (there := us()) is None else there._send_kin_home()
+        self._thread = threading.get_ident()  # of the last forward
         self._waits = 0
         self._was_looked_at = False  # in the iteration before the last attempt of our own
         self._attempts = Attempts(allowed=allowed)
@@ -107,6 +107,7 @@ class Settled:
         """A forward of the model begins: whether as the user's own, by `run`. Settles, or leaves, before."""
         kind = (trains, signature)
         with self._stm.lock:  # other threads may settle or leave as well
+            self._thread = threading.get_ident()
             if self.is_on:
                 fits = self._check.admits(kind) or self._check.foresees(kind)
                 if not fits and not self.leave():
@@ -167,20 +168,19 @@ class Settled:
     def _enter_with_kin(self, kind: ForwardKind, growth: Growth) -> bool:
         """As `_enter`, and those that have to be where we are (`hetero.stm.settled.kin`); all of them or none."""
         kin = [one for one in kin_of(self, _everyone) if not one.is_on]
-        busy = [] if self.onlookers.have_values else [one for one in kin if one._is_busy()]
-        if busy:
+        ready = [one for one in kin if one._is_ready()]
+        if len(ready) < len(kin):
             self._waits += 1
-            if self._waits <= _MOST_WAITS:
+            # Who was given nothing of them has not combined them so far.
+            may_be_combined = any(one.onlookers.have_values for one in (self, *kin))
+            if may_be_combined or self._waits <= _MOST_WAITS:
                 return False
-            kin = [one for one in kin if one not in busy]
-        if not all(one._is_ready() for one in kin):
-            return False
-        together = [tensor for one in (self, *kin) for tensor in one._stm.tensors]
-        if not all(one._is_private(together) for one in kin) or not self._enter(kind, growth, together):
+        together = [tensor for one in (self, *ready) for tensor in one._stm.tensors]
+        if not all(one._is_private(together) for one in ready) or not self._enter(kind, growth, together):
             self._attempts.note_failure()
             return False
         self._waits = 0
-        if not all(one._enter_beside(together) for one in kin):
+        if not all(one._enter_beside(together) for one in ready):
             self.leave()
             self._attempts.note_failure()
             return False
@@ -244,19 +244,9 @@ class Settled:
     def takes_part(self) -> bool:
         """It may be anybody's kin."""
         standing = self._stm.standing
-        if standing.is_closed or standing.is_in_child:
+        if standing.is_closed or standing.is_in_child or self._thread != threading.get_ident():
             return False
         return self.is_on or self._stm.plans.last is not None or self.onlookers.have_been_there
-
-    def _is_busy(self) -> bool:
-        """In the middle of an iteration; but for that, nothing is known to stand against it, nor will be there."""
-        with self._locked_now() as is_locked:
-            if not is_locked:
-                return True
-            is_looked_at = self._was_looked_at or bool(self.onlookers.have_values)
-            if is_looked_at or not self._attempts.are_allowed or self._fitting.growth() is None:
-                return False
-            return not (self._stm.segments.is_idle and self._is_between())
 
     def _is_ready(self) -> bool:
         """Between two iterations, with nothing that stands against it."""
@@ -272,16 +262,17 @@ class Settled:
     def _enter_beside(self, together: Sequence[ManagedTensor]) -> bool:
         """Kin of ours has."""
         with self._locked_now() as is_locked:
-            growth = self._growth(None) if is_locked else None
+            growth = self._growth(None) if is_locked and self._is_between() else None
             return growth is not None and self._enter(None, growth, together)
 
     def _take_kin_along(self, *, amid: bool = False) -> None:
-        """They are to be where we are, as far as they can leave now."""
+        """They are to be where we are, now or else at their next forward."""
         for one in kin_of(self, _everyone):
             if one.is_on:
                 with one._locked_now() as is_locked:
-                    if is_locked:
-                        one.leave(amid=amid)
+                    has_left = is_locked and not in_backward() and one._leave(force=False, amid=amid)
+                if not has_left:
+                    one._check.must_leave = True
 
     def _send_kin_home(self) -> None:
         """Somebody is given our parameters at home."""
@@ -342,6 +333,14 @@ class Settled:
         """Intercept again; False if somebody's alias of a parameter, gradient or state would be left behind, or if one
         stands against a parameter's exchange. ``force``: then too. ``amid``: another model's forward may run,
         which has no parameter of ours."""
+        was_on = self.is_on
+        if not self._leave(force=force, amid=amid):
+            return False
+        if was_on:
+            self._take_kin_along(amid=amid)
+        return True
+
+    def _leave(self, *, force: bool, amid: bool) -> bool:
         stm = self._stm
         with stm.lock, torch.inference_mode(False), torch.no_grad(), plain():
             if not self.is_on:
@@ -359,7 +358,6 @@ class Settled:
             self.is_on = False
             settled_now.discard(self)
             stm.begin_anew()
-        self._take_kin_along(amid=amid)
         return True
 
     def leave_soon(self) -> bool:

@@ -4,8 +4,9 @@ Owns which parameters may be cut, and how. Invariant: every number of parameter 
 uncut.
 
 [Note: slices]
-torch's for-loops go through a parameter once for each of their ten or so operations, with temporaries as big as it.
-Handed the parameter in slices that fit the cache, the same loops are several times faster. For optimizers that treat
+torch's for-loops go through a parameter once for each of their ten or so operations, with temporaries as big as it,
+which the C library fetches from the system each time if they are large. Handed the parameter in slices that fit the
+cache, the same loops are faster, the more the larger the parameter is. For optimizers that treat
 each *number* by itself that is the same arithmetic, provided that operators give a number the same bits in the
 middle of a vector and at the end of one. For float32 and float64 they do, at least on x86; this is tried on the
 machine at hand, with the optimizer and settings at hand, before it is relied on. For float16 and bfloat16 they do not.
