@@ -121,3 +121,17 @@ def test_one_that_can_never_settle_does_not_keep_those_that_nobody_combines_with
             for model, optimizer, _, target in (kept, *others):
                 step(model, optimizer, target)
         assert [is_intercepted(model) for model, *_ in (kept, *others)] == [True, False, False]
+
+
+def test_what_is_copied_from_one_that_cannot_settle_sends_others_home_once():
+    kept, other = managed_mlp(device_homes=False), managed_mlp()
+    intercepted = []
+    with kept[2], other[2]:
+        for _ in range(24):
+            for model, optimizer, _, target in (kept, other):
+                step(model, optimizer, target)
+            intercepted.append(is_intercepted(other[0]))
+            copies = [p.detach().cpu() for p in kept[0].parameters()] if len(intercepted) > 10 else []
+            del copies
+    assert not intercepted[10]
+    assert all(intercepted[12:])

@@ -2,8 +2,8 @@
 
 Owns who they are. A follower (a target network, a teacher that is an average, a momentum encoder without the head) is
 brought up to date with ``p.data.lerp_(q.data, 0.1)`` now and then, between plain tensors, of which nobody of ours is
-told: they have to be on one device. So kin settle together, and leave together; unless nobody has been given anything
-of theirs for a while, and some of them cannot settle, or not in the same moment.
+told: they have to be on one device. So kin settle together, and leave together. As long as nobody has been given
+anything of theirs, those that cannot settle, or not in the same moment, are waited for a few times only.
 
 [Note: kin] Two managers of a device are, if each shape of the one's parameters is among the other's, as often, and the
 one has three quarters of the other's at least. One that has never run, and whose parameters nobody has looked at, is

@@ -84,6 +84,7 @@ class Settled:
         self.onlookers.when_looked = lambda: None if (there := us()) is None else there._send_kin_home()
         self._thread = threading.get_ident()  # of the last forward
         self._waits = 0
+        self._is_bound = False  # had settled while kin had not, and was sent home for it
         self._was_looked_at = False  # in the iteration before the last attempt of our own
         self._attempts = Attempts(allowed=allowed)
         self._check = Check(stm, accelerator, self.optimizer, self._attempts)
@@ -173,7 +174,7 @@ class Settled:
             self._waits += 1
             # Who was given nothing of them has not combined them so far.
             may_be_combined = any(one.onlookers.have_values for one in (self, *kin))
-            if may_be_combined or self._waits <= _MOST_WAITS:
+            if self._is_bound or may_be_combined or self._waits <= _MOST_WAITS:
                 return False
         together = [tensor for one in (self, *ready) for tensor in one._stm.tensors]
         if not all(one._is_private(together) for one in ready) or not self._enter(kind, growth, together):
@@ -275,8 +276,10 @@ class Settled:
                     one._check.must_leave = True
 
     def _send_kin_home(self) -> None:
-        """Somebody is given our parameters at home."""
+        """Somebody is given our parameters at home, perhaps only to copy them, over and over."""
         if not self.is_on:
+            for one in kin_of(self, _everyone):
+                one._is_bound = one._is_bound or one.is_on
             self._take_kin_along()
 
     @contextlib.contextmanager
