@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 
-from benchmarks.measured import MOVING_ALL, Record
+from benchmarks.markdown import Record
+from benchmarks.measured import MOVING_ALL
 
 __all__ = ["HEADLINES"]
 

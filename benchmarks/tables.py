@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 from benchmarks.headlines import HEADLINES
-from benchmarks.measured import TABLES, Record, markdown, way_of
+from benchmarks.markdown import Record, markdown
+from benchmarks.measured import TABLES, way_of
 from benchmarks.record import read
 from hetero.units import format_bytes
 

@@ -177,9 +177,8 @@ class Check:
 
     def _note_peak(self, peak: int) -> None:
         """It is another than at the last check; lower if somebody has reset it. Settled, it is ours alone to pass."""
-        if (
-            peak > max(self._seen_peak, self._limit) and self._last is not None
-        ):  # else none of ours has run yet
+        # Where none of ours has run since we settled beside others, it is theirs.
+        if self._last is not None and peak > max(self._seen_peak, self._limit):
             self.must_leave, self.peak = True, peak
             self._attempts.note_passed()
             self._unlike.add(self._last)
