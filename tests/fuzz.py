@@ -32,6 +32,7 @@ sys.path.extend([str(Path(__file__).parent), str(Path(__file__).parent / "manage
 
 import torch
 from accelerators import clear_races, device, races
+from backward_ends import wait_for_backward_ends
 from equality import as_chosen, fresh_memory, peak_memory
 from loops import ACTIONS, batch, mixed_loop
 from node_numbers import number_apart
@@ -54,6 +55,14 @@ def _linear(inputs=64, outputs=64):  # as `loops.batch` is wide
     return nn.Linear(inputs, outputs)
 
 
+def _score(layer, x):
+    score = torch.func.grad(lambda y: layer(y).tanh().square().sum())(x)
+    wait_for_backward_ends(
+        x.device
+    )  # else what autograd's thread still holds is in some peaks and not in others
+    return score
+
+
 _call = nn.Module.__call__
 # What to build, and how it is called, for what random graphs do not have.
 PARTS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, torch.Tensor], torch.Tensor]]] = {
@@ -66,7 +75,7 @@ PARTS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, torch.Tensor], to
     "low": (lambda: _linear().bfloat16(), lambda m, x: m(x.bfloat16()).to(x.dtype)),
     # Transforms within the model's own forward, over its parameters as well.
     "mapped": (_linear, lambda m, x: torch.func.vmap(lambda row: m(row))(x)),
-    "score": (_linear, lambda m, x: torch.func.grad(lambda y: m(y).tanh().square().sum())(x)),
+    "score": (_linear, _score),
     # The memory that it takes depends on values.
     "expert": (_linear, lambda m, x: m(x[x[:, 0] > 0]).sum(0, dtype=torch.float32)),
 }
