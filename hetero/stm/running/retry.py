@@ -108,51 +108,45 @@ class Retry(TorchDispatchMode):
         with plain():
             if depends_on_values(func, args):
                 self.note_values()
-            is_sure = False
-            # Of the few that need one: every operator comes here.
-            uncapped: contextlib.ExitStack | None = None
-            copies: list[torch.Tensor] = []
-            runs_once, is_mutable, draws = _traits(func)
-            as_given = _Versions((args, kwargs)) if isinstance(func, HigherOrderOperator) else None
-            listed = versions_of_list(args) if is_mutable else []
-            draw_again = self._numbers(kwargs.get("generator")) if draws else None
-            if runs_once:
-                ordinary = _ordinary_parameters((args, kwargs))
-                given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-                own = sum(tensor.nbytes for tensor in given)
-                self.make_room(_THEIR_OWN * own)
-                args, kwargs = _on_device_still(ordinary, (args, kwargs), copies)
+            operator = _Operator(func, args, kwargs, self._numbers)
+            if operator.runs_once:
+                self._make_room_for(operator)
             try:
                 while True:
                     try:
-                        result = call(func, args, kwargs)
-                        if copies and is_mutable:  # autograd counts a write to what it was given
-                            torch.autograd.graph.increment_version(copies)
-                        if listed:
-                            count_writes(listed)
-                        return result
-                    except RuntimeError as error:
+                        return operator.run()
+                    except RuntimeError as error:  # gone before the next try: its frames have tensors
                         if not self._is_shortage(error):
                             raise
-                        # What was counted may be an earlier operator's, which did without: the second time it is not.
-                        is_sure = is_sure or isinstance(error, torch.OutOfMemoryError)
-                        if runs_once or (as_given is not None and as_given.may_have_changed()):
-                            raise self.explain(str(func), error) from error
-                        ordinary = _ordinary_parameters((args, kwargs))
-                        if self.relieve() == 0 and is_sure:
-                            if uncapped is not None:
-                                raise self.explain(str(func), error) from error
-                            uncapped = contextlib.ExitStack()
-                            if not uncapped.enter_context(self._uncapped(error)):
-                                raise self.explain(str(func), error) from error
-                        is_sure = True
-                        self._note_answered()
-                        if draw_again is not None:
-                            draw_again()
-                        args, kwargs = _on_device_still(ordinary, (args, kwargs), copies)
+                        self._answer(operator, error)
             finally:
-                if uncapped is not None:
-                    uncapped.close()
+                if operator.uncapped is not None:
+                    operator.uncapped.close()
+
+    def _make_room_for(self, operator: "_Operator") -> None:
+        """For one that runs once. That may send parameters home."""
+        ordinary = operator.ordinary_parameters()
+        given = [leaf for leaf in operator.leaves() if isinstance(leaf, torch.Tensor)]
+        self.make_room(_THEIR_OWN * sum(tensor.nbytes for tensor in given))
+        operator.put_on_device(ordinary)
+
+    def _answer(self, operator: "_Operator", error: RuntimeError) -> None:
+        """So that ``operator`` may be tried again after ``error``; raises what is to be said where it may not."""
+        # What was counted may be an earlier operator's, which did without: the second time it is not.
+        is_sure = operator.has_failed or isinstance(error, torch.OutOfMemoryError)
+        if not operator.may_run_again():
+            raise self.explain(operator.name, error) from error
+        ordinary = operator.ordinary_parameters()
+        if self.relieve() == 0 and is_sure:
+            if operator.uncapped is not None:
+                raise self.explain(operator.name, error) from error
+            operator.uncapped = contextlib.ExitStack()
+            if not operator.uncapped.enter_context(self._uncapped(error)):
+                raise self.explain(operator.name, error) from error
+        operator.has_failed = True
+        self._note_answered()
+        operator.draw_again()
+        operator.put_on_device(ordinary)
 
     def make_room(self, nbytes: int) -> None:
         """So many bytes, or all there is, for what cannot be tried again."""
@@ -176,6 +170,83 @@ class Retry(TorchDispatchMode):
         return isinstance(error, torch.OutOfMemoryError) or self._seen_failures > before
 
 
+class _Operator:
+    """``func`` with what it is given, once or several times.
+
+    Attributes:
+        runs_once: it writes before all that it needs is allocated.
+        has_failed: for want of memory.
+        uncapped: open while the allocator is not capped, because of this one; it has been asked for, if not None.
+    """
+
+    __slots__ = (
+        "_args",
+        "_as_given",
+        "_copies",
+        "_func",
+        "_is_mutable",
+        "_kwargs",
+        "_listed",
+        "draw_again",
+        "has_failed",
+        "runs_once",
+        "uncapped",
+    )
+
+    def __init__(self, func: Any, args: Any, kwargs: Any, numbers: Numbers) -> None:
+        self._func, self._args, self._kwargs = func, args, kwargs
+        self.runs_once, self._is_mutable, draws = _traits(func)
+        self._as_given = _Versions((args, kwargs)) if isinstance(func, HigherOrderOperator) else None
+        self._listed = versions_of_list(args) if self._is_mutable else []
+        self._copies: list[torch.Tensor] = []  # in the place of parameters that are at home by now
+        self.draw_again = numbers(kwargs.get("generator")) if draws else _nothing
+        self.has_failed = False
+        self.uncapped: contextlib.ExitStack | None = None
+
+    @property
+    def name(self) -> str:
+        """As torch prints it."""
+        return str(self._func)
+
+    def leaves(self) -> list[Any]:
+        """All that it is given."""
+        return tree_leaves((self._args, self._kwargs))
+
+    def run(self) -> Any:
+        """The result."""
+        result = call(self._func, self._args, self._kwargs)
+        if self._copies and self._is_mutable:  # autograd counts a write to what it was given
+            torch.autograd.graph.increment_version(self._copies)
+        if self._listed:
+            count_writes(self._listed)
+        return result
+
+    def may_run_again(self) -> bool:
+        """A try that has failed has changed nothing."""
+        return not self.runs_once and (self._as_given is None or not self._as_given.may_have_changed())
+
+    def ordinary_parameters(self) -> set[int]:
+        """Ids of those that it is given and that nobody intercepts."""
+        return {id(value) for value in self.leaves() if type(value) is nn.Parameter}
+
+    def put_on_device(self, ordinary: set[int]) -> None:
+        """Of those that were ``ordinary``, another model's, which had settled and has made way for it, some are at home
+        now, and home is behind: the copies come in their place."""
+        if ordinary:
+            self._args, self._kwargs = tree_map_only(
+                nn.Parameter,
+                lambda parameter: self._copy_of(parameter) if id(parameter) in ordinary else parameter,
+                (self._args, self._kwargs),
+            )
+
+    def _copy_of(self, parameter: nn.Parameter) -> Any:
+        managed = getattr(parameter, "_hetero", None)
+        if managed is None:
+            return parameter
+        self._copies.append(managed.data)
+        return managed.data
+
+
 class _Versions:
     """Of the tensors in ``given``."""
 
@@ -189,21 +260,5 @@ class _Versions:
         return not self._are_counted or any(tensor._version != version for tensor, version in self._known)
 
 
-def _ordinary_parameters(given: Any) -> set[int]:
-    """Ids of those in ``given`` that nobody intercepts."""
-    return {id(value) for value in tree_leaves(given) if type(value) is nn.Parameter}
-
-
-def _on_device_still(ordinary: set[int], given: Any, copies: list[torch.Tensor]) -> Any:
-    """``given`` to an operator that is tried again. Those that were ``ordinary`` parameters of another model, which had
-    settled and has made way for it, are at home now, and home is behind: the copies in their place, which are added to
-    ``copies``."""
-
-    def copy_of(parameter: nn.Parameter) -> Any:
-        managed = getattr(parameter, "_hetero", None) if id(parameter) in ordinary else None
-        if managed is None:
-            return parameter
-        copies.append(managed.data)
-        return managed.data
-
-    return tree_map_only(nn.Parameter, copy_of, given) if ordinary else given
+def _nothing() -> None:
+    pass

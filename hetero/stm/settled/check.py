@@ -36,6 +36,7 @@ class Check:
     Attributes:
         must_leave: at the next forward, whatever it finds.
         peak: of the device's memory, where that was more than there is, since it settled; else 0.
+        has_warned: the user has been told of that.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Check:
         self._accelerator = accelerator
         self._optimizer = optimizer
         self._attempts = attempts
-        self.must_leave = False
+        self.must_leave = self.has_warned = False
         self.peak = 0
         self._by_kind: dict[ForwardKind, KindGrowth] = {}
         self._unlike: set[ForwardKind] = set()  # what had more than others of their kind
@@ -78,7 +79,8 @@ class Check:
         known = {t.index for t in trained}
         self._frozen = [t.parameter for t in self._stm.tensors if t.index not in known]
         self._without_momentum = [] if self._optimizer is None else without_momentum(self._optimizer)
-        self.must_leave, self.peak = False, 0
+        self.must_leave = self.has_warned = False
+        self.peak = 0
         self._last, self._since = kind, []
         if kind is not None and kind[0] and self._probe is not None:
             self._since, self._then = [kind], self._state_of(self._probe)

@@ -1,6 +1,6 @@
 """Whether everything fits on the device, and nobody would be left behind.
 
-Owns the answer that `hetero.stm.settled.state` asks for before it lets a manager rest. Invariant: what is answered
+Owns the answer that `hetero.stm.settled.passage` asks for before it lets a manager rest. Invariant: what is answered
 leaves everything as it was, but for copies that it fetches. How much was measured is `hetero.stm.plans.fits`'s, who
 would notice `hetero.stm.tensors.onlookers`'.
 """

@@ -1,8 +1,8 @@
 """Models of one shape, whose parameters the loop may combine with each other.
 
-Owns who they are. A follower (a target network, a teacher that is an average, a momentum encoder without the head) is
-brought up to date with ``p.data.lerp_(q.data, 0.1)`` now and then, between plain tensors, of which nobody of ours is
-told: they have to be on one device. So kin settle together, and leave together. As long as nobody has been given
+Owns who they are, and that they settle together, and leave together. A follower (a target network, a teacher that is an
+average, a momentum encoder without the head) is brought up to date with ``p.data.lerp_(q.data, 0.1)`` now and then,
+between plain tensors, of which nobody of ours is told: they have to be on one device. As long as nobody has been given
 anything of theirs, those that cannot settle, or not in the same moment, are waited for a few times only.
 
 [Note: kin] Two managers of a device are, if each shape of the one's parameters is among the other's, as often, and the
@@ -11,53 +11,153 @@ nobody's kin yet: models may be trained one after another. Those of one optimize
 what runs on another thread is left alone: nobody knows what that does at the moment.
 """
 
+import contextlib
+import functools
+import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Iterator, Sequence
 
 import torch
 
+from hetero.autograd import in_backward
+from hetero.stm.living import Living
+from hetero.stm.plans.fits import ForwardKind, Growth
+from hetero.stm.settled.passage import Passage
 from hetero.stm.tensors.managed import ManagedTensor
 
-__all__ = ["Shapes", "kin_of", "shapes_of"]
+__all__ = ["Kin"]
 
-Shapes = Counter[torch.Size]
-
-
-class _Member(Protocol):
-    """``takes_part``: it has run, or somebody has looked at its parameters, and they may settle in this process."""
-
-    device: torch.device
-    optimizer: torch.optim.Optimizer | None
-
-    @property
-    def shapes(self) -> Shapes: ...
-
-    @property
-    def takes_part(self) -> bool: ...
+_everyone: "Living[Kin]" = Living()
+# Forwards, for those that are not ready: a generator and its judge are always in the middle of an iteration.
+_MOST_WAITS = 4
 
 
-_M = TypeVar("_M", bound=_Member)
+class Kin:
+    """Of one manager: those that have to be where it is.
+
+    Attributes:
+        thread: of its last forward.
+    """
+
+    def __init__(self, passage: Passage) -> None:
+        self._passage = passage
+        self._onlookers = passage.fitting.onlookers
+        self.thread = threading.get_ident()
+        self._waits = 0
+        self._is_bound = False  # had settled while kin had not, and was sent home for it
+        self._was_looked_at = False  # in the iteration before the last attempt of our own
+        _everyone.add(self)
+
+    def close(self) -> None:
+        """Management ends."""
+        _everyone.discard(self)
+
+    def settle(self, kind: ForwardKind) -> bool:
+        """Enter for a forward of such a kind, and with it all that have to be there too; all of them or none."""
+        self._was_looked_at, self._onlookers.have_looked = self._onlookers.have_looked > 0, 0
+        growth = None if self._was_looked_at else self._passage.growth(kind)
+        return growth is not None and self._enter(kind, growth)
+
+    def take_along(self, *, amid: bool = False) -> None:
+        """This one has left: they do, now or else at their next forward. ``amid``: as in `Passage.leave`."""
+        for one in self._others():
+            passage = one._passage
+            if passage.is_on:
+                with one._locked_now() as is_locked:
+                    has_left = is_locked and not in_backward() and passage.leave(amid=amid)
+                if not has_left:
+                    passage.check.must_leave = True
+
+    def send_home(self) -> None:
+        """Somebody is given our parameters at home, perhaps only to copy them, over and over."""
+        if not self._passage.is_on:
+            for one in self._others():
+                one._is_bound = one._is_bound or one._passage.is_on
+            self.take_along()
+
+    # -- all of them, or none -------------------------------------------------------------------------
+
+    def _enter(self, kind: ForwardKind, growth: Growth) -> bool:
+        passage = self._passage
+        others = [one for one in self._others() if not one._passage.is_on]
+        ready = [one for one in others if one._is_ready()]
+        if len(ready) < len(others):
+            self._waits += 1
+            # Who was given nothing of them has not combined them so far.
+            may_be_combined = any(one._onlookers.have_values for one in (self, *others))
+            if self._is_bound or may_be_combined or self._waits <= _MOST_WAITS:
+                return False
+        together = [tensor for one in (self, *ready) for tensor in one._passage.stm.tensors]
+        if not all(one._is_private(together) for one in ready) or not passage.enter(kind, growth, together):
+            passage.attempts.note_failure()
+            return False
+        self._waits = 0
+        if not all(one._enter_beside(together) for one in ready):
+            if passage.leave():
+                self.take_along()
+            passage.attempts.note_failure()
+            return False
+        return True
+
+    def _is_ready(self) -> bool:
+        """Between two iterations, with nothing that stands against it."""
+        passage = self._passage
+        with self._locked_now() as is_locked:
+            if not is_locked or self._was_looked_at or self._onlookers.have_looked:
+                return False
+            return passage.stm.segments.is_idle and passage.is_between() and passage.growth(None) is not None
+
+    def _is_private(self, together: Sequence[ManagedTensor]) -> bool:
+        with self._locked_now() as is_locked:
+            return is_locked and self._passage.fitting.is_private(together)
+
+    def _enter_beside(self, together: Sequence[ManagedTensor]) -> bool:
+        """Kin of ours has."""
+        passage = self._passage
+        with self._locked_now() as is_locked:
+            growth = passage.growth(None) if is_locked and passage.is_between() else None
+            return growth is not None and passage.enter(None, growth, together)
+
+    @contextlib.contextmanager
+    def _locked_now(self) -> Iterator[bool]:
+        """Whether the lock could be had at once: it may be at work on another thread, and wait for us."""
+        lock = self._passage.stm.lock
+        is_locked = lock.acquire(blocking=False)
+        try:
+            yield is_locked
+        finally:
+            if is_locked:
+                lock.release()
+
+    # -- who they are ---------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _shapes(self) -> Counter[torch.Size]:
+        """Of our parameters."""
+        return Counter(tensor.home.shape for tensor in self._passage.stm.tensors)
+
+    def _others(self) -> "list[Kin]":
+        """[Note: kin]."""
+        passage = self._passage
+        return [
+            other
+            for other in _everyone
+            if other is not self
+            and other._passage.stm.device == passage.stm.device
+            and other._takes_part()
+            and (passage.optimizer is None or other._passage.optimizer is not passage.optimizer)
+            and _are_alike(self._shapes, other._shapes)
+        ]
+
+    def _takes_part(self) -> bool:
+        """It has run, or somebody has looked at its parameters, and they may settle in this process; on this thread."""
+        passage = self._passage
+        standing = passage.stm.standing
+        if standing.is_closed or standing.is_in_child or self.thread != threading.get_ident():
+            return False
+        return passage.is_on or passage.stm.plans.last is not None or self._onlookers.have_been_there
 
 
-def shapes_of(tensors: Sequence[ManagedTensor]) -> Shapes:
-    """How many parameters there are of each shape."""
-    return Counter(tensor.home.shape for tensor in tensors)
-
-
-def kin_of(one: _M, everyone: Iterable[_M]) -> list[_M]:
-    """Those of ``everyone`` that are kin of ``one``: [Note: kin]."""
-    return [
-        other
-        for other in everyone
-        if other is not one
-        and other.device == one.device
-        and other.takes_part
-        and (other.optimizer is None or other.optimizer is not one.optimizer)
-        and _are_alike(one.shapes, other.shapes)
-    ]
-
-
-def _are_alike(one: Shapes, other: Shapes) -> bool:
+def _are_alike(one: Counter[torch.Size], other: Counter[torch.Size]) -> bool:
     fewer, more = sorted((one, other), key=Counter.total)
     return fewer <= more and 4 * fewer.total() >= 3 * more.total()
