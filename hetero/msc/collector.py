@@ -8,7 +8,7 @@ been seen before is sampled by itself, whatever surrounds it.
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -56,7 +56,7 @@ class Segment:
     the caller, with what it has made of a forward's results, called a backward. ``has_gradients``: some were there
     when it began. ``by_values``: so far as it was guarded, an operator ran in it whose memory depends on values.
     ``brought_back``: copies and saved tensors that its plan has on the device when it begins, and that had left since
-    the segment before.
+    the segment before. ``others_ran``: since its iteration began, segments of other managers of the device have.
     """
 
     key: SegmentKey
@@ -72,6 +72,7 @@ class Segment:
     by_values: bool = False
     queued: tuple[int, ...] = ()  # parameters whose updates were left to be done later, in order
     brought_back: int = 0
+    others_ran: bool = False
 
     @property
     def missed_fetches(self) -> int:
@@ -99,6 +100,12 @@ class MemStatsCollector:
         self._handed_over: tuple[int, int, int, int | None] | None = None
         self._model_base = 0  # model data on the device since the period began, or was relieved
         self._is_between = False  # the period's operator is over
+        # Set by the manager: what others have that is not on the device, as in `Period`; how many segments of theirs
+        # have begun.
+        self.others_away_bytes: Callable[[], int] = lambda: 0
+        self.others_segments: Callable[[], int] = lambda: 0
+        self._others_begun = 0  # at the period's beginning
+        self.segments = 0  # of ours, so far
         self.total = Period(operands=())  # sums over the manager's life
         self.largest_growth = 0
 
@@ -106,6 +113,7 @@ class MemStatsCollector:
         """What follows belongs to a new segment. Its first period has no operands."""
         assert self._segment is None, "the segment before has not been ended"
         self._segment = Segment(key, sample, timed=time and not sample)
+        self.segments += 1
         self.is_sampling, self.is_clocked = sample, sample or time
         if sample:
             self.peaks.begin()
@@ -169,6 +177,8 @@ class MemStatsCollector:
             period.begin = self._event()
             period.used_bytes = self._accelerator.used_bytes()
             period.asked_bytes, _ = self._accelerator.asked_bytes()
+            period.others_away_bytes = self.others_away_bytes()
+            self._others_begun = self.others_segments()
         elif segment is not None and segment.timed:
             self._period.begin = self._event()
 
@@ -333,6 +343,8 @@ class MemStatsCollector:
         period.end = self._event()
         self._close_handed_over()
         self._read_peak(period)
+        if self.others_segments() != self._others_begun:
+            period.others_away_after = self.others_away_bytes()
         period.host_bytes = host_memory_used()
         self.largest_growth = max(self.largest_growth, period.peak_bytes - period.used_bytes)
 

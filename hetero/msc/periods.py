@@ -124,8 +124,10 @@ class Period:
     """One period as it is being measured. Bytes; -1 where this period was not sampled.
 
     ``used_bytes``: on the device when the operator began, ``asked_bytes`` of them asked for; ``peak_bytes``: at most
-    until the period's end, ``excess_bytes`` of them not asked for; ``non_model_bytes``: at most of what is no model
-    data and was asked for, ``between_bytes`` of these after its operator was over, -1 where that is not known.
+    until the period's end, ``excess_bytes`` of them not asked for; ``others_away_bytes``: of other managers' data, what
+    was not on the device then, 0 where they do not move it; ``others_away_after``: at its end, if segments of theirs
+    have begun within; ``non_model_bytes``: at most of what is no model data and was asked for, ``between_bytes`` of
+    these after its operator was over, -1 where that is not known.
     ``relieved``: it ran out of memory until copies were evicted in its middle; ``lost_own``: among them what will be
     there again, which it had saved itself or others have. ``others_gave``: before it began, other managers made room,
     with what they may have there again.
@@ -152,6 +154,8 @@ class Period:
     model_bytes: int = -1
     used_bytes: int = -1
     asked_bytes: int = -1
+    others_away_bytes: int = 0
+    others_away_after: int | None = None
     peak_bytes: int = -1
     excess_bytes: int = 0
     non_model_bytes: int = -1
@@ -188,6 +192,20 @@ class Period:
     def beside_bytes(self) -> int:
         """Non-model data that were asked for before the operator began."""
         return self.asked_bytes - self.model_bytes
+
+    @property
+    def with_others_bytes(self) -> int:
+        """`beside_bytes`, had other managers had all of theirs there."""
+        return self.beside_bytes + self.others_away_bytes
+
+    @property
+    def most_with_others_bytes(self) -> int:
+        """``non_model_bytes``, likewise. Where segments of theirs have begun within, nobody knows what was away at the
+        peak: what was at both ends, at least. They account for the rest themselves."""
+        away = self.others_away_bytes
+        if self.others_away_after is not None:
+            away = min(away, self.others_away_after)
+        return max(self.with_others_bytes, self.non_model_bytes + away)
 
     @property
     def sent_bytes(self) -> int:

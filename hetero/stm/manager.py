@@ -13,6 +13,7 @@ below it; what these ask of it is set in `_connect` (what `Room` asks, by `Execu
 Thread-safe: autograd runs backward on threads of its own, so one lock guards every entry.
 """
 
+import functools
 import threading
 from collections.abc import Callable
 
@@ -41,7 +42,7 @@ from hetero.stm.running.relief import Relief
 from hetero.stm.running.segments import Segments
 from hetero.stm.running.staying import take_away_what_is_over
 from hetero.stm.running.steps import Steps
-from hetero.stm.sharing import Sharing
+from hetero.stm.sharing import Sharing, away_bytes
 from hetero.stm.standing import Standing
 from hetero.stm.tensors.exposure import measure_incoming
 from hetero.stm.tensors.owner import SettledState
@@ -123,7 +124,13 @@ class StatefulTensorMgr:
             lock=self.lock,
             device_budget=config.device_budget,
         )
-        self._sharing = Sharing(self.standing, self.collector, lock=self.lock, device=self.device)
+        self._sharing = Sharing(
+            self.standing,
+            self.collector,
+            away_bytes=functools.partial(away_bytes, self.tensors, self.ledger, self.activations),
+            lock=self.lock,
+            device=self.device,
+        )
         self.relief = Relief(
             accelerator,
             self.ledger,
@@ -208,6 +215,8 @@ class StatefulTensorMgr:
     def _connect(self) -> None:
         """What lower parts ask of upper ones."""
         self.engine.meter = self.collector
+        self.collector.others_away_bytes = self._sharing.others_away_bytes
+        self.collector.others_segments = self._sharing.others_segments
         self.residency.room.left_to_others = lambda: self.plans.margin
         self.activations.make_room = self.executor.make_room
         self.activations.moment = self.uses.note_activation

@@ -10,7 +10,17 @@ import torch
 
 from hetero.stm.living import Living
 
-__all__ = ["Neighbour", "ask", "has_others", "join", "make_room", "managed_devices", "note_relieved"]
+__all__ = [
+    "Neighbour",
+    "ask",
+    "away_bytes",
+    "has_others",
+    "join",
+    "make_room",
+    "managed_devices",
+    "note_relieved",
+    "segments",
+]
 
 
 class Neighbour(Protocol):
@@ -18,9 +28,17 @@ class Neighbour(Protocol):
 
     device: torch.device
 
+    @property
+    def segments(self) -> int:
+        """How many of its forwards, backwards and steps have begun that were intercepted."""
+
     def give(self, nbytes: int, *, urgent: bool, spares_settled: bool) -> int:
         """Let so many bytes leave, or as many as can; returns how many have. ``urgent``: more than idle copies; also
         all that one has that has settled, unless ``spares_settled``. None, if it is busy on another thread."""
+
+    def away_bytes(self) -> int:
+        """Of its parameters, gradients and saved tensors, what is not on the device; 0 where it moves none, or is busy
+        on another thread."""
 
     def note_relieved_by_others(self) -> None:
         """Another has made room for the operator that runs now, which may be one of this one's."""
@@ -58,6 +76,16 @@ def ask(asking: Neighbour, nbytes: int, *, urgent: bool, spares_settled: bool = 
 def has_others(asking: Neighbour) -> bool:
     """There is somebody to `ask`."""
     return bool(_others(asking))
+
+
+def away_bytes(asking: Neighbour) -> int:
+    """What others on the device of ``asking`` have that is not there."""
+    return sum(other.away_bytes() for other in _others(asking))
+
+
+def segments(asking: Neighbour) -> int:
+    """Of others on the device of ``asking``, together."""
+    return sum(other.segments for other in _others(asking))
 
 
 def note_relieved(relieving: Neighbour) -> None:

@@ -1,31 +1,47 @@
 """What one manager does for others on its device, and they for it (`hetero.stm.neighbours` says who they are)."""
 
 import threading
+from collections.abc import Callable, Sequence
 
 import torch
 
 from hetero.msc import MemStatsCollector
 from hetero.stm import neighbours
+from hetero.stm.activations.offload import Activations
+from hetero.stm.gradients.kept import has_gradient
 from hetero.stm.running.relief import Relief
 from hetero.stm.standing import Standing
+from hetero.stm.tensors.managed import ManagedTensor
+from hetero.stm.tensors.state import Kind, Ledger, Tier
 
-__all__ = ["Sharing"]
+__all__ = ["Sharing", "away_bytes"]
+
+
+def away_bytes(tensors: Sequence[ManagedTensor], ledger: Ledger, activations: Activations) -> int:
+    """`hetero.stm.neighbours.Neighbour.away_bytes`, of these tensors."""
+    parameters = sum(tensor.device_nbytes for tensor in tensors)
+    gradients = sum(tensor.device_nbytes for tensor in tensors if has_gradient(tensor))
+    there = sum(ledger.nbytes(Tier.DEVICE, kind) for kind in (Kind.PARAMETER, Kind.GRADIENT, Kind.ACTIVATION))
+    return parameters + gradients + activations.whole_bytes - there
 
 
 class Sharing:
-    """Of one manager (`hetero.stm.neighbours.Neighbour`), of which none waits for another's lock."""
+    """Of one manager (`hetero.stm.neighbours.Neighbour`), of which none waits for another's lock. ``away_bytes``: as
+    there, of what the manager moves."""
 
     def __init__(
         self,
         standing: Standing,
         collector: MemStatsCollector,
         *,
+        away_bytes: Callable[[], int],
         lock: threading.RLock,
         device: torch.device,
     ) -> None:
         self.device = device
         self._standing = standing
         self._collector = collector
+        self._away_bytes = away_bytes
         self._lock = lock
 
     def join(self, relief: Relief) -> None:
@@ -39,6 +55,11 @@ class Sharing:
     def is_closed(self) -> bool:
         """It manages nothing any more."""
         return self._standing.is_closed
+
+    @property
+    def segments(self) -> int:
+        """`hetero.stm.neighbours.Neighbour.segments`."""
+        return self._collector.segments
 
     def give(self, nbytes: int, *, urgent: bool, spares_settled: bool) -> int:
         """`hetero.stm.neighbours.Neighbour.give`."""
@@ -66,6 +87,17 @@ class Sharing:
         finally:
             self._lock.release()
 
+    def away_bytes(self) -> int:
+        """`hetero.stm.neighbours.Neighbour.away_bytes`."""
+        if not self._lock.acquire(blocking=False):
+            return 0
+        try:
+            standing = self._standing
+            moves = not (standing.is_closed or standing.is_in_child or standing.is_settled)
+            return self._away_bytes() if moves else 0
+        finally:
+            self._lock.release()
+
     def note_relieved_by_others(self) -> None:
         """Another has made room for the operator that runs now, which may be one of this one's."""
         self._collector.note_relieved_by_others()
@@ -78,6 +110,14 @@ class Sharing:
         if given:
             self._collector.note_given()
         return given
+
+    def others_away_bytes(self) -> int:
+        """`hetero.msc.Period.others_away_bytes`."""
+        return neighbours.away_bytes(self)
+
+    def others_segments(self) -> int:
+        """How many have begun of others (`hetero.stm.neighbours.segments`)."""
+        return neighbours.segments(self)
 
     def has_others(self) -> bool:
         """There is somebody to ask."""

@@ -286,6 +286,12 @@ class Activations:
         """Of all records that count, on the device now."""
         return self._ledger.nbytes(Tier.DEVICE, Kind.ACTIVATION)
 
+    @property
+    def whole_bytes(self) -> int:
+        """Of all records that count, were all of them on the device."""
+        self.close_gone()
+        return sum(account.device_nbytes for account in self._live.values() if not account.is_retired)
+
     def without_host_room(self) -> int:
         """Bytes on the device of records that could leave, had the host's budget room for them."""
         self.close_gone()

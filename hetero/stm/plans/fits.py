@@ -6,7 +6,7 @@ who acts on it is `hetero.stm.settled`.
 
 import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hetero.msc import BackwardSignature, Phase, SegmentKey
 from hetero.stm.plans.plan import CyclePlan
@@ -38,10 +38,19 @@ class KindGrowth:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Growth:
     """``peak``: bytes of the device beside parameters, states and buffers, at most, over all measured kinds of
-    iterations. ``by_kind``: of a forward of that kind."""
+    iterations. ``by_kind``: of a forward of that kind; ``by_kind_beside``: and where all data of other managers stay on
+    the device as well, which then make no room. ``has_others_within``: their iterations are under way at the same
+    time."""
 
     peak: int
     by_kind: dict[ForwardKind, KindGrowth]
+    by_kind_beside: dict[ForwardKind, KindGrowth]
+    has_others_within: bool
+
+    def of(self, *, beside: bool) -> dict[ForwardKind, KindGrowth]:
+        """``by_kind_beside``, if others on the device are settled (``beside``), or come and go within; else
+        ``by_kind``."""
+        return self.by_kind_beside if beside or self.has_others_within else self.by_kind
 
 
 def kind_of(key: SegmentKey) -> ForwardKind:
@@ -68,7 +77,7 @@ def _returning(key: SegmentKey) -> BackwardSignature | None:
 
 
 def read_growth(
-    plans: Iterable[CyclePlan],
+    plans: Sequence[CyclePlan],
     *,
     budget: int,
     parameters: Sequence[int],
@@ -80,7 +89,7 @@ def read_growth(
     what the optimizer's own step allocates for a while; ``saves_elsewhere``: of a forward's signature, whether hooks of
     the user's have what it saves. Saved tensors and gradients count as long as they live, and gradients that a backward
     returns until the iteration is over: nobody tells how long they are held."""
-    peak, by_kind = 0, dict[ForwardKind, KindGrowth]()
+    peak, by_kind, by_kind_beside = 0, dict[ForwardKind, KindGrowth](), dict[ForwardKind, KindGrowth]()
     gradient_bytes = sum(gradients.values())
     for plan in plans:
         saved = _saved_bytes(plan)
@@ -89,25 +98,44 @@ def read_growth(
             needs = list(map(operator.add, needs, _given_back(plan, parameters)))
         if plan.by_values:
             needs = [_SPARE * nbytes for nbytes in needs]
-        totals = list(map(operator.add, needs, _gradients(plan, gradient_bytes)))
-        peak = max(peak, *totals)
-        for number, key in enumerate(plan.keys):
-            if key.phase is Phase.FORWARD:
-                begin = plan.bounds[number]
-                # What forwards before it have saved is there when it begins.
-                growth = _growth(needs[begin:], totals[begin:], plan.non_model[begin] + saved[begin])
-                if plan.whole_gradients[begin]:  # what it is without them has not been measured
-                    growth = replace(growth, without=growth.with_gradients + gradient_bytes)
-                before = by_kind.get(kind_of(key), growth)
-                by_kind[kind_of(key)] = KindGrowth(
-                    with_gradients=max(before.with_gradients, growth.with_gradients),
-                    without=max(before.without, growth.without),
-                )
-    return Growth(peak=peak, by_kind=by_kind)
+        made = _gradients(plan, gradient_bytes)
+        peak = max(peak, *map(operator.add, needs, made))
+        # What forwards before one have saved is there when it begins.
+        there = list(map(operator.add, plan.non_model, saved))
+        _add_growth(by_kind, plan, needs, made, there, gradient_bytes)
+        needs = list(map(operator.add, needs, plan.others_away_at_peak))
+        there = list(map(operator.add, there, plan.others_away))
+        _add_growth(by_kind_beside, plan, needs, made, there, gradient_bytes)
+    return Growth(
+        peak=peak,
+        by_kind=by_kind,
+        by_kind_beside=by_kind_beside,
+        has_others_within=any(plan.has_others_within for plan in plans),
+    )
 
 
-def _growth(needs: list[int], totals: list[int], before: int) -> KindGrowth:
-    return KindGrowth(with_gradients=max(needs) - before, without=max(totals) - before)
+def _add_growth(
+    by_kind: dict[ForwardKind, KindGrowth],
+    plan: CyclePlan,
+    needs: list[int],
+    made: list[int],
+    there: list[int],
+    gradient_bytes: int,
+) -> None:
+    """Of each forward of ``plan``, or more, if another of its kind takes more. Of each moment: ``needs`` beside
+    gradients, those that are ``made`` by then, and what was ``there`` when it began."""
+    totals = list(map(operator.add, needs, made))
+    for number, key in enumerate(plan.keys):
+        if key.phase is Phase.FORWARD:
+            begin = plan.bounds[number]
+            with_gradients, without = max(needs[begin:]) - there[begin], max(totals[begin:]) - there[begin]
+            if plan.whole_gradients[begin]:  # what it is without them has not been measured
+                without = with_gradients + gradient_bytes
+            before = by_kind.get(kind_of(key))
+            by_kind[kind_of(key)] = KindGrowth(
+                with_gradients=max(with_gradients, 0 if before is None else before.with_gradients),
+                without=max(without, 0 if before is None else before.without),
+            )
 
 
 def _gradients(plan: CyclePlan, gradient_bytes: int) -> list[int]:

@@ -129,6 +129,8 @@ class PlanMaker:
             operands=tuple(rows.operands),
             undisturbed=self._undisturbed(rows, schedule),
             others_gave=tuple(rows.others_gave),
+            others_away=tuple(rows.others_away),
+            others_away_at_peak=tuple(rows.others_away_at_peak),
             limits=tuple(rows.limits),
             non_model=tuple(rows.non_model),
             margin=margin,
@@ -142,6 +144,7 @@ class PlanMaker:
             whole_gradients=tuple(self._whole_gradients(keys, samples)),
             first_saved=lives.first_saved,
             guarded=tuple(rows.guarded),
+            has_others_within=any(segment.others_ran for key in keys for segment in samples[key]),
             by_values=any(segment.by_values for key in keys for segment in samples[key]),
             left=tuple(_left(samples[key]) for key in keys),
         )

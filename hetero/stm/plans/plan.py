@@ -33,22 +33,26 @@ class CyclePlan:
 
     ``operands[i]``, ``limits[i]``, ``non_model[i]``: of moment i; a limit is for all model data, gradients on their way
     included; non-model bytes are those in use when the operator begins, and asked for. ``others_gave[i]``: as of a
-    period (`hetero.msc.Period`), and they are asked again. ``undisturbed[i]``: its operands if the schedule asks for
-    nothing there, and nobody has to be asked, else None. ``margin``: kept free of everything; ``excess``: kept for what
-    is in use and nobody has asked for (`hetero.stm.plans.samples.Samples`). ``device_homes``: tensors that live on the
-    device and take ``home_bytes[i]`` there; the trace, which is about the others, does not know them.
-    ``whole_gradients[i]``: what gradients would take, did everything live there. ``first_saved``: the trace's numbers
-    of saved tensors (`hetero.stm.plans.lives.Lives`). ``guarded``: segments in which something has to leave in the
-    middle of a period, as it did when it was measured. ``by_values``: what it takes depends on more than what tells
-    iterations apart; what was measured is no bound. ``left``: of each forward, what `hetero.msc.Segment.left_bytes` was
-    at most. ``places``: tensors whose place on the device is theirs all along, in no moment's capacity, and is filled
-    again when they have been updated.
+    period (`hetero.msc.Period`), and they are asked again. ``others_away[i]``: how much more ``non_model[i]`` would be
+    if other managers had all of their data there, but what never comes and goes; ``others_away_at_peak[i]``: and so the
+    peak of its period. ``undisturbed[i]``: its operands if the schedule asks for nothing there, and nobody has to be
+    asked, else None. ``margin``: kept free of everything; ``excess``: kept for what is in use and nobody has asked for
+    (`hetero.stm.plans.samples.Samples`). ``device_homes``: tensors that live on the device and take ``home_bytes[i]``
+    there; the trace, which is about the others, does not know them. ``whole_gradients[i]``: what gradients would take,
+    did everything live there. ``first_saved``: the trace's numbers of saved tensors (`hetero.stm.plans.lives.Lives`).
+    ``guarded``: segments in which something has to leave in the middle of a period, as it did when it was measured.
+    ``has_others_within``: other managers' segments begin between its own. ``by_values``: what it takes depends on more
+    than what tells iterations apart; what was measured is no bound. ``left``: of each forward, what
+    `hetero.msc.Segment.left_bytes` was at most. ``places``: tensors whose place on the device is theirs all along, in
+    no moment's capacity, and is filled again when they have been updated.
     """
 
     keys: Keys
     bounds: tuple[int, ...]
     operands: tuple[tuple[int, ...], ...]
     others_gave: tuple[bool, ...]
+    others_away: tuple[int, ...]
+    others_away_at_peak: tuple[int, ...]
     undisturbed: tuple[list[ManagedTensor] | None, ...]
     limits: tuple[int, ...]
     non_model: tuple[int, ...]
@@ -62,6 +66,7 @@ class CyclePlan:
     whole_gradients: tuple[int, ...]
     first_saved: tuple[int, ...]
     guarded: tuple[bool, ...]
+    has_others_within: bool
     by_values: bool
     left: tuple[int | None, ...]
     places: tuple[int, ...]

@@ -34,6 +34,8 @@ class Rows:
     non_model: list[int] = field(default_factory=list)
     bounds: list[int] = field(default_factory=lambda: [0])
     others_gave: list[bool] = field(default_factory=list)
+    others_away: list[int] = field(default_factory=list)
+    others_away_at_peak: list[int] = field(default_factory=list)
     guarded: list[bool] = field(default_factory=list)
 
     def add_segment(
@@ -44,7 +46,8 @@ class Rows:
         times: Sequence[PeriodTimes] | None,
     ) -> None:
         """The newest of ``measured``, all of one key; ``times`` of its periods, if they are better known."""
-        guarded, is_backward = False, measured[-1].key.phase is Phase.BACKWARD
+        phase = measured[-1].key.phase
+        guarded, is_backward = False, phase is Phase.BACKWARD
         for index, period in enumerate(measured[-1].periods):
             now = len(self.moments)
             mandatory = tuple(t for t in mandatory_in(period, lives, now) if t not in self.elsewhere)
@@ -74,7 +77,14 @@ class Rows:
             self.operands.append(period.operands)
             self.limits.append(limit)
             self.others_gave.append(any(p.others_gave for p in _same(measured, index)))
-            self.non_model.append(max(p.beside_bytes for p in _same(measured, index)))
+            samples = _same(measured, index)
+            beside, peak = max(p.beside_bytes for p in samples), non_model_peak(measured, index)
+            self.non_model.append(beside)
+            self.others_away.append(max(p.with_others_bytes for p in samples) - beside)
+            # What runs after the step is another iteration's, of whoever it is.
+            is_over = phase is Phase.STEP and index == len(measured[-1].periods) - 1
+            most = max(p.with_others_bytes if is_over else p.most_with_others_bytes for p in samples)
+            self.others_away_at_peak.append(most - peak)
         self.bounds.append(len(self.moments))
         self.guarded.append(guarded)
 

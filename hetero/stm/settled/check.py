@@ -9,6 +9,7 @@ before: in backward, in the step, wherever nobody of ours is called.
 import operator
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -52,7 +53,10 @@ class Check:
         self._attempts = attempts
         self.must_leave = self.has_warned = False
         self.peak = 0
-        self._by_kind: dict[ForwardKind, KindGrowth] = {}
+        self._growth = Growth(peak=0, by_kind={}, by_kind_beside={}, has_others_within=False)
+        self._by_kind = self._growth.by_kind  # or beside others
+        # What the iteration that is under way began with: its kind, bytes in use, and whether it makes gradients.
+        self._begun: tuple[ForwardKind, int, bool] | None = None
         self._unlike: set[ForwardKind] = set()  # what had more than others of their kind
         self._limit = 0
         self._seen_failures = self._seen_peak = 0
@@ -74,7 +78,10 @@ class Check:
         model data; ``limit``: the bytes that all may take together, which is the budget less what was given to others,
         until `Manager.trim`; ``trained``: parameters whose gradients and states are among these.
         """
-        self._by_kind, self._limit = dict(growth.by_kind), limit
+        self._growth = replace(
+            growth, by_kind=dict(growth.by_kind), by_kind_beside=dict(growth.by_kind_beside)
+        )
+        self._by_kind, self._limit = self._growth.of(beside=False), limit
         self._probe = trained[-1].parameter if trained else None
         known = {t.index for t in trained}
         self._frozen = [t.parameter for t in self._stm.tensors if t.index not in known]
@@ -84,7 +91,8 @@ class Check:
         self._last, self._since = kind, []
         if kind is not None and kind[0] and self._probe is not None:
             self._since, self._then = [kind], self._state_of(self._probe)
-        _, self._seen_peak, self._seen_failures = self._accelerator.pressure()
+        used, self._seen_peak, self._seen_failures = self._accelerator.pressure()
+        self._begun = None if kind is None else (kind, used, True)
 
     def end(self) -> None:
         """No forward comes here any more."""
@@ -100,7 +108,7 @@ class Check:
             self._note_peak(peak)
         if any(map(_momentum, self._without_momentum)):
             self.must_leave = True
-        growth = self._by_kind.get(kind) or self._of_larger(kind)
+        growth = self._by_kind.get(kind) or self._of_larger(kind, self._by_kind)
         makes_gradients = kind[0] and self._probe is not None and self._probe.grad is None
         admits = (
             growth is not None
@@ -109,6 +117,8 @@ class Check:
             and not any(map(_requires_grad, self._frozen))
         )
         self._last = kind
+        if admits:
+            self._begun = kind, used, makes_gradients
         if admits and kind[0] and self._probe is not None:
             self._since, self._then = [kind], self._state_of(self._probe)
         return admits
@@ -139,6 +149,21 @@ class Check:
                     return True
         return False
 
+    def has_room_for(self, nbytes: int) -> bool:
+        """The iteration that is under way, or was the last one, fits with so many bytes of another manager's, which is
+        to settle too. Before the first one, that is found as it begins."""
+        if self._begun is None:
+            return True
+        kind, used, makes_gradients = self._begun
+        growth = self._growth.by_kind_beside.get(kind) or self._of_larger(kind, self._growth.by_kind_beside)
+        if growth is None:
+            return False
+        return used + nbytes + (growth.without if makes_gradients else growth.with_gradients) <= self._limit
+
+    def note_others(self, *, are_settled: bool) -> None:
+        """Other managers of the device are settled, and make no room, or none is."""
+        self._by_kind = self._growth.of(beside=are_settled)
+
     # -- helpers --------------------------------------------------------------------------------------
 
     def _state_of(self, probe: nn.Parameter) -> _State:
@@ -155,19 +180,19 @@ class Check:
             else (weakref.ref(gradient), None if gradient.is_inference() else gradient._version),
         )
 
-    def _of_larger(self, kind: ForwardKind) -> KindGrowth | None:
+    def _of_larger(self, kind: ForwardKind, by_kind: dict[ForwardKind, KindGrowth]) -> KindGrowth | None:
         """Of a forward that was never measured: at most what larger ones take, the last batch of an epoch; or those
         that train, an evaluation. From then on it is known."""
         if kind in self._unlike:
             return None
-        larger = [growth for known, growth in self._by_kind.items() if _is_covered(kind, known)]
+        larger = [growth for known, growth in by_kind.items() if _is_covered(kind, known)]
         if not larger:
             return None
         most = KindGrowth(
             with_gradients=max(growth.with_gradients for growth in larger),
             without=max(growth.without for growth in larger),
         )
-        self._by_kind[kind] = most
+        by_kind[kind] = most
         return most
 
     def _note_failures(self, failures: int) -> None:

@@ -15,7 +15,7 @@ from hetero.stm.interception.signatures import autocasts, saves_elsewhere
 from hetero.stm.manager import StatefulTensorMgr
 from hetero.stm.plans.fits import Growth, read_growth
 from hetero.stm.plans.plan import CyclePlan
-from hetero.stm.settled.who import homes_at_rest, storages_of
+from hetero.stm.settled.who import homes_at_rest, settled_on, storages_of
 from hetero.stm.step.hoststep import HostStep
 from hetero.stm.step.ownstep import step_bytes
 from hetero.stm.tensors.exposure import gradient_is_private
@@ -79,8 +79,9 @@ class Fitting:
         stepped = self._step.device_homes.stepped if self._step is not None else frozenset[int]()
         return [t for t in self._stm.tensors if t.parameter.requires_grad or t.index in stepped]
 
-    def has_room(self, growth: Growth) -> bool:
-        """Now, and nothing that is under way stands against it: as far as that needs no look at every reference."""
+    def has_room(self, growth: Growth, *, beside: bool) -> bool:
+        """Now, and nothing that is under way stands against it: as far as that needs no look at every reference.
+        ``beside``: others of the device are settled, or are about to."""
         stm = self._stm
         is_trainable = any(t.parameter.requires_grad for t in stm.tensors)
         trains = is_trainable and any(k[0] for k in growth.by_kind)
@@ -105,9 +106,13 @@ class Fitting:
         missing += sum(t.device_nbytes for t in gradients if not stm.gradients.is_kept(t))
         missing += 0 if self._step is None else self._step.device_homes.missing_bytes()
         all_there = len(gradients) == sum(t.parameter.requires_grad for t in stm.tensors)
-        kinds = growth.by_kind.values()
+        if not all(other.has_room_for(missing) for other in settled_on(stm.device)):
+            return False
+        # What others have away comes back while ours goes on, and nobody asks whether there is room beside that.
+        away = max(0, stm.collector.others_away_bytes()) if growth.has_others_within else 0
+        kinds = growth.of(beside=beside).values()
         most = missing + max(each.with_gradients if all_there else each.without for each in kinds)
-        return self._accelerator.used_bytes() + most <= self._budget - stm.plans.margin
+        return self._accelerator.used_bytes() + away + most <= self._budget - stm.plans.margin
 
     def is_ours_alone(self) -> bool:
         """No other optimizer has these parameters. Looked for once: who comes later says so."""

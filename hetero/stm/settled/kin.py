@@ -87,6 +87,8 @@ class Kin:
             may_be_combined = any(one._onlookers.have_values for one in (self, *others))
             if self._is_bound or may_be_combined or self._waits <= _MOST_WAITS:
                 return False
+        if ready and passage.growth(kind, with_kin=True) is None:
+            return False
         together = [tensor for one in (self, *ready) for tensor in one._passage.stm.tensors]
         if not all(one._is_private(together) for one in ready) or not passage.enter(kind, growth, together):
             passage.attempts.note_failure()
@@ -105,7 +107,11 @@ class Kin:
         with self._locked_now() as is_locked:
             if not is_locked or self._was_looked_at or self._onlookers.have_looked:
                 return False
-            return passage.stm.segments.is_idle and passage.is_between() and passage.growth(None) is not None
+            return (
+                passage.stm.segments.is_idle
+                and passage.is_between()
+                and passage.growth(None, with_kin=True) is not None
+            )
 
     def _is_private(self, together: Sequence[ManagedTensor]) -> bool:
         with self._locked_now() as is_locked:

@@ -21,7 +21,7 @@ from hetero.stm.settled.check import Check
 from hetero.stm.settled.exchange import may_go_back
 from hetero.stm.settled.fitting import Fitting
 from hetero.stm.settled.parameters import OwnParameters
-from hetero.stm.settled.who import settled_now
+from hetero.stm.settled.who import settled_now, settled_on
 from hetero.stm.step.hoststep import HostStep
 from hetero.stm.step.ownstep import OwnStep
 from hetero.stm.tensors.fetch import plain
@@ -85,12 +85,13 @@ class Passage:
             return False
         return stm.close_iteration()
 
-    def growth(self, kind: ForwardKind | None) -> Growth | None:
+    def growth(self, kind: ForwardKind | None, *, with_kin: bool = False) -> Growth | None:
         """What iterations need beside model data, if nothing stands against it as far as that is easily told; for a
-        forward of such a kind, if it is called for one."""
+        forward of such a kind, if it is called for one. ``with_kin``: others are to settle with this one."""
         growth = self.fitting.growth()
-        is_known = growth is not None and (kind is None or kind in growth.by_kind)
-        if growth is None or not is_known or not self.fitting.has_room(growth):
+        if growth is None or (kind is not None and kind not in growth.by_kind):
+            return None
+        if not self.fitting.has_room(growth, beside=with_kin or bool(settled_on(self.stm.device))):
             return None
         if not self.fitting.is_ours_alone():
             self.attempts.forbid()
@@ -123,6 +124,7 @@ class Passage:
         self.check.begin(kind, growth, limit, trained=self.fitting.trained())
         self._settled.is_on = True
         settled_now.add(self._settled)
+        self._tell_others()
         return True
 
     def _take_gradients(self, taken: dict[int, torch.Tensor]) -> bool:
@@ -178,6 +180,7 @@ class Passage:
             self.check.end()
             self._settled.is_on = False
             settled_now.discard(self._settled)
+            self._tell_others()
             stm.begin_anew()
         return True
 
@@ -192,6 +195,12 @@ class Passage:
     def is_amid(self, *, may_be_in_scope: bool = False) -> bool:
         """Something runs."""
         return bool(self.running or is_transforming() or (in_scope() and not may_be_in_scope))
+
+    def _tell_others(self) -> None:
+        """Whether they are alone on the device, or this one is."""
+        settled = settled_on(self.stm.device)
+        for one in settled:
+            one.note_others(are_settled=len(settled) > 1)
 
     @property
     def _settled(self) -> SettledState:

@@ -32,6 +32,7 @@ class Settled:
     """Of one manager. ``allowed``: by the user; ``rest``, ``wake``: called where interception ends, and begins again.
 
     Attributes:
+        device: of ours.
         is_on: it is settled; `Passage` sets this.
         forwards: how many ran settled, each after one check.
         running: the threads of settled forwards that run now, once for each.
@@ -67,6 +68,7 @@ class Settled:
         self._kin = Kin(self._passage)
         self.optimizer, self.onlookers = self._passage.optimizer, self._passage.fitting.onlookers
         self.running = self._passage.running
+        self.device = stm.device
         self.is_on = False
         self.forwards = 0
         stm.standing.settled = self
@@ -173,6 +175,14 @@ class Settled:
         before = self._accelerator.reserved_bytes()
         self._accelerator.release_cached()
         return max(0, before - self._accelerator.reserved_bytes())
+
+    def has_room_for(self, nbytes: int) -> bool:
+        """The iteration that is under way fits with so many bytes of another manager's, which is to settle too."""
+        return self._check.has_room_for(nbytes)
+
+    def note_others(self, *, are_settled: bool) -> None:
+        """Other managers of the device are settled, or none is."""
+        self._check.note_others(are_settled=are_settled)
 
     def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """``optimizer`` has parameters of ours. `hetero.stm.tensors.onlookers`"""

@@ -23,12 +23,18 @@ __all__ = [
     "note_optimizer",
     "record_of",
     "settled_now",
+    "settled_on",
     "storages_of",
 ]
 
 # Weakly: whoever drops a settled model without closing drops all of it.
 settled_now: Living[SettledState] = Living()
 _by_id: "weakref.WeakValueDictionary[int, ManagedTensor]" = weakref.WeakValueDictionary()
+
+
+def settled_on(device: torch.device) -> list[SettledState]:
+    """Those of a device."""
+    return [one for one in settled_now if one.device == device]
 
 
 def note(tensor: ManagedTensor) -> None:

@@ -21,13 +21,21 @@ __all__ = ["GradientOwner", "HomeOwner", "Owner", "Relief", "SettledState", "Ste
 class SettledState(Protocol):
     """Whether everything fits, and nothing is intercepted (`hetero.stm.settled.state.Settled`).
 
-    ``onlookers``: who would notice that; ``optimizer``: the managed one; ``running``: threads of the model's forwards.
+    ``device``: where; ``onlookers``: who would notice that; ``optimizer``: the managed one; ``running``: threads of the
+    model's forwards.
     """
 
+    device: torch.device
     is_on: bool
     running: list[int]
     onlookers: "Onlookers"
     optimizer: torch.optim.Optimizer | None
+
+    def has_room_for(self, nbytes: int) -> bool:
+        """The iteration that is under way fits with so many bytes of another manager's beside it."""
+
+    def note_others(self, *, are_settled: bool) -> None:
+        """Other managers of the device are settled, or none is."""
 
     def version(self, tensor: "ManagedTensor") -> int:
         """Of a parameter, for graphs from before."""
