@@ -161,40 +161,46 @@ def take_over(parameter: nn.Parameter, tensor: ManagedTensor) -> None:
     parameter.__class__ = ManagedParameter
     parameter.__dict__["_hetero"] = tensor
     with plain():
-        hooks = parameter._post_accumulate_grad_hooks
-        for key in list(hooks or ()):
-            if not isinstance(hooks[key], HomeHook):
-                hooks[key] = HomeHook(hooks[key])
+        for hooks in _hooks_of(parameter):
+            for key, hook in list(hooks.items()):
+                if not isinstance(hook, HomeHook):
+                    hooks[key] = HomeHook(hook)
 
 
 def give_back(parameter: nn.Parameter) -> None:
     """It is an ordinary one again, wherever its bytes are."""
     with plain():
-        hooks = parameter._post_accumulate_grad_hooks
-        for key in list(hooks or ()):
-            if isinstance(hooks[key], HomeHook):
-                hooks[key] = hooks[key].inner
+        for hooks in _hooks_of(parameter):
+            for key, hook in list(hooks.items()):
+                if isinstance(hook, HomeHook):
+                    hooks[key] = hook.inner
         parameter.__class__ = nn.Parameter
         parameter.__dict__.pop("_hetero", None)
 
 
+def _hooks_of(parameter: nn.Parameter) -> list[dict[int, Any]]:
+    """By id of their handles."""
+    return [hooks for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks) if hooks]
+
+
 class HomeHook:
-    """A post-accumulate hook that sees its parameter and gradient at home, finished. What it does is intercepted:
-    nobody else would see a step that it makes through ``p.data``."""
+    """A parameter's hook, which finds parameters at home: where its gradient is, if it is given that, or its parameter
+    with the gradient, finished, after accumulation. What it does is intercepted: nobody else would see a step that it
+    makes through ``p.data``."""
 
     def __init__(self, inner: Callable[[torch.Tensor], Any]) -> None:
         self.inner = inner
 
-    def __call__(self, parameter: torch.Tensor) -> Any:
-        if type(parameter) is ManagedParameter:
-            tensor = managed_of(parameter)
+    def __call__(self, given: torch.Tensor) -> Any:
+        if type(given) is ManagedParameter:
+            tensor = managed_of(given)
             tensor.owner.gradient_access.wait(tensor)
             _note_seen(tensor)
         with at_home():
-            return self.inner(parameter)  # autograd refuses anything but None
+            return self.inner(given)
 
 
-def _register_post_accumulate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _register_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     hook = kwargs["hook"] if "hook" in kwargs else args[1]
     return func(args[0], HomeHook(hook))
 
@@ -266,7 +272,6 @@ _ASK: list[Any] = [
         _T.is_same_size,
         _T.dim_order,
         _T.requires_grad_,
-        _T.register_hook,
         _T.__len__,
     ),
     *(
@@ -295,6 +300,6 @@ HANDLERS.update(
         _T.data.__set__: _set_data,
         **dict.fromkeys([torch.autograd.backward, _T.backward], _ask),
         torch.autograd.grad: _gradients,
-        _T.register_post_accumulate_grad_hook: _register_post_accumulate,
+        **dict.fromkeys([_T.register_hook, _T.register_post_accumulate_grad_hook], _register_hook),
     }
 )
