@@ -1,5 +1,6 @@
 """Where everything fits: who has looked at parameters at home, and who would notice that they are elsewhere."""
 
+import collections
 import copy
 import gc
 import weakref
@@ -9,7 +10,7 @@ import torch
 from accelerators import device
 from backward_ends import wait_for_backward_ends
 from bits import same_bits
-from loops import mlp, square_loss
+from loops import losses, mlp, square_loss
 from torch.nn.utils import parameters_to_vector
 from twins import adamw, assert_same, assert_twins, managed, unmanaged
 
@@ -389,3 +390,46 @@ def test_what_somebody_holds_of_a_state_follows_it(hold, number):
         return seen
 
     assert_twins(mlp, loop, budget=PLENTY)
+
+
+class _Lookahead(torch.optim.Optimizer):
+    """As those of libraries: slow weights that are there from the beginning, combined every ``k`` steps."""
+
+    def __init__(self, optimizer, k):
+        self.optimizer, self.k, self.steps = optimizer, k, 0
+        self.state = collections.defaultdict(dict)
+        for p in (p for group in self.param_groups for p in group["params"]):
+            self.state[p]["slow"] = p.detach().clone()
+
+    @property
+    def param_groups(self):
+        return self.optimizer.param_groups
+
+    def zero_grad(self, set_to_none=True):
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure=None):
+        loss = self.optimizer.step(closure)
+        self.steps += 1
+        if self.steps % self.k == 0:
+            with torch.no_grad():
+                for p, state in self.state.items():
+                    state["slow"].lerp_(p, 0.5)
+                    p.copy_(state["slow"])
+        return loss
+
+
+@pytest.mark.parametrize("k", [1, 3, 5, 10])
+@pytest.mark.parametrize("share", [0.6, 4.0])
+def test_a_wrapper_that_has_slow_weights(k, share):
+    """The wrapped one is managed, and the wrapper is stepped."""
+
+    def loop(model, optimizer, target):
+        return losses(model, wrappers[-1], target, 24)
+
+    def make_optimizer(model):
+        wrappers.append(_Lookahead(adamw(model), k))
+        return wrappers[-1].optimizer
+
+    wrappers = []
+    assert_twins(mlp, loop, share=share, make_optimizer=make_optimizer)

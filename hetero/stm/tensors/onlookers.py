@@ -144,15 +144,31 @@ def _at_home(others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def has_other_optimizer(ours: torch.optim.Optimizer | None, parameters: set[int]) -> bool:
-    """Somebody may step these parameters, with states of which we would not know. Wrappers of ours are ours."""
+    """Somebody may step these parameters, with states of which we would not know. Wrappers of ours are ours, unless
+    they have such: slow weights (Lookahead), which they combine with parameters now and then."""
     for found in instances_of(torch.optim.Optimizer):
         if found is ours:
             continue
-        groups: Iterable[dict[str, Any]] = vars(found).get("param_groups") or ()
-        wraps = vars(found).get("optimizer") is ours or (ours and vars(ours).get("optimizer") is found)
-        if not wraps and any(id(p) in parameters for group in groups for p in group["params"]):
+        wraps = vars(found).get("optimizer") is ours
+        of = ours if wraps and ours is not None else found  # a wrapper's groups may be a property
+        groups: Iterable[dict[str, Any]] = vars(of).get("param_groups") or ()
+        theirs = [p for group in groups for p in group["params"] if id(p) in parameters]
+        is_ours = wraps or (ours is not None and vars(ours).get("optimizer") is found)
+        if theirs and (not is_ours or (wraps and _has_states(found, theirs))):
             return True
     return False
+
+
+def _has_states(wrapper: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> bool:
+    """On the host, of the parameters' shapes; where it is not the wrapped one that has them."""
+    states = vars(wrapper).get("state")
+    if not isinstance(states, dict) or states is vars(vars(wrapper)["optimizer"]).get("state"):
+        return False
+    return any(
+        isinstance(value, torch.Tensor) and value.is_cpu and value.shape == p.shape and value.dim()
+        for p in parameters
+        for value in (dict.get(states, p) or {}).values()
+    )
 
 
 def _may_be_values(dtype: torch.dtype) -> bool:
