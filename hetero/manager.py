@@ -4,6 +4,7 @@ Owns what is changed on the user's objects and its undoing. Invariant: `manage` 
 everything as it was; after `Manager.close` nothing shows that it was there.
 """
 
+import warnings
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from hetero.stm.modelcalls import ModelCalls
 from hetero.stm.running.staying import take_away_what_is_over
 from hetero.stm.settled.state import Settled
 from hetero.stm.step.hoststep import HostStep
+from hetero.stm.tensors.aliases import aliased
 from hetero.stm.updates.kernels import GroupKernels
 from hetero.units import format_bytes, parse_budget
 
@@ -340,6 +342,15 @@ class Manager:
         self._stm.registry.expect_twins(parameter for _, parameter in parameters)
         if self._optimizer is not None:
             self._homes.note_states(self._optimizer, (parameter for _, parameter in parameters))
+        if names := aliased(model, parameters):
+            warnings.warn(
+                f"{len(names)} of {len(parameters)} parameters share memory with tensors from before `manage` "
+                f"({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}): these follow no longer, nor does what "
+                "is written to them reach the model, as after model.to(device). Whoever needs an alias (p.data, a "
+                "view, an optimizer that keeps one) takes it after `manage`",
+                RuntimeWarning,
+                stacklevel=4,
+            )
         self._homes.take_parameters(parameters)
         for name, parameter in parameters:
             tensor = self._stm.registry.add_parameter(name, parameter, self._stm)

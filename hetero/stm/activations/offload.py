@@ -23,7 +23,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hetero.autograd import in_backward, outside_inference
-from hetero.devices import Accelerator, CopyEngine
+from hetero.devices import Accelerator, CopyEngine, storage_of
 from hetero.eviction.model import large_bytes
 from hetero.msc import MemStatsCollector
 from hetero.stm.activations.flights import Flights
@@ -133,8 +133,9 @@ class Activations:
 
     def leave_out(self, tensor: torch.Tensor) -> None:
         """A buffer's memory, which counts as model data, and stays, whether it is saved or not."""
-        storage = tensor.untyped_storage()
-        self._counted[storage._cdata] = StorageWeakRef(storage)
+        storage = storage_of(tensor)
+        if storage is not None:
+            self._counted[storage._cdata] = StorageWeakRef(storage)
 
     def _register(self, storage_key: int, nbytes: int) -> Activation:
         if self._gone:

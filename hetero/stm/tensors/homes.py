@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hetero.devices import HostArena, bytes_of
+from hetero.devices import HostArena, bytes_of, storage_of
 from hetero.errors import ManageError
 
 __all__ = ["HOST", "Homes", "set_memory", "states_beside"]
@@ -163,7 +163,9 @@ def states_beside(
 def _by_storage(tensors: Iterable[tuple[str, torch.Tensor, torch.device]]) -> list[list[_Moved]]:
     groups: dict[tuple[int, torch.device], list[_Moved]] = defaultdict(list)
     for name, tensor, device in tensors:
-        groups[tensor.untyped_storage()._cdata, device].append(_Moved(tensor, device, name))
+        storage = storage_of(tensor)  # none: sparse
+        key = id(tensor) if storage is None else storage._cdata
+        groups[key, device].append(_Moved(tensor, device, name))
     return list(groups.values())
 
 
@@ -171,6 +173,9 @@ def _copies(group: Sequence[_Moved], allocate: _Allocate) -> Iterator[torch.Tens
     """New memory for tensors of one storage, sharing it as they do now."""
     tensor = group[0].tensor.detach()
     if len(group) == 1:
+        if tensor.layout is not torch.strided:
+            yield tensor.to(group[0].device)
+            return
         # Its strides where they are dense, else contiguous: the rule of torch.empty_like.
         like = torch.empty_like(tensor, device="meta")
         yield allocate(tuple(like.size()), tuple(like.stride()), like.dtype).copy_(tensor)

@@ -178,6 +178,11 @@ def _may_be_values(dtype: torch.dtype) -> bool:
 
 def _host_tensors() -> Iterator[torch.Tensor]:
     for found in instances_of(torch.Tensor):
-        # A compiler keeps fake ones, which have no values, and perhaps no numbers as their sizes.
-        if found.is_cpu and not (found.is_nested or isinstance(found, FakeTensor)):
+        # A compiler keeps fake ones, which have no values, and perhaps no numbers as their sizes. Sparse buffers are
+        # about to be swapped, which torch does with none that we refer to.
+        if (
+            found.is_cpu
+            and found.layout is torch.strided
+            and not (found.is_nested or isinstance(found, FakeTensor))
+        ):
             yield found
