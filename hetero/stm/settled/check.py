@@ -108,7 +108,7 @@ class Check:
             self._note_peak(peak)
         if any(map(_momentum, self._without_momentum)):
             self.must_leave = True
-        growth = self._by_kind.get(kind) or self._of_larger(kind, self._by_kind)
+        growth = self._by_kind.get(kind) or self._learned(kind)
         makes_gradients = kind[0] and self._probe is not None and self._probe.grad is None
         admits = (
             growth is not None
@@ -155,7 +155,10 @@ class Check:
         if self._begun is None:
             return True
         kind, used, makes_gradients = self._begun
-        growth = self._growth.by_kind_beside.get(kind) or self._of_larger(kind, self._growth.by_kind_beside)
+        by_kind = self._growth.by_kind_beside
+        growth = by_kind.get(kind) or self._of_larger(
+            kind, by_kind
+        )  # not learned: it may be another thread that asks
         if growth is None:
             return False
         return used + nbytes + (growth.without if makes_gradients else growth.with_gradients) <= self._limit
@@ -180,20 +183,25 @@ class Check:
             else (weakref.ref(gradient), None if gradient.is_inference() else gradient._version),
         )
 
+    def _learned(self, kind: ForwardKind) -> KindGrowth | None:
+        """As `_of_larger`, and known from then on."""
+        most = self._of_larger(kind, self._by_kind)
+        if most is not None:
+            self._by_kind[kind] = most
+        return most
+
     def _of_larger(self, kind: ForwardKind, by_kind: dict[ForwardKind, KindGrowth]) -> KindGrowth | None:
         """Of a forward that was never measured: at most what larger ones take, the last batch of an epoch; or those
-        that train, an evaluation. From then on it is known."""
+        that train, an evaluation."""
         if kind in self._unlike:
             return None
-        larger = [growth for known, growth in by_kind.items() if _is_covered(kind, known)]
+        larger = [growth for known, growth in list(by_kind.items()) if _is_covered(kind, known)]
         if not larger:
             return None
-        most = KindGrowth(
+        return KindGrowth(
             with_gradients=max(growth.with_gradients for growth in larger),
             without=max(growth.without for growth in larger),
         )
-        by_kind[kind] = most
-        return most
 
     def _note_failures(self, failures: int) -> None:
         """The allocator's count of them is another than at the last check; less if somebody has reset it."""
