@@ -13,6 +13,7 @@ from torch import nn
 from hetero.devices import storage_of
 from hetero.stm.tensors.exposure import memory_is_private
 from hetero.stm.tensors.instances import instances_of
+from hetero.stm.tensors.managed import ManagedTensor
 
 __all__ = ["aliased"]
 
@@ -25,7 +26,10 @@ def aliased(model: nn.Module, parameters: Sequence[tuple[str, nn.Parameter]]) ->
     known = Counter(s._cdata for tensor in tensors if (s := storage_of(tensor)) is not None)
     if all(memory_is_private(p, known[p.untyped_storage()._cdata] - 1) for _, p in parameters):
         return []
-    ours = {id(tensor) for tensor in tensors} | _made_anew(model)
+    # Where a manager's end was cut off, an error's frames may have its records.
+    homes = [record.home for record in instances_of(ManagedTensor)]
+    left = {id(tensor) for home in homes for tensor in (home, home._base)}
+    ours = {id(tensor) for tensor in tensors} | left | _made_anew(model)
     found = set()
     for tensor in instances_of(torch.Tensor):
         if id(tensor) not in ours and (storage := storage_of(tensor)) is not None:
