@@ -8,7 +8,7 @@ been seen before is sampled by itself, whatever surrounds it.
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -80,6 +80,36 @@ class Segment:
         return self.brought_back + sum(period.unplanned_fetches for period in self.periods)
 
 
+class Others(Protocol):
+    """Other managers of the device (`hetero.stm.sharing.Sharing`)."""
+
+    def segments_of_others(self) -> int:
+        """How many have begun, so far."""
+
+    def away_from_others(self) -> int:
+        """As `Period.others_away_bytes`, now."""
+
+    def begin_iteration(self) -> None:
+        """One of ours does."""
+
+    def have_run_within(self) -> bool:
+        """Others have, since our iteration began."""
+
+
+class _NoOthers:
+    def segments_of_others(self) -> int:
+        return 0
+
+    def away_from_others(self) -> int:
+        return 0
+
+    def begin_iteration(self) -> None:
+        pass
+
+    def have_run_within(self) -> bool:
+        return False
+
+
 class MemStatsCollector:
     """Measures periods. One per manager; fed by `hetero.stm`."""
 
@@ -100,11 +130,8 @@ class MemStatsCollector:
         self._handed_over: tuple[int, int, int, int | None] | None = None
         self._model_base = 0  # model data on the device since the period began, or was relieved
         self._is_between = False  # the period's operator is over
-        # Set by the manager: what others have that is not on the device, as in `Period`; how many segments of theirs
-        # have begun.
-        self.others_away_bytes: Callable[[], int] = lambda: 0
-        self.others_segments: Callable[[], int] = lambda: 0
-        self._others_begun = 0  # at the period's beginning
+        self.others: Others = _NoOthers()  # set by the manager
+        self._others_begun = 0  # segments, at the period's beginning
         self.segments = 0  # of ours, so far
         self.total = Period(operands=())  # sums over the manager's life
         self.largest_growth = 0
@@ -177,8 +204,8 @@ class MemStatsCollector:
             period.begin = self._event()
             period.used_bytes = self._accelerator.used_bytes()
             period.asked_bytes, _ = self._accelerator.asked_bytes()
-            period.others_away_bytes = self.others_away_bytes()
-            self._others_begun = self.others_segments()
+            period.others_away_bytes = self.others.away_from_others()
+            self._others_begun = self.others.segments_of_others()
         elif segment is not None and segment.timed:
             self._period.begin = self._event()
 
@@ -343,8 +370,8 @@ class MemStatsCollector:
         period.end = self._event()
         self._close_handed_over()
         self._read_peak(period)
-        if self.others_segments() != self._others_begun:
-            period.others_away_after = self.others_away_bytes()
+        if self.others.segments_of_others() != self._others_begun:
+            period.others_away_after = self.others.away_from_others()
         period.host_bytes = host_memory_used()
         self.largest_growth = max(self.largest_growth, period.peak_bytes - period.used_bytes)
 

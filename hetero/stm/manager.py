@@ -13,7 +13,6 @@ below it; what these ask of it is set in `_connect` (what `Room` asks, by `Execu
 Thread-safe: autograd runs backward on threads of its own, so one lock guards every entry.
 """
 
-import functools
 import threading
 from collections.abc import Callable
 
@@ -42,7 +41,7 @@ from hetero.stm.running.relief import Relief
 from hetero.stm.running.segments import Segments
 from hetero.stm.running.staying import take_away_what_is_over
 from hetero.stm.running.steps import Steps
-from hetero.stm.sharing import Sharing, away_bytes
+from hetero.stm.sharing import Sharing
 from hetero.stm.standing import Standing
 from hetero.stm.tensors.exposure import measure_incoming
 from hetero.stm.tensors.owner import SettledState
@@ -124,10 +123,13 @@ class StatefulTensorMgr:
             lock=self.lock,
             device_budget=config.device_budget,
         )
-        self._sharing = Sharing(
+        self.sharing = Sharing(
             self.standing,
             self.collector,
-            away_bytes=functools.partial(away_bytes, self.tensors, self.ledger, self.activations),
+            self.tensors,
+            self.ledger,
+            self.gradients,
+            self.activations,
             lock=self.lock,
             device=self.device,
         )
@@ -140,9 +142,9 @@ class StatefulTensorMgr:
             self.collector,
             lock=self.lock,
             device_budget=config.device_budget,
-            ask=self._sharing.ask,
-            has_others=self._sharing.has_others,
-            tell=self._sharing.tell,
+            ask=self.sharing.ask,
+            has_others=self.sharing.has_others,
+            tell=self.sharing.tell,
         )
         self.plans = PlanBook(self._planner(config, policy, links), warmup_steps=config.warmup_steps)
         self.home_choice = HomeChoice(self.tensors, self.plans)
@@ -182,7 +184,7 @@ class StatefulTensorMgr:
         self.steps = Steps(self.segments, self.standing)
         self._connect()
         watch(self)
-        self._sharing.join(self.relief)
+        self.sharing.join(self.relief)
 
     def _planner(self, config: Config, policy: Policy, links: LinkSpeeds) -> PlanMaker:
         return PlanMaker(
@@ -215,8 +217,7 @@ class StatefulTensorMgr:
     def _connect(self) -> None:
         """What lower parts ask of upper ones."""
         self.engine.meter = self.collector
-        self.collector.others_away_bytes = self._sharing.others_away_bytes
-        self.collector.others_segments = self._sharing.others_segments
+        self.collector.others = self.sharing
         self.residency.room.left_to_others = lambda: self.plans.margin
         self.activations.make_room = self.executor.make_room
         self.activations.moment = self.uses.note_activation

@@ -13,13 +13,12 @@ from hetero.stm.living import Living
 __all__ = [
     "Neighbour",
     "ask",
-    "away_bytes",
     "has_others",
     "join",
     "make_room",
     "managed_devices",
     "note_relieved",
-    "segments",
+    "others",
 ]
 
 
@@ -37,8 +36,7 @@ class Neighbour(Protocol):
         all that one has that has settled, unless ``spares_settled``. None, if it is busy on another thread."""
 
     def away_bytes(self) -> int:
-        """Of its parameters, gradients and saved tensors, what is not on the device; 0 where it moves none, or is busy
-        on another thread."""
+        """Of its parameters, gradients and saved tensors, what is not on the device; 0 where it moves none."""
 
     def note_relieved_by_others(self) -> None:
         """Another has made room for the operator that runs now, which may be one of this one's."""
@@ -64,10 +62,10 @@ def ask(asking: Neighbour, nbytes: int, *, urgent: bool, spares_settled: bool = 
     """``asking`` lacks so many bytes of its device; ``urgent``: and has nothing left that can leave;
     ``spares_settled``: but it may do without. Returns how many others have given."""
     given = 0
-    others = _others(asking)
+    asked = others(asking)
     rounds = [False, True] if urgent else [False]
     for beyond_idle in rounds:
-        for other in others:
+        for other in asked:
             if given < nbytes:
                 given += other.give(nbytes - given, urgent=beyond_idle, spares_settled=spares_settled)
     return given
@@ -75,22 +73,12 @@ def ask(asking: Neighbour, nbytes: int, *, urgent: bool, spares_settled: bool = 
 
 def has_others(asking: Neighbour) -> bool:
     """There is somebody to `ask`."""
-    return bool(_others(asking))
-
-
-def away_bytes(asking: Neighbour) -> int:
-    """What others on the device of ``asking`` have that is not there."""
-    return sum(other.away_bytes() for other in _others(asking))
-
-
-def segments(asking: Neighbour) -> int:
-    """Of others on the device of ``asking``, together."""
-    return sum(other.segments for other in _others(asking))
+    return bool(others(asking))
 
 
 def note_relieved(relieving: Neighbour) -> None:
     """``relieving`` has made room in the middle of an operator; whose it is, others know."""
-    for other in _others(relieving):
+    for other in others(relieving):
         other.note_relieved_by_others()
 
 
@@ -108,5 +96,6 @@ def make_room(device: torch.device, nbytes: int) -> bool:
     return has_room
 
 
-def _others(one: Neighbour) -> list[Neighbour]:
+def others(one: Neighbour) -> list[Neighbour]:
+    """On its device."""
     return [other for other in _managers if other is not one and other.device == one.device]

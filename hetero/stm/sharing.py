@@ -1,48 +1,48 @@
 """What one manager does for others on its device, and they for it (`hetero.stm.neighbours` says who they are)."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from hetero.msc import MemStatsCollector
 from hetero.stm import neighbours
 from hetero.stm.activations.offload import Activations
-from hetero.stm.gradients.kept import has_gradient
+from hetero.stm.gradients.offload import Gradients
+from hetero.stm.neighbours import Neighbour
 from hetero.stm.running.relief import Relief
 from hetero.stm.standing import Standing
 from hetero.stm.tensors.managed import ManagedTensor
 from hetero.stm.tensors.state import Kind, Ledger, Tier
 
-__all__ = ["Sharing", "away_bytes"]
-
-
-def away_bytes(tensors: Sequence[ManagedTensor], ledger: Ledger, activations: Activations) -> int:
-    """`hetero.stm.neighbours.Neighbour.away_bytes`, of these tensors."""
-    parameters = sum(tensor.device_nbytes for tensor in tensors)
-    gradients = sum(tensor.device_nbytes for tensor in tensors if has_gradient(tensor))
-    there = sum(ledger.nbytes(Tier.DEVICE, kind) for kind in (Kind.PARAMETER, Kind.GRADIENT, Kind.ACTIVATION))
-    return parameters + gradients + activations.whole_bytes - there
+__all__ = ["Sharing"]
 
 
 class Sharing:
-    """Of one manager (`hetero.stm.neighbours.Neighbour`), of which none waits for another's lock. ``away_bytes``: as
-    there, of what the manager moves."""
+    """Of one manager (`hetero.stm.neighbours.Neighbour`), of which none waits for another's lock."""
 
     def __init__(
         self,
         standing: Standing,
         collector: MemStatsCollector,
+        tensors: Sequence[ManagedTensor],
+        ledger: Ledger,
+        gradients: Gradients,
+        activations: Activations,
         *,
-        away_bytes: Callable[[], int],
         lock: threading.RLock,
         device: torch.device,
     ) -> None:
         self.device = device
         self._standing = standing
         self._collector = collector
-        self._away_bytes = away_bytes
+        self._tensors = tensors
+        self._ledger = ledger
+        self._gradients = gradients
+        self._activations = activations
         self._lock = lock
+        self._parameter_bytes = 0, 0  # of how many
+        self._begun: dict[int, int] = {}  # others' segments when the iteration began, by id
 
     def join(self, relief: Relief) -> None:
         """From now on others may ask; ``relief`` lets go of what they get."""
@@ -88,15 +88,16 @@ class Sharing:
             self._lock.release()
 
     def away_bytes(self) -> int:
-        """`hetero.stm.neighbours.Neighbour.away_bytes`."""
-        if not self._lock.acquire(blocking=False):
+        """`hetero.stm.neighbours.Neighbour.away_bytes`. Asked at each of another's sampling moments: it only looks at
+        what is counted anyway."""
+        standing = self._standing
+        if standing.is_closed or standing.is_in_child or standing.is_settled:
             return 0
-        try:
-            standing = self._standing
-            moves = not (standing.is_closed or standing.is_in_child or standing.is_settled)
-            return self._away_bytes() if moves else 0
-        finally:
-            self._lock.release()
+        if self._parameter_bytes[0] != len(self._tensors):
+            self._parameter_bytes = len(self._tensors), sum(tensor.device_nbytes for tensor in self._tensors)
+        whole = self._parameter_bytes[1] + self._gradients.whole_bytes + self._activations.whole_bytes
+        kinds = Kind.PARAMETER, Kind.GRADIENT, Kind.ACTIVATION
+        return whole - sum(self._ledger.nbytes(Tier.DEVICE, kind) for kind in kinds)
 
     def note_relieved_by_others(self) -> None:
         """Another has made room for the operator that runs now, which may be one of this one's."""
@@ -111,13 +112,26 @@ class Sharing:
             self._collector.note_given()
         return given
 
-    def others_away_bytes(self) -> int:
-        """`hetero.msc.Period.others_away_bytes`."""
-        return neighbours.away_bytes(self)
+    def begin_iteration(self) -> None:
+        """One of ours does."""
+        self._begun = {id(other): other.segments for other in neighbours.others(self)}
 
-    def others_segments(self) -> int:
-        """How many have begun of others (`hetero.stm.neighbours.segments`)."""
-        return neighbours.segments(self)
+    def segments_of_others(self) -> int:
+        """How many of others' have begun."""
+        return sum(other.segments for other in neighbours.others(self))
+
+    def have_run_within(self) -> bool:
+        """Others have, since our iteration began."""
+        return any(True for _ in self._active())
+
+    def away_from_others(self, *, active: bool = False) -> int:
+        """What others have that is not on the device; ``active``: those that have run since our iteration began."""
+        return sum(other.away_bytes() for other in (self._active() if active else neighbours.others(self)))
+
+    def _active(self) -> Iterator[Neighbour]:
+        for other in neighbours.others(self):
+            if other.segments != self._begun.get(id(other), other.segments):
+                yield other
 
     def has_others(self) -> bool:
         """There is somebody to ask."""

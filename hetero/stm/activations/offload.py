@@ -16,7 +16,7 @@ import contextlib
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -80,6 +80,7 @@ class Activations:
         self._may_be_held: dict[Account, weakref.ref[Activation]] = {}
         # Of buffers: who has such a reference knows that no other storage has the address.
         self._counted: dict[int, StorageWeakRef] = {}
+        self._whole_bytes = 0
         self._forward = 0
         self._ordinal = 0
         # The plan's numbers of the next one that is saved, and of the first it does not know.
@@ -148,6 +149,7 @@ class Activations:
         self.coming += 1
         account = Account(self._ledger, (self._forward, ordinal), device_nbytes, index)
         account.storage_key = storage_key
+        self._whole_bytes += device_nbytes
         record = Activation(self, account)
         reference = weakref.ref(record, self._note_gone)
         self._by_storage[storage_key] = reference
@@ -164,16 +166,13 @@ class Activations:
         """What is left over from the one before is the caller's."""
         self.close_gone()
         self._by_index.clear()
-        for account in self._live.values():
-            account.retire()
+        self._retire(self._live.values())
 
     def begin_forward(self, number: int) -> None:
         """Forward ``number`` of those that wait for their backward begins. An earlier one of that number, whose graph
         was kept, is the caller's from now on."""
         self.close_gone()
-        for account in self._live.values():
-            if account.key[0] == number:
-                account.retire()
+        self._retire(account for account in self._live.values() if account.key[0] == number)
         self._forward, self._ordinal = number, 0
 
     def follow(self, first: int, stop: int) -> None:
@@ -204,12 +203,19 @@ class Activations:
                 continue
             self._may_be_held.pop(account, None)
             if not account.is_retired:
+                self._whole_bytes -= account.device_nbytes
                 self._collector.note_dropped(account.key)
             if self._by_storage.get(account.storage_key) is reference:
                 del self._by_storage[account.storage_key]
             if self._by_index.get(account.index) is reference:
                 del self._by_index[account.index]
             self._flights.close(account)
+
+    def _retire(self, accounts: Iterable[Account]) -> None:
+        for account in accounts:
+            if not account.is_retired:
+                self._whole_bytes -= account.device_nbytes
+                account.retire()
 
     def _note_gone(self, reference: "weakref.ref[Activation]") -> None:
         # Runs wherever the last reference happens to go, perhaps while another thread has the lock.
@@ -289,9 +295,8 @@ class Activations:
 
     @property
     def whole_bytes(self) -> int:
-        """Of all records that count, were all of them on the device."""
-        self.close_gone()
-        return sum(account.device_nbytes for account in self._live.values() if not account.is_retired)
+        """Of all records that count, were all of them on the device; and of what is gone, until `close_gone`."""
+        return self._whole_bytes
 
     def without_host_room(self) -> int:
         """Bytes on the device of records that could leave, had the host's budget room for them."""
@@ -311,8 +316,7 @@ class Activations:
         """Nothing is on its way. Graphs that are left can still be read."""
         self.close_gone()
         self._flights.land_all()
-        for account in self._live.values():
-            account.retire()
+        self._retire(self._live.values())
         self._by_index.clear()
         self._closed = True
 

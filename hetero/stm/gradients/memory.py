@@ -20,6 +20,7 @@ class GradientMemory:
         self._arena = arena
         self._ledger = ledger
         self._entries: dict[int, StatefulTensor] = {}
+        self.whole_bytes = 0  # of all gradients that there are, were they on the device
 
     def entry(self, tensor: ManagedTensor) -> StatefulTensor:
         """What is counted for its gradient; from now on, that there is one at home."""
@@ -27,6 +28,7 @@ class GradientMemory:
         if entry is None:
             entry = self._entries[tensor.index] = self._new_entry(tensor)
             entry.place(Tier.HOST, tensor.home.numel() * tensor.home.element_size())
+            self.whole_bytes += tensor.device_nbytes
         return entry
 
     def on_its_way(self, tensor: ManagedTensor) -> StatefulTensor:
@@ -42,6 +44,7 @@ class GradientMemory:
         entry = self._entries.pop(tensor.index, None)
         if entry is not None:
             entry.place(Tier.HOST, 0)
+            self.whole_bytes -= tensor.device_nbytes
 
     def host_tensor(self, tensor: ManagedTensor, gradient: torch.Tensor) -> torch.Tensor:
         """Memory for ``gradient`` at home, in home's type."""

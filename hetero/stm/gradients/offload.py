@@ -162,6 +162,11 @@ class Gradients:
         upcast = self._upcasts.pop(tensor.index, None)
         return self._ready.pop(tensor.index, None), changes if upcast is None else (upcast, *changes)
 
+    @property
+    def whole_bytes(self) -> int:
+        """Of all gradients that there are, were they on the device."""
+        return self._memory.whole_bytes
+
     def is_kept(self, tensor: ManagedTensor) -> bool:
         """It is on the device (`hetero.stm.gradients.kept`)."""
         return tensor in self.kept and has_gradient(tensor)

@@ -56,7 +56,6 @@ class Executor:
         self._plans = plans
         self._relief = relief
         self._segment: Segment | None = None
-        self._others_segments = 0  # when the iteration began
         self._is_backward = False
         self._course = Course(cycles, activations)
         self._backlog = Backlog(tensors, residency, activations)
@@ -151,12 +150,11 @@ class Executor:
             self._relief.await_release()
             self._holders.begin()
         self._segment = self._collector.begin_segment(key, sample=place.sample, time=place.time)
-        others = self._collector.others_segments()
         if place.number > 0:  # before an iteration, others may have run
             self._segment.brought_back = missing
-            self._segment.others_ran = others != self._others_segments
+            self._segment.others_ran = self._collector.others.have_run_within()
         else:
-            self._others_segments = others
+            self._collector.others.begin_iteration()
         if place.sample:
             self._segment.has_gradients = any(has_gradient(tensor) for tensor in self._tensors)
         there = self._segment.has_gradients or len(self._gradients.kept) > 0

@@ -108,8 +108,8 @@ class Fitting:
         all_there = len(gradients) == sum(t.parameter.requires_grad for t in stm.tensors)
         if not all(other.has_room_for(missing) for other in settled_on(stm.device)):
             return False
-        # What others have away comes back while ours goes on, and nobody asks whether there is room beside that.
-        away = max(0, stm.collector.others_away_bytes()) if growth.has_others_within else 0
+        # What those have away that run while ours does comes back then, and nobody asks whether there is room for it.
+        away = max(0, stm.sharing.away_from_others(active=True)) if growth.has_others_within else 0
         kinds = growth.of(beside=beside).values()
         most = missing + max(each.with_gradients if all_there else each.without for each in kinds)
         return self._accelerator.used_bytes() + away + most <= self._budget - stm.plans.margin
