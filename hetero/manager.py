@@ -346,8 +346,8 @@ class Manager:
             warnings.warn(
                 f"{len(names)} of {len(parameters)} parameters share memory with tensors from before `manage` "
                 f"({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}): these follow no longer, nor does what "
-                "is written to them reach the model, as after model.to(device). Whoever needs an alias (p.data, a "
-                "view, an optimizer that keeps one) takes it after `manage`",
+                "is written to them reach the model, as after model.to(device). No harm unless they are used so: then "
+                "take the alias (p.data, a view, an optimizer that keeps one) after `manage`",
                 RuntimeWarning,
                 stacklevel=4,
             )

@@ -149,3 +149,20 @@ def test_what_fits_settles(loop, depths):
     build = models_of(*depths)
     stats = twins(loop, build, int(1.3 * unmanaged_peak(loop, build)))
     assert all(each.settled_forwards > 0 for each in stats)
+
+
+@pytest.mark.parametrize("depths", [(2, 3), (2, 2)])
+def test_who_never_runs_keeps_nobody_from_settling(depths):
+    """It is large, and at home."""
+    together = each_trained(_together, 1, 4)
+
+    def build():
+        models, optimizers = models_of(*depths)()
+        return [*models, mlp(depth=12)], [*optimizers, None]
+
+    def loop(models, optimizers, target):
+        return together(models[:-1], optimizers[:-1], target)
+
+    peak = unmanaged_peak(together, models_of(*depths))
+    stats = twins(loop, build, int(1.3 * peak))
+    assert all(each.settled_forwards > 0 for each in stats[:-1])

@@ -118,6 +118,11 @@ def assert_counted(manager: hetero.Manager) -> None:
     assert residency._living == {tensor.index: tensor.living_nbytes for tensor in living}
     assert residency._living_bytes == sum(residency._living.values())
     assert kept.nbytes == sum(manager._stm.tensors[index].full_nbytes for index in kept.indices())
+    gradients, activations = manager._stm.gradients._memory, manager._stm.activations
+    assert gradients.whole_bytes == sum(manager._stm.tensors[x].device_nbytes for x in gradients._entries)
+    activations.close_gone()
+    accounts = [account for account in activations._live.values() if not account.is_retired]
+    assert activations.whole_bytes == sum(account.device_nbytes for account in accounts)
 
 
 def plain(value: Any) -> Any:

@@ -111,8 +111,8 @@ class Fitting:
         # What those have away that run while ours does comes back then, and nobody asks whether there is room for it.
         away = max(0, stm.sharing.away_from_others(active=True)) if growth.has_others_within else 0
         kinds = growth.of(beside=beside).values()
-        most = missing + max(each.with_gradients if all_there else each.without for each in kinds)
-        return self._accelerator.used_bytes() + away + most <= self._budget - stm.plans.margin
+        grows = max((each.with_gradients if all_there else each.without for each in kinds), default=0)
+        return self._accelerator.used_bytes() + away + missing + grows <= self._budget - stm.plans.margin
 
     def is_ours_alone(self) -> bool:
         """No other optimizer has these parameters. Looked for once: who comes later says so."""
