@@ -32,7 +32,7 @@ __all__ = ["Passage"]
 
 
 class Passage:
-    """Of one manager. ``allowed``, ``rest``, ``wake``: as in `hetero.stm.settled.state.Settled`.
+    """Of one manager. ``allowed``: by the user; ``rest``, ``wake``: called where interception ends, and begins again.
 
     Attributes:
         running: the threads of settled forwards that run now, once for each. Whoever has the manager's lock and finds
@@ -53,9 +53,9 @@ class Passage:
         wake: Callable[[], None],
     ) -> None:
         self.stm = stm
-        self._accelerator = accelerator
-        self._budget = budget
-        self._step = step
+        self.accelerator = accelerator
+        self.budget = budget
+        self.step = step
         # Nothing here may lead to the model: whoever drops it without closing is noticed by that.
         self._compiled = weakref.ref(compiled)
         self._rest = rest
@@ -101,9 +101,9 @@ class Passage:
         """It is there; False, and as before, if somebody would be left behind, or there is no memory after all.
         ``together``: what settles now, with ours, or none of it."""
         stm = self.stm
-        limit = self._budget - stm.plans.margin
+        limit = self.budget - stm.plans.margin
         # By what was measured everything fitted before as well; and the counter would not tell of it again.
-        passed = self.attempts.times_passed and self._accelerator.peak_bytes() > limit
+        passed = self.attempts.times_passed and self.accelerator.peak_bytes() > limit
         if passed or not self.fitting.is_private(together) or not self._begin_step():
             return False  # where it has passed: nothing but the user may ever reset it
         gradients: dict[int, torch.Tensor] = {}
@@ -134,28 +134,28 @@ class Passage:
                 if tensor.parameter.grad is not None:
                     taken[tensor.index] = self.stm.gradients.give(tensor)
         except torch.OutOfMemoryError:
-            self._accelerator.note_answered()
+            self.accelerator.note_answered()
             return False
         return True
 
     def _begin_step(self) -> bool:
-        if self._step is None or self.own_step is None:
+        if self.step is None or self.own_step is None:
             return True
-        if not self._step.complete():
+        if not self.step.complete():
             return False
-        self._without_state = self._step.device_homes.stepped - self._with_state(self._step.optimizer)
-        self._step.detach()
+        self._without_state = self.step.device_homes.stepped - self._with_state(self.step.optimizer)
+        self.step.detach()
         try:
-            self.own_step.begin(self.stm.tensors, self._accelerator.device)
+            self.own_step.begin(self.stm.tensors, self.accelerator.device)
         except ManageError:  # somebody holds a state
             self._end_step()
             return False
         return True
 
     def _end_step(self) -> None:
-        if self._step is not None and self.own_step is not None:
+        if self.step is not None and self.own_step is not None:
             self.own_step.end()
-            self._step.resume(self._with_state(self._step.optimizer) | self._without_state)
+            self.step.resume(self._with_state(self.step.optimizer) | self._without_state)
 
     def _with_state(self, optimizer: torch.optim.Optimizer) -> set[int]:
         return {t.index for t in self.stm.tensors if dict.get(optimizer.state, t.parameter)}
@@ -190,7 +190,7 @@ class Passage:
             return False
         if self.own_step is not None and self.own_step.is_viewed(self.stm.tensors):
             return False
-        return may_go_back(self.stm.tensors, self._accelerator.device)
+        return may_go_back(self.stm.tensors, self.accelerator.device)
 
     def is_amid(self, *, may_be_in_scope: bool = False) -> bool:
         """Something runs."""

@@ -13,14 +13,10 @@ from typing import Any
 import torch
 
 from hetero.autograd import in_backward
-from hetero.devices import Accelerator
-from hetero.stm.interception.compiled import CompiledCalls
 from hetero.stm.interception.scopes import in_scope
-from hetero.stm.manager import StatefulTensorMgr
 from hetero.stm.plans.fits import ForwardKind
 from hetero.stm.settled.kin import Kin
 from hetero.stm.settled.passage import Passage
-from hetero.stm.step.hoststep import HostStep
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.managed import ManagedTensor
 from hetero.units import format_bytes
@@ -29,7 +25,7 @@ __all__ = ["Settled"]
 
 
 class Settled:
-    """Of one manager. ``allowed``: by the user; ``rest``, ``wake``: called where interception ends, and begins again.
+    """Of one manager, that goes there and back by ``passage``.
 
     Attributes:
         device: of ours.
@@ -38,42 +34,19 @@ class Settled:
         running: the threads of settled forwards that run now, once for each.
     """
 
-    def __init__(
-        self,
-        stm: StatefulTensorMgr,
-        accelerator: Accelerator,
-        budget: int,
-        *,
-        step: HostStep | None,
-        compiled: CompiledCalls,
-        allowed: bool,
-        rest: Callable[[], None],
-        wake: Callable[[], None],
-    ) -> None:
-        self._stm = stm
-        self._accelerator = accelerator
-        self._budget = budget
-        self._step = step
-        self._passage = Passage(
-            stm,
-            accelerator,
-            budget,
-            step=step,
-            compiled=compiled,
-            allowed=allowed,
-            rest=rest,
-            wake=wake,
-        )
-        self._check, self._attempts = self._passage.check, self._passage.attempts
-        self._kin = Kin(self._passage)
-        self.optimizer, self.onlookers = self._passage.optimizer, self._passage.fitting.onlookers
-        self.running = self._passage.running
+    def __init__(self, passage: Passage) -> None:
+        self._passage = passage
+        self._stm = stm = passage.stm
+        self._check, self._attempts = passage.check, passage.attempts
+        self._kin = Kin(passage)
+        self.optimizer, self.onlookers = passage.optimizer, passage.fitting.onlookers
+        self.running = passage.running
         self.device = stm.device
         self.is_on = False
         self.forwards = 0
         stm.standing.settled = self
         # Weakly: see `Standing.settled`; and the onlookers are among what kin have.
-        kin, fitting = weakref.ref(self._kin), weakref.ref(self._passage.fitting)
+        kin, fitting = weakref.ref(self._kin), weakref.ref(passage.fitting)
         self.onlookers.when_looked = lambda: None if (there := kin()) is None else there.send_home()
         stm.home_choice.everything_fits = lambda: (
             (there := fitting()) is not None and there.growth() is not None
@@ -112,15 +85,15 @@ class Settled:
 
     def _warn_of_alias(self) -> None:
         """Once, if the budget was passed: because of what somebody holds, nobody can see to it."""
-        passed = self._check.peak - self._budget
+        budget, device = self._passage.budget, self.device
+        passed = self._check.peak - budget
         if passed <= 0 or self._check.has_warned or self._passage.is_amid():
             return
         self._check.has_warned = True
         warnings.warn(
-            f"the device_budget of {format_bytes(self._budget)} was passed by {format_bytes(passed)}, and cannot be "
-            f"kept for now: all parameters are on {self._accelerator.device} and have to stay there, unmanaged, "
-            "while something holds memory of theirs (model.state_dict(), p.data, a view, optimizer.state_dict(), a "
-            "graph): let go of it, or copy it",
+            f"the device_budget of {format_bytes(budget)} was passed by {format_bytes(passed)}, and cannot be kept for "
+            f"now: all parameters are on {device} and have to stay there, unmanaged, while something holds memory of "
+            "theirs (model.state_dict(), p.data, a view, optimizer.state_dict(), a graph): let go of it, or copy it",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -172,9 +145,9 @@ class Settled:
 
     def trim(self) -> int:
         """Give back what the allocator caches; returns how many bytes."""
-        before = self._accelerator.reserved_bytes()
-        self._accelerator.release_cached()
-        return max(0, before - self._accelerator.reserved_bytes())
+        before = self._passage.accelerator.reserved_bytes()
+        self._passage.accelerator.release_cached()
+        return max(0, before - self._passage.accelerator.reserved_bytes())
 
     def has_room_for(self, nbytes: int) -> bool:
         """The iteration that is under way fits with so many bytes of another manager's, which is to settle too."""
@@ -188,8 +161,8 @@ class Settled:
         """``optimizer`` has parameters of ours. `hetero.stm.tensors.onlookers`"""
         if optimizer is not self.optimizer:
             self.forbid()
-        elif self._step is not None:
-            self._step.watch()
+        elif self._passage.step is not None:
+            self._passage.step.watch()
 
     def forbid(self) -> None:
         """Leave at the next forward, and never settle again."""
