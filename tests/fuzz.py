@@ -57,9 +57,10 @@ def _linear(inputs=64, outputs=64):  # as `loops.batch` is wide
 
 def _score(layer, x):
     score = torch.func.grad(lambda y: layer(y).tanh().square().sum())(x)
-    wait_for_backward_ends(
-        x.device
-    )  # else what autograd's thread still holds is in some peaks and not in others
+    # Else what autograd's thread still holds is in some peaks and not in others. Within a reentrant checkpoint's
+    # backward that thread waits for us.
+    if torch._C._current_graph_task_id() == -1:
+        wait_for_backward_ends(x.device)
     return score
 
 
