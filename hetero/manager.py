@@ -37,8 +37,8 @@ from hetero.stm.interception.parts import forget_model, note_model
 from hetero.stm.interception.whereabouts import DeviceProperties
 from hetero.stm.modelcalls import ModelCalls
 from hetero.stm.running.staying import take_away_what_is_over
-from hetero.stm.settled.passage import Passage
 from hetero.stm.settled.state import Settled
+from hetero.stm.settled.transition import Transition
 from hetero.stm.step.hoststep import HostStep
 from hetero.stm.tensors.aliases import aliased
 from hetero.stm.updates.kernels import GroupKernels
@@ -202,7 +202,7 @@ class Manager:
                 uses_device=config.device_homes,
                 speculates=config.speculate,
             )
-        passage = Passage(
+        transition = Transition(
             self._stm,
             accelerator,
             config.device_budget,
@@ -212,7 +212,7 @@ class Manager:
             rest=weakly(self._rest),
             wake=weakly(self._wake),
         )
-        self._settled = Settled(passage)
+        self._settled = Settled(transition)
         self._calls = ModelCalls(
             model,
             self._stm,

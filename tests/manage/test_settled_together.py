@@ -10,6 +10,12 @@ from loops import batch, mlp
 from several import sgd, twins
 
 
+def _step(optimizers):
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def _together(model_losses):
     sum(model_losses).backward()
 
@@ -34,9 +40,7 @@ def each_trained(backward, forwards, rows):
             seen += [loss.detach() for loss in losses]
             backward(losses)
             del losses
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            _step(optimizers)
         return seen
 
     return loop
@@ -54,9 +58,7 @@ def one_after_the_other(forwards, rows):
                     loss.backward()
                     seen.append(loss.detach())
                     del loss
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            _step(optimizers)
         return seen
 
     return loop
@@ -92,9 +94,7 @@ def pipeline(micro_batches, rows):
                     del result, gradient
                 seen.append(given.grad)
                 del given
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            _step(optimizers)
         return seen
 
     return loop

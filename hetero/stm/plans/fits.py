@@ -34,6 +34,10 @@ class KindGrowth:
     with_gradients: int
     without: int
 
+    def most(self, *, are_there: bool) -> int:
+        """By whether gradients are."""
+        return self.with_gradients if are_there else self.without
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Growth:

@@ -54,7 +54,8 @@ class Rows:
             limit = self.room - non_model_peak(measured, index) - lives.unseen[now]
             capacity = limit - self.placed[now]
             least = sum(sizes[tensor] for tensor in mandatory)
-            guarded |= any(p.relieved and (p.lost_own or capacity < least) for p in _same(measured, index))
+            samples = _same(measured, index)
+            guarded |= any(p.relieved and (p.lost_own or capacity < least) for p in samples)
             if not self.elsewhere:  # these did fit when measured, with gradients handed over at once
                 capacity = max(capacity, least)
             time = _times(period) if times is None else times[index]
@@ -76,8 +77,7 @@ class Rows:
             )
             self.operands.append(period.operands)
             self.limits.append(limit)
-            self.others_gave.append(any(p.others_gave for p in _same(measured, index)))
-            samples = _same(measured, index)
+            self.others_gave.append(any(p.others_gave for p in samples))
             beside, peak = max(p.beside_bytes for p in samples), non_model_peak(measured, index)
             self.non_model.append(beside)
             self.others_away.append(max(p.with_others_bytes for p in samples) - beside)

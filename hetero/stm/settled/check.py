@@ -156,12 +156,11 @@ class Check:
             return True
         kind, used, makes_gradients = self._begun
         by_kind = self._growth.by_kind_beside
-        growth = by_kind.get(kind) or self._of_larger(
-            kind, by_kind
-        )  # not learned: it may be another thread that asks
-        if growth is None:
-            return False
-        return used + nbytes + (growth.without if makes_gradients else growth.with_gradients) <= self._limit
+        # Not learned: it may be another thread that asks.
+        growth = by_kind.get(kind) or self._of_larger(kind, by_kind)
+        return (
+            growth is not None and used + nbytes + growth.most(are_there=not makes_gradients) <= self._limit
+        )
 
     def note_others(self, *, are_settled: bool) -> None:
         """Other managers of the device are settled, and make no room, or none is."""

@@ -1,6 +1,6 @@
 """Whether everything fits on the device, and nobody would be left behind.
 
-Owns the answer that `hetero.stm.settled.passage` asks for before it lets a manager rest. Invariant: what is answered
+Owns the answer that `hetero.stm.settled.transition` asks for before it lets a manager rest. Invariant: what is answered
 leaves everything as it was, but for copies that it fetches. How much was measured is `hetero.stm.plans.fits`'s, who
 would notice `hetero.stm.tensors.onlookers`'.
 """
@@ -111,7 +111,7 @@ class Fitting:
         # What those have away that run while ours does comes back then, and nobody asks whether there is room for it.
         away = max(0, stm.sharing.away_from_others(active=True)) if growth.has_others_within else 0
         kinds = growth.of(beside=beside).values()
-        grows = max((each.with_gradients if all_there else each.without for each in kinds), default=0)
+        grows = max((each.most(are_there=all_there) for each in kinds), default=0)
         return self._accelerator.used_bytes() + away + missing + grows <= self._budget - stm.plans.margin
 
     def is_ours_alone(self) -> bool:

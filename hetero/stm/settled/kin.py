@@ -22,7 +22,7 @@ import torch
 from hetero.autograd import in_backward
 from hetero.stm.living import Living
 from hetero.stm.plans.fits import ForwardKind, Growth
-from hetero.stm.settled.passage import Passage
+from hetero.stm.settled.transition import Transition
 from hetero.stm.tensors.managed import ManagedTensor
 
 __all__ = ["Kin"]
@@ -39,9 +39,9 @@ class Kin:
         thread: of its last forward.
     """
 
-    def __init__(self, passage: Passage) -> None:
-        self._passage = passage
-        self._onlookers = passage.fitting.onlookers
+    def __init__(self, transition: Transition) -> None:
+        self._transition = transition
+        self._onlookers = transition.fitting.onlookers
         self.thread = threading.get_ident()
         self._waits = 0
         self._is_bound = False  # had settled while kin had not, and was sent home for it
@@ -55,31 +55,31 @@ class Kin:
     def settle(self, kind: ForwardKind) -> bool:
         """Enter for a forward of such a kind, and with it all that have to be there too; all of them or none."""
         self._was_looked_at, self._onlookers.have_looked = self._onlookers.have_looked > 0, 0
-        growth = None if self._was_looked_at else self._passage.growth(kind)
+        growth = None if self._was_looked_at else self._transition.growth(kind)
         return growth is not None and self._enter(kind, growth)
 
     def take_along(self, *, amid: bool = False) -> None:
-        """This one has left: they do, now or else at their next forward. ``amid``: as in `Passage.leave`."""
+        """This one has left: they do, now or else at their next forward. ``amid``: as in `Transition.leave`."""
         for one in self._others():
-            passage = one._passage
-            if passage.is_on:
+            transition = one._transition
+            if transition.is_on:
                 with one._locked_now() as is_locked:
-                    has_left = is_locked and not in_backward() and passage.leave(amid=amid)
+                    has_left = is_locked and not in_backward() and transition.leave(amid=amid)
                 if not has_left:
-                    passage.check.must_leave = True
+                    transition.check.must_leave = True
 
     def send_home(self) -> None:
         """Somebody is given our parameters at home, perhaps only to copy them, over and over."""
-        if not self._passage.is_on:
+        if not self._transition.is_on:
             for one in self._others():
-                one._is_bound = one._is_bound or one._passage.is_on
+                one._is_bound = one._is_bound or one._transition.is_on
             self.take_along()
 
     # -- all of them, or none -------------------------------------------------------------------------
 
     def _enter(self, kind: ForwardKind, growth: Growth) -> bool:
-        passage = self._passage
-        others = [one for one in self._others() if not one._passage.is_on]
+        transition = self._transition
+        others = [one for one in self._others() if not one._transition.is_on]
         ready = [one for one in others if one._is_ready()]
         if len(ready) < len(others):
             self._waits += 1
@@ -87,47 +87,49 @@ class Kin:
             may_be_combined = any(one._onlookers.have_values for one in (self, *others))
             if self._is_bound or may_be_combined or self._waits <= _MOST_WAITS:
                 return False
-        if ready and passage.growth(kind, with_kin=True) is None:
+        if ready and transition.growth(kind, with_kin=True) is None:
             return False
-        together = [tensor for one in (self, *ready) for tensor in one._passage.stm.tensors]
-        if not all(one._is_private(together) for one in ready) or not passage.enter(kind, growth, together):
-            passage.attempts.note_failure()
+        together = [tensor for one in (self, *ready) for tensor in one._transition.stm.tensors]
+        if not all(one._is_private(together) for one in ready) or not transition.enter(
+            kind, growth, together
+        ):
+            transition.attempts.note_failure()
             return False
         self._waits = 0
         if not all(one._enter_beside(together) for one in ready):
-            if passage.leave():
+            if transition.leave():
                 self.take_along()
-            passage.attempts.note_failure()
+            transition.attempts.note_failure()
             return False
         return True
 
     def _is_ready(self) -> bool:
         """Between two iterations, with nothing that stands against it."""
-        passage = self._passage
+        transition = self._transition
         with self._locked_now() as is_locked:
             if not is_locked or self._was_looked_at or self._onlookers.have_looked:
                 return False
             return (
-                passage.stm.segments.is_idle
-                and passage.is_between()
-                and passage.growth(None, with_kin=True) is not None
+                transition.stm.segments.is_idle
+                and transition.is_between()
+                and transition.growth(None, with_kin=True) is not None
             )
 
     def _is_private(self, together: Sequence[ManagedTensor]) -> bool:
         with self._locked_now() as is_locked:
-            return is_locked and self._passage.fitting.is_private(together)
+            return is_locked and self._transition.fitting.is_private(together)
 
     def _enter_beside(self, together: Sequence[ManagedTensor]) -> bool:
         """Kin of ours has."""
-        passage = self._passage
+        transition = self._transition
         with self._locked_now() as is_locked:
-            growth = passage.growth(None) if is_locked and passage.is_between() else None
-            return growth is not None and passage.enter(None, growth, together)
+            growth = transition.growth(None) if is_locked and transition.is_between() else None
+            return growth is not None and transition.enter(None, growth, together)
 
     @contextlib.contextmanager
     def _locked_now(self) -> Iterator[bool]:
         """Whether the lock could be had at once: it may be at work on another thread, and wait for us."""
-        lock = self._passage.stm.lock
+        lock = self._transition.stm.lock
         is_locked = lock.acquire(blocking=False)
         try:
             yield is_locked
@@ -140,28 +142,28 @@ class Kin:
     @functools.cached_property
     def _shapes(self) -> Counter[torch.Size]:
         """Of our parameters."""
-        return Counter(tensor.home.shape for tensor in self._passage.stm.tensors)
+        return Counter(tensor.home.shape for tensor in self._transition.stm.tensors)
 
     def _others(self) -> "list[Kin]":
         """[Note: kin]."""
-        passage = self._passage
+        transition = self._transition
         return [
             other
             for other in _everyone
             if other is not self
-            and other._passage.stm.device == passage.stm.device
+            and other._transition.stm.device == transition.stm.device
             and other._takes_part()
-            and (passage.optimizer is None or other._passage.optimizer is not passage.optimizer)
+            and (transition.optimizer is None or other._transition.optimizer is not transition.optimizer)
             and _are_alike(self._shapes, other._shapes)
         ]
 
     def _takes_part(self) -> bool:
         """It has run, or somebody has looked at its parameters, and they may settle in this process; on this thread."""
-        passage = self._passage
-        standing = passage.stm.standing
+        transition = self._transition
+        standing = transition.stm.standing
         if standing.is_closed or standing.is_in_child or self.thread != threading.get_ident():
             return False
-        return passage.is_on or passage.stm.plans.last is not None or self._onlookers.have_been_there
+        return transition.is_on or transition.stm.plans.last is not None or self._onlookers.have_been_there
 
 
 def _are_alike(one: Counter[torch.Size], other: Counter[torch.Size]) -> bool:

@@ -1,7 +1,7 @@
 """The settled state of one manager: when it begins and ends, and what others ask of it.
 
 Owns the answer to each of the model's forwards, whether it runs as the user's own. The way there and back is
-`hetero.stm.settled.passage`'s.
+`hetero.stm.settled.transition`'s.
 """
 
 import threading
@@ -16,7 +16,7 @@ from hetero.autograd import in_backward
 from hetero.stm.interception.scopes import in_scope
 from hetero.stm.plans.fits import ForwardKind
 from hetero.stm.settled.kin import Kin
-from hetero.stm.settled.passage import Passage
+from hetero.stm.settled.transition import Transition
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.managed import ManagedTensor
 from hetero.units import format_bytes
@@ -25,28 +25,28 @@ __all__ = ["Settled"]
 
 
 class Settled:
-    """Of one manager, that goes there and back by ``passage``.
+    """Of one manager, that goes there and back by ``transition``.
 
     Attributes:
         device: of ours.
-        is_on: it is settled; `Passage` sets this.
+        is_on: it is settled; `Transition` sets this.
         forwards: how many ran settled, each after one check.
         running: the threads of settled forwards that run now, once for each.
     """
 
-    def __init__(self, passage: Passage) -> None:
-        self._passage = passage
-        self._stm = stm = passage.stm
-        self._check, self._attempts = passage.check, passage.attempts
-        self._kin = Kin(passage)
-        self.optimizer, self.onlookers = passage.optimizer, passage.fitting.onlookers
-        self.running = passage.running
+    def __init__(self, transition: Transition) -> None:
+        self._transition = transition
+        self._stm = stm = transition.stm
+        self._check, self._attempts = transition.check, transition.attempts
+        self._kin = Kin(transition)
+        self.optimizer, self.onlookers = transition.optimizer, transition.fitting.onlookers
+        self.running = transition.running
         self.device = stm.device
         self.is_on = False
         self.forwards = 0
         stm.standing.settled = self
         # Weakly: see `Standing.settled`; and the onlookers are among what kin have.
-        kin, fitting = weakref.ref(self._kin), weakref.ref(passage.fitting)
+        kin, fitting = weakref.ref(self._kin), weakref.ref(transition.fitting)
         self.onlookers.when_looked = lambda: None if (there := kin()) is None else there.send_home()
         stm.home_choice.everything_fits = lambda: (
             (there := fitting()) is not None and there.growth() is not None
@@ -85,9 +85,9 @@ class Settled:
 
     def _warn_of_alias(self) -> None:
         """Once, if the budget was passed: because of what somebody holds, nobody can see to it."""
-        budget, device = self._passage.budget, self.device
+        budget, device = self._transition.budget, self.device
         passed = self._check.peak - budget
-        if passed <= 0 or self._check.has_warned or self._passage.is_amid():
+        if passed <= 0 or self._check.has_warned or self._transition.is_amid():
             return
         self._check.has_warned = True
         warnings.warn(
@@ -110,7 +110,7 @@ class Settled:
         if in_scope() or in_backward():
             return False
         with self._stm.lock, torch.inference_mode(False), torch.no_grad(), plain():
-            return self._passage.is_between() and self._kin.settle(kind)
+            return self._transition.is_between() and self._kin.settle(kind)
 
     # -- and back -------------------------------------------------------------------------------------
 
@@ -124,7 +124,7 @@ class Settled:
         stands against a parameter's exchange. ``force``: then too. ``amid``: another model's forward may run,
         which has no parameter of ours."""
         was_on = self.is_on
-        if not self._passage.leave(force=force, amid=amid):
+        if not self._transition.leave(force=force, amid=amid):
             return False
         if was_on:
             self._kin.take_along(amid=amid)
@@ -141,13 +141,13 @@ class Settled:
 
     def version(self, tensor: ManagedTensor) -> int:
         """`ManagedTensor.version`, as graphs from before know it."""
-        return self._passage.parameters.version(tensor)
+        return self._transition.parameters.version(tensor)
 
     def trim(self) -> int:
         """Give back what the allocator caches; returns how many bytes."""
-        before = self._passage.accelerator.reserved_bytes()
-        self._passage.accelerator.release_cached()
-        return max(0, before - self._passage.accelerator.reserved_bytes())
+        before = self._transition.accelerator.reserved_bytes()
+        self._transition.accelerator.release_cached()
+        return max(0, before - self._transition.accelerator.reserved_bytes())
 
     def has_room_for(self, nbytes: int) -> bool:
         """The iteration that is under way fits with so many bytes of another manager's, which is to settle too."""
@@ -161,8 +161,8 @@ class Settled:
         """``optimizer`` has parameters of ours. `hetero.stm.tensors.onlookers`"""
         if optimizer is not self.optimizer:
             self.forbid()
-        elif self._passage.step is not None:
-            self._passage.step.watch()
+        elif self._transition.step is not None:
+            self._transition.step.watch()
 
     def forbid(self) -> None:
         """Leave at the next forward, and never settle again."""
@@ -173,14 +173,14 @@ class Settled:
         """Management ends."""
         self._kin.close()
         self.leave(force=True)
-        self._passage.parameters.close()
+        self._transition.parameters.close()
         self.onlookers.close()
 
     def abandonment(self) -> Callable[[], None]:
         """What to do when the manager is gone with its model, and this with it. It has no optimizer, which may have the
         model; one that somebody else has has what is to be ended of a step."""
-        parameters = self._passage.parameters
-        own_step = None if self._passage.own_step is None else weakref.ref(self._passage.own_step)
+        parameters = self._transition.parameters
+        own_step = None if self._transition.own_step is None else weakref.ref(self._transition.own_step)
 
         def abandon() -> None:
             if own_step is not None and (there := own_step()) is not None:

@@ -28,10 +28,10 @@ from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.managed import ManagedTensor
 from hetero.stm.tensors.owner import SettledState
 
-__all__ = ["Passage"]
+__all__ = ["Transition"]
 
 
-class Passage:
+class Transition:
     """Of one manager. ``allowed``: by the user; ``rest``, ``wake``: called where interception ends, and begins again.
 
     Attributes:
