@@ -80,6 +80,10 @@ class HomeAccess:
         self.before_write(tensor)
         tensor.clock.note_given_out()
 
+    def take_back(self, tensor: ManagedTensor) -> None:
+        """Who was given its memory last has only read it, and is about to let go of it."""
+        tensor.clock.note_given_back()
+
     def follow_unknown_writes(self, tensor: ManagedTensor) -> None:
         """Its copy is about to be used outside a forward and a backward, whose beginnings see to it themselves."""
         if tensor.clock.may_be_written_unseen:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from loops import batch, mlp, square_loss
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 from twins import assert_twins, device
 
 import hetero
@@ -17,6 +18,28 @@ def scale_state(model):
         value.data.mul_(0.9)
 
 
+def write_and_copy(alias):
+    alias.data.mul_(0.9)
+    return alias.cpu()
+
+
+def copy_and_write(model):
+    alias = model[4].weight.detach()
+    alias.cpu()
+    alias.data.mul_(0.9)
+
+
+def write_beside_a_copy(model):
+    row = model[4].weight.detach()[0]
+    model[4].weight.detach().cpu()
+    row.data.zero_()
+
+
+def write_before_a_copy(model):
+    model[4].weight.detach()[0].data.zero_()
+    model[4].weight.detach().to("cpu")
+
+
 WRITES = {
     "a row": lambda model: model[0].weight[0].data.zero_(),
     "transposed": lambda model: model[4].weight.t().data.mul_(0.9),
@@ -24,6 +47,10 @@ WRITES = {
     "a row of data": lambda model: model[4].weight.data[0].data.mul_(0.9),
     "data of data": lambda model: model[4].weight.data.data.mul_(0.9),
     "a state_dict": scale_state,
+    "and copied by name": lambda model: write_and_copy(model[4].weight.detach()),
+    "copied by name": copy_and_write,
+    "beside a copy": write_beside_a_copy,
+    "before a copy": write_before_a_copy,
 }
 
 
@@ -74,6 +101,28 @@ def test_who_keeps_a_state_dict_may_write_to_it_at_any_time(between_forwards, sh
             write(model)
 
         return train_on(model, optimizer, target, after_step=look_and_write if between_forwards else write)
+
+    assert_twins(mlp, loop, share=share)
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_who_keeps_memory_writes_before_somebody_copies(share):
+    def loop(model, optimizer, target):
+        seen = []
+        for _ in range(6):
+            weight = model[4].weight
+            kept = [weight.detach()[0], weight.detach()[1]]
+            loss = square_loss(model, target)  # asks who has it
+            for row in kept:
+                row.data.mul_(0.5)
+            del kept, row
+            copy = weight.detach().cpu()
+            with torch.no_grad():
+                seen += [loss, copy, model(batch(target))]
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
 
     assert_twins(mlp, loop, share=share)
 
@@ -170,6 +219,43 @@ def fetched_by_forwards(looks):
 def test_who_reads_numbers_costs_no_fetch():
     fetched, _ = fetched_by_forwards([read_numbers] * 4)
     assert fetched == [0] * 4
+
+
+@pytest.mark.parametrize(
+    "copied", [lambda p: p.detach().cpu(), lambda p: p.detach().to("cpu", torch.float64)]
+)
+def test_who_asks_for_copies_on_the_host_costs_no_fetch(copied):
+    def copies(model):
+        return [copied(parameter) for parameter in model.parameters()]
+
+    fetched, all_bytes = fetched_by_forwards([copies, copies, read_a_view, copies])
+    assert fetched == [0, 0, all_bytes, 0]
+
+
+@pytest.mark.parametrize("share", [0.4, 0.7])
+def test_an_average_that_follows_each_step_costs_no_fetch(share):
+    """Copies that were fetched ahead, for the next forward, stay what they are."""
+    fetched = []
+    for averages in (False, True):
+        model, target = mlp(width=128, depth=8), device()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        average = AveragedModel(model)
+        nbytes = sum(p.nbytes for p in model.parameters())
+        where = {
+            "device": target,
+            "device_budget": int(2 * share * nbytes) + (64 << 10),
+            "device_homes": False,
+        }
+        with hetero.manage(model, optimizer, **where) as manager:
+            for _ in range(8):
+                before = manager.stats.total_fetched_bytes
+                model(batch(target, width=128)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if averages:
+                    average.update_parameters(model)
+            fetched.append(manager.stats.total_fetched_bytes - before)
+    assert 0 < fetched[1] <= fetched[0]
 
 
 def test_who_was_given_memory_costs_a_fetch_once():

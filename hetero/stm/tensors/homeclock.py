@@ -16,7 +16,7 @@ __all__ = ["HomeClock"]
 class HomeClock:
     """Of one home at a time."""
 
-    __slots__ = ("_alias", "_doubtful", "_home", "_source", "_unseen", "_was_given_out")
+    __slots__ = ("_alias", "_doubtful", "_given_out", "_home", "_source", "_unseen")
 
     def __init__(self) -> None:
         self._home: torch.Tensor
@@ -25,14 +25,14 @@ class HomeClock:
         self._unseen = 0
         # Of these, what somebody may have done who was given home's memory: most often they only looked.
         self._doubtful = 0
-        # Somebody was given home's memory, and may have written there, since it was last asked who has it.
-        self._was_given_out = False
+        # How often somebody was given home's memory, and may have written there, since it was last asked who has it.
+        self._given_out = 0
 
     def bind(self, home: torch.Tensor) -> None:
         """``home`` is what it tells of from now on."""
         self._home = home
         self._alias = self._source = None
-        self._was_given_out = False
+        self._given_out = 0
 
     def watch(self, source: torch.Tensor) -> None:
         """Home is memory that ``source`` shares, under a version counter of its own (``p.data = flat[i:j]``)."""
@@ -66,12 +66,16 @@ class HomeClock:
     def note_given_out(self) -> None:
         """Somebody has home's memory: what they write through ``.data`` of a view of it moves no counter that we see.
         `note_unknown_writes` is to follow before a copy of it is used again."""
-        self._was_given_out = True
+        self._given_out += 1
+
+    def note_given_back(self) -> None:
+        """Who was given home's memory last has only read it, and is about to let go of it."""
+        self._given_out = max(0, self._given_out - 1)
 
     @property
     def may_be_written_unseen(self) -> bool:
         """By somebody who has home's memory, or had it not long ago. If not, `note_unknown_writes` does nothing."""
-        return self._was_given_out or self._source is not None
+        return bool(self._given_out) or self._source is not None
 
     def note_unknown_writes(self, *, copy_is_newer: bool) -> bool:
         """Home counts as written if somebody may have done so unseen; whether it does. They are those who were given
@@ -82,9 +86,10 @@ class HomeClock:
         if self._source is None and copy_is_newer:
             return False  # whoever was given home found it up to date: only the copy has been written since
         is_shared = not memory_is_private(self._home, self._ours)
-        if not (self._was_given_out or is_shared):
+        if not (self._given_out or is_shared):
             return False
-        self._was_given_out = is_shared
+        # More than one may still have it: that one gives it back tells nothing of the others.
+        self._given_out = 2 if is_shared else 0
         self._doubtful += self._source is None
         self.note_write()
         return True

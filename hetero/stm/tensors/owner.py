@@ -68,6 +68,9 @@ class HomeOwner(Protocol):
     def give_out(self, tensor: "ManagedTensor") -> None:
         """Somebody is about to get its memory, and may write there unseen."""
 
+    def take_back(self, tensor: "ManagedTensor") -> None:
+        """Who was given its memory last has only read it, and is about to let go of it."""
+
     def follow_unknown_writes(self, tensor: "ManagedTensor") -> None:
         """Its copy is about to be used: it is to show what may have been written unseen."""
 
