@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from hetero.cli.provenance import commit, provenance
-from hetero.devices.host import host_memory_total
+from hetero.devices import host_memory_total
 
 __all__ = ["RESULTS", "Samples", "commit", "interleaved", "median", "read", "write"]
 

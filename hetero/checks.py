@@ -16,10 +16,10 @@ from hetero.stm.settled.who import record_of
 from hetero.stm.tensors.overlap import first_overlap
 from hetero.stm.tensors.precision import computes_in
 from hetero.stm.updates.optimizers import DECLARATION, may_be_tried
-from hetero.stm.updates.trial import try_step
+from hetero.stm.updates.probe import probe_step
 from hetero.units import format_bytes
 
-__all__ = ["check_budgets", "check_manageable", "check_step", "named_buffers", "named_parameters"]
+__all__ = ["check_budgets", "check_manageable", "check_step", "named_parameters"]
 
 
 def check_manageable(
@@ -32,7 +32,7 @@ def check_manageable(
         raise ManageError(f"{type(model).__name__} has no parameters: there is nothing to manage")
     for name, parameter in parameters:
         _check_parameter(name, parameter)
-    _check_shared_memory(parameters, named_buffers(model))
+    _check_shared_memory(parameters, list(model.named_buffers()))
     for module in model.modules():
         if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
             raise ManageError(
@@ -151,7 +151,7 @@ def check_budgets(
 ) -> int:
     """Host memory that model data at home may come to, in bytes; ``states``: as `check_step` tells. Raises
     `BudgetError` if the budgets cannot work."""
-    buffers = sum(accelerator.allocated_size(b.numel() * b.element_size()) for _, b in named_buffers(model))
+    buffers = sum(accelerator.allocated_size(b.numel() * b.element_size()) for b in model.buffers())
     copies = {name: p.numel() * computes_in(p.dtype, config.precision).itemsize for name, p in parameters}
     name, largest = max(parameters, key=lambda item: copies[item[0]])
     needed = buffers + accelerator.allocated_size(copies[name])
@@ -196,21 +196,16 @@ def check_budgets(
 def check_step(optimizer: torch.optim.Optimizer) -> int:
     """How many tensors of a parameter's size ``optimizer`` keeps. Raises `ManageError` if it says that it steps
     parameters independently, and draws random numbers."""
-    trial = try_step(optimizer)
-    if trial.draws and may_be_tried(optimizer):
+    traits = probe_step(optimizer)
+    if traits.draws and may_be_tried(optimizer):
         raise ManageError(
             f"{type(optimizer).__name__} says {DECLARATION}, and its step draws random numbers: made later, updates "
             "would draw others than unmanaged. Do not say it of an optimizer that draws: it is stepped whole then, at "
             "once, with the same numbers"
         )
-    return trial.states
+    return traits.states
 
 
 def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Of ``model``, each once; none of what is no module, which `check_manageable` refuses."""
     return list(model.named_parameters()) if isinstance(model, nn.Module) else []
-
-
-def named_buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Of ``model``, each once, without those that are None."""
-    return [(name, buffer) for name, buffer in model.named_buffers() if buffer is not None]

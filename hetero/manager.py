@@ -11,19 +11,19 @@ import torch
 from torch import nn
 
 from hetero import stm
-from hetero.checks import check_budgets, check_manageable, check_step, named_buffers, named_parameters
+from hetero.checks import check_budgets, check_manageable, check_step, named_parameters
 from hetero.config import Config, Size, resolve
 from hetero.devices import (
+    ALLOCATION_GRANULARITY,
     Accelerator,
     HostArena,
     default_device,
     device_memory_free,
     host_memory_free,
+    host_memory_total,
     named_device,
     probe_links,
 )
-from hetero.devices.accelerator import ALLOCATION_GRANULARITY
-from hetero.devices.host import host_memory_total
 from hetero.dropped import make_plain, weakly, when_dropped
 from hetero.errors import ConfigError
 from hetero.eviction import Policy, resolve_policy
@@ -357,7 +357,7 @@ class Manager:
         for name, parameter in parameters:
             tensor = self._stm.registry.add_parameter(name, parameter, self._stm)
             take_over(parameter, tensor)
-        for name, buffer in named_buffers(model):
+        for name, buffer in model.named_buffers():
             self._homes.take_tensor(name, buffer, self.device)
             self._stm.registry.add_buffer(name, buffer)
             self._stm.activations.leave_out(buffer)

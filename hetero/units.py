@@ -97,19 +97,21 @@ def parse_rate(value: int | float | str, *, name: str = "bandwidth") -> float:
     return rate
 
 
-def parse_seconds(value: int | float | str, *, name: str = "latency") -> float:
+def parse_seconds(value: int | float | str) -> float:
     """Seconds from a number or text such as ``"10us"``."""
     if isinstance(value, str):
-        number, unit = _split(value, name)
+        number, unit = _split(value, "latency")
         if unit not in _TIME_UNITS:
-            raise ConfigError(f"{name}={value!r}: unknown unit {unit!r}; use one of {', '.join(_TIME_UNITS)}")
+            raise ConfigError(
+                f"latency={value!r}: unknown unit {unit!r}; use one of {', '.join(_TIME_UNITS)}"
+            )
         seconds = number * _TIME_UNITS[unit]
     elif isinstance(value, int | float) and not isinstance(value, bool):
         seconds = float(value)
     else:
-        raise ConfigError(f"{name}={value!r}: expected seconds, such as '10us'")
+        raise ConfigError(f"latency={value!r}: expected seconds, such as '10us'")
     if seconds < 0.0 or not math.isfinite(seconds):
-        raise ConfigError(f"{name}={value!r}: a time must be finite and not negative")
+        raise ConfigError(f"latency={value!r}: a time must be finite and not negative")
     return seconds
 
 

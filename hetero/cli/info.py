@@ -10,8 +10,7 @@ from rich.table import Table
 from hetero.cli.output import open_console
 from hetero.cli.placing import is_compiled
 from hetero.cli.provenance import describe_device
-from hetero.devices import Accelerator, device_memory_free, host_memory_free, probe_links
-from hetero.devices.host import host_memory_total
+from hetero.devices import Accelerator, device_memory_free, host_memory_free, host_memory_total, probe_links
 from hetero.devices.virtual import virtual_device
 from hetero.errors import HeteroError
 from hetero.units import format_bytes

@@ -5,6 +5,7 @@ accelerator (`hetero.devices.virtual`). Nothing here knows what a parameter is.
 """
 
 from hetero.devices.accelerator import (
+    ALLOCATION_GRANULARITY,
     LARGEST_WITHOUT_EXCESS,
     MOST_EXCESS,
     Accelerator,
@@ -14,19 +15,19 @@ from hetero.devices.accelerator import (
     rounds_as_host,
 )
 from hetero.devices.copies import CopyEngine, Wait
-from hetero.devices.host import device_memory_free, host_memory_free, host_memory_used
-from hetero.devices.pinned import HostArena, PinnedSlab
+from hetero.devices.host import device_memory_free, host_memory_free, host_memory_total, host_memory_used
+from hetero.devices.pinned import HostArena
 from hetero.devices.probe import LinkSpeeds, probe_links
 from hetero.devices.storage import bytes_of, fills_memory, has_no_gaps, storage_of
 
 __all__ = [
+    "ALLOCATION_GRANULARITY",
     "LARGEST_WITHOUT_EXCESS",
     "MOST_EXCESS",
     "Accelerator",
     "CopyEngine",
     "HostArena",
     "LinkSpeeds",
-    "PinnedSlab",
     "Wait",
     "bytes_of",
     "default_device",
@@ -34,6 +35,7 @@ __all__ = [
     "fills_memory",
     "has_no_gaps",
     "host_memory_free",
+    "host_memory_total",
     "host_memory_used",
     "named_device",
     "norms_depend_on",

@@ -1,6 +1,7 @@
 """One accelerator as hetero sees it: its name, its memory counters, its current stream.
 
-Owns the only calls of a device module's memory functions. Reads counters; never moves or allocates anything.
+Owns the calls of a device module's memory functions: counters are read and set back, its allocator is capped and
+emptied. Allocates and moves nothing.
 """
 
 import contextlib
@@ -210,7 +211,7 @@ class Accelerator:
     def free_bytes(self) -> int:
         """What this process could still allocate: free on the device, plus what its allocator caches."""
         free, _ = self._call("mem_get_info", self.device)
-        return int(free) + self.reserved_bytes() - self.used_bytes()
+        return int(free) + self.cached_bytes()
 
     def reserved_bytes(self) -> int:
         """What this process's allocator holds of the device, cached blocks included."""
@@ -276,9 +277,15 @@ class Accelerator:
             return ALLOCATION_GRANULARITY
         return 1 << 20 if tried <= 20 << 20 else tried - (2 << 20)
 
-    def release_cached(self) -> None:
-        """Give cached, unused memory back to the device."""
+    def cached_bytes(self) -> int:
+        """What the allocator has of the device, and nobody has of it."""
+        return self.reserved_bytes() - self.used_bytes()
+
+    def release_cached(self) -> int:
+        """Give cached, unused memory back to the device; returns how many bytes."""
+        before = self.reserved_bytes()
         self._call("empty_cache")
+        return max(0, before - self.reserved_bytes())  # another thread may have taken some
 
     def random_numbers(self, generator: torch.Generator | None) -> Callable[[], object]:
         """Notes where those of ``generator``, or of the device, are; what it returns goes back there."""

@@ -1,6 +1,6 @@
 """How much memory there is: the host's, under its cgroup, and the device's, through NVML.
 
-Owns the defaults of ``device_budget`` and ``host_budget``, and the only calls of NVML. Reads only.
+Owns what is free of either, and the only calls of NVML. Reads only.
 """
 
 import functools
@@ -69,8 +69,7 @@ def device_memory_free(accelerator: Accelerator) -> int:
     nvml_free = _ask_nvml(lambda nvml: int(nvml.nvmlDeviceGetMemoryInfo(_nvml_handle(nvml, index)).free))
     if nvml_free is None:
         return free
-    cached = free - torch.cuda.mem_get_info(accelerator.device)[0]
-    return min(free, nvml_free + cached)
+    return min(free, nvml_free + accelerator.cached_bytes())
 
 
 def driver_version() -> str | None:

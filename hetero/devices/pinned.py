@@ -26,18 +26,18 @@ from hetero.devices.accelerator import Accelerator
 from hetero.devices.storage import extent_of
 from hetero.units import round_up
 
-__all__ = ["HostArena", "PinnedSlab"]
+__all__ = ["HostArena"]
 
 _ALIGNMENT = 512  # so that no two tensors share a cache line or a DMA granule
 _SLAB_BYTES = 1 << 30  # one registration; larger ones fail as a whole where locked memory is short
 
 
-class PinnedSlab(mmap.mmap):
-    """One page-locked anonymous mapping. Unlocks itself when the last tensor cut from it is gone."""
+class Slab(mmap.mmap):
+    """One anonymous mapping, page-locked after `pin`. Unlocks itself when the last tensor cut from it is gone."""
 
-    # mmap has no useful __init__: construct with ``PinnedSlab(-1, nbytes)``, then `pin`.
+    # mmap has no useful __init__: construct with ``Slab(-1, nbytes)``, then `pin`.
     _unpin: Callable[[], None] | None = None
-    note_gone: Callable[[int], None] | None = None
+    when_gone: Callable[[int], None] | None = None
 
     def pin(self, accelerator: Accelerator) -> bool:
         """Page-lock for ``accelerator``; False if the system refuses (WSL2, containers)."""
@@ -55,8 +55,8 @@ class PinnedSlab(mmap.mmap):
             return
         if self._unpin is not None:
             self._unpin()
-        if self.note_gone is not None:
-            self.note_gone(len(self))
+        if self.when_gone is not None:
+            self.when_gone(len(self))
 
 
 class HostArena:
@@ -68,7 +68,7 @@ class HostArena:
     def __init__(self, accelerator: Accelerator, *, pin: bool) -> None:
         self._accelerator = accelerator
         self._pin = pin
-        self._slab: PinnedSlab | None = None
+        self._slab: Slab | None = None
         self._offset = 0
         self._expected_nbytes = 0
         self._requested_nbytes = 0
@@ -88,7 +88,7 @@ class HostArena:
         """What slabs will have beyond the tensors cut from them once one of ``nbytes`` more is."""
         return self.nbytes + self._growth(nbytes) - self._requested_nbytes - nbytes
 
-    def note_gone(self, nbytes: int) -> None:
+    def note_tensors_gone(self, nbytes: int) -> None:
         """Tensors of ``nbytes`` are no more. A slab goes with the last one cut from it, unless more may be."""
         self._requested_nbytes -= nbytes
 
@@ -107,7 +107,7 @@ class HostArena:
             # set_ instead of as_strided: the result is no view, so nothing ties it to `flat`.
             return torch.empty(0, dtype=dtype, device="cpu").set_(flat.untyped_storage(), 0, size, stride)
 
-    def _cut(self, nbytes: int) -> tuple[PinnedSlab, int]:
+    def _cut(self, nbytes: int) -> tuple[Slab, int]:
         growth = self._growth(nbytes)
         if growth or self._slab is None:
             self._slab = self._new_slab(growth)
@@ -125,10 +125,10 @@ class HostArena:
         wanted = max(nbytes, min(self._expected_nbytes, _SLAB_BYTES))
         return round_up(wanted, mmap.PAGESIZE)
 
-    def _new_slab(self, nbytes: int) -> PinnedSlab:
-        slab = PinnedSlab(-1, nbytes)
+    def _new_slab(self, nbytes: int) -> Slab:
+        slab = Slab(-1, nbytes)
         note_gone = weakref.WeakMethod(self._note_slab_gone)  # who drops the arena drops its slabs at once
-        slab.note_gone = lambda nbytes: None if (call := note_gone()) is None else call(nbytes)
+        slab.when_gone = lambda nbytes: None if (call := note_gone()) is None else call(nbytes)
         self.nbytes += nbytes
         if self._pin and not slab.pin(self._accelerator):
             self._pin = False

@@ -68,5 +68,5 @@ def _time(
         event = engine.upload(host, device) if up else engine.download(device, host)
         event.synchronize()
         samples.append(time.perf_counter() - begin)
-        engine.compute_after_upload(event)
+        (engine.compute_after_upload if up else engine.free_after_download)(event)
     return statistics.median(samples)

@@ -7,7 +7,7 @@ rounding the relaxation leaves a few wrong choices, which exchanges repair.
 
 import numpy as np
 
-from hetero.eviction.intervals import Bools, Intervals, Ints
+from hetero.eviction.intervals import Bools, Intervals, Ints, covering
 from hetero.eviction.sweep import spans
 
 __all__ = ["exchange"]
@@ -75,9 +75,7 @@ class _Search:
         """Kept intervals over ``period`` that relieve it, the cheapest by the byte first, and what they cost together.
         None if all of them would not do."""
         problem = self.problem
-        over = (problem.begin <= period) & (period < problem.end)
-        again = period + problem.periods
-        over |= (problem.begin <= again) & (again < problem.end)
+        over = covering(problem.begin, problem.end, period, problem.periods)
         ids = np.flatnonzero(over & self.keep & (problem.nbytes > 0))
         ids = ids[ids != j]
         cost, nbytes = self._bytes(ids, others_lost=0), problem.nbytes[ids]

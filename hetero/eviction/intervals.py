@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from hetero.eviction.model import CapacityError, Trace
 
-__all__ = ["Bools", "Floats", "Intervals", "Ints", "read_intervals"]
+__all__ = ["Bools", "Floats", "Intervals", "Ints", "covering", "read_intervals"]
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -68,6 +68,12 @@ class Intervals:
         found: Bools = self.end > self.begin
         return found
 
+    def sums(self, values: Floats, ids: Ints | slice = slice(None)) -> Floats:
+        """Of intervals ``ids``: the sum of ``values``, one for each period, over those that it occupies if kept."""
+        until = np.concatenate([[0.0], np.cumsum(np.tile(values, 2))])
+        found: Floats = until[self.end[ids]] - until[self.begin[ids]]
+        return found
+
     def all_fits(self, room: Ints) -> bool:
         """Whether ``room[t]`` bytes beside the operands are enough for all that `saves`."""
         return bool((self.load(self.saves) <= room).all())
@@ -91,6 +97,12 @@ class Intervals:
         np.subtract.at(steps, self.end[chosen], self.nbytes[chosen])
         load = np.cumsum(steps)
         return load[: self.periods] + load[self.periods : 2 * self.periods]
+
+
+def covering(begin: Ints, end: Ints, period: int, periods: int) -> Bools:
+    """Which intervals ``[begin, end)`` occupy ``period``, below ``periods``, in its first or its second turn."""
+    again = period + periods
+    return (begin <= period) & (period < end) | (begin <= again) & (again < end)
 
 
 def read_intervals(trace: Trace) -> Intervals:

@@ -42,8 +42,8 @@ def plan_iteration(
 
     ``host_room``: bytes that activations away may take on the host; None: any number. ``thorough``: let many choices
     compete under ``"opt"`` and ``"cost-opt"`` (`compete`); without, it is a matter of milliseconds. Raises
-    `CapacityError` if the operands of one moment alone do not fit. Where not even that many activations leave that it
-    fits the device within ``host_room``, the schedule asks for more of the host than there is.
+    `CapacityError` if the operands of one moment alone do not fit. If the device needs more to leave
+    than ``host_room`` holds, the schedule takes more of the host than there is.
     """
     chosen = resolve_policy(policy)
 

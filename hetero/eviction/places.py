@@ -65,7 +65,7 @@ def spare_bytes(trace: Trace, schedule: Schedule) -> tuple[int, ...]:
 
 def renewable(trace: Trace, schedule: Schedule) -> tuple[int, ...]:
     """The tensors whose copies are renewed between gradient and step, where there are `spare_bytes`; those whose
-    gradients leave first, first, [Note: what is renewed].
+    gradients leave first, first.
 
     As many as there is room for before the step, and such that each leaves room for every planned copy from the step to
     where the schedule would fetch its own. More would overfill the next forward, or drive out what it uses later.

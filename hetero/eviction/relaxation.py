@@ -68,8 +68,7 @@ def bound_from_prices(problem: Intervals, price: Floats) -> int:
     whichever is less; the value of all room, which is at most what was paid for it, comes off.
     """
     keepable = _keepable(problem, problem.room)
-    cumulative = np.concatenate([[0.0], np.cumsum(np.concatenate([price, price]))])
-    rent = problem.nbytes * (cumulative[problem.end] - cumulative[problem.begin])
+    rent = problem.nbytes * problem.sums(price)
     rent[~keepable] = np.inf
     refetch = problem.nbytes * problem.reused
     cheaper = np.minimum(rent, refetch)

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from hetero.errors import ConfigError
-from hetero.eviction.intervals import Bools, Floats, Intervals, Ints
+from hetero.eviction.intervals import Bools, Floats, Intervals, Ints, covering
 from hetero.eviction.model import Links, Trace
 from hetero.eviction.sweep import fill, spans
 
@@ -29,17 +29,16 @@ def by_score(trace: Trace, problem: Intervals, links: Links) -> dict[Score, Floa
     that the intervals before it leave, the largest first.
     """
     seconds = np.fromiter((moment.seconds for moment in trace.moments), dtype=np.float64)
-    clock = np.concatenate([[0.0], np.cumsum(np.tile(seconds, 2))])
     back = np.array([links.h2d_seconds(n) for n in problem.nbytes.tolist()])
     out = np.array([links.d2h_seconds(n) for n in problem.nbytes.tolist()])
     transfers = back * problem.reused + out * (problem.group >= 0)
-    doa = clock[problem.end] - clock[problem.begin] - transfers
+    doa = problem.sums(seconds) - transfers
     aoa = np.where(doa >= 0.0, doa * problem.nbytes, doa / np.maximum(problem.nbytes, 1))
     load = _load(trace, problem)
     return {
         "doa": doa,
         "aoa": aoa,
-        "wdoa": _areas(problem, load, seconds),
+        "wdoa": problem.sums(load * seconds),
         "swdoa": _submodular(problem, load, seconds),
     }
 
@@ -65,8 +64,7 @@ def across_peak(trace: Trace, problem: Intervals) -> Bools:
     if not problem.periods:
         return np.zeros(0, dtype=bool)
     peak = int(_load(trace, problem).argmax())
-    again = peak + problem.periods
-    return (problem.begin <= peak) & (peak < problem.end) | (problem.begin <= again) & (again < problem.end)
+    return covering(problem.begin, problem.end, peak, problem.periods)
 
 
 def choose(problem: Intervals, room: Ints, score: Floats, *, among: Bools | None = None) -> Bools | None:
@@ -108,20 +106,13 @@ def _load(trace: Trace, problem: Intervals) -> Ints:
     return load
 
 
-def _areas(problem: Intervals, load: Ints, seconds: Floats) -> Floats:
-    area = np.concatenate([[0.0], np.cumsum(np.tile(load * seconds, 2))])
-    areas: Floats = area[problem.end] - area[problem.begin]
-    return areas
-
-
 def _submodular(problem: Intervals, load: Ints, seconds: Floats) -> Floats:
     """Each interval's area when it is the largest left; the values never rise."""
     load = load.copy()
     values = np.zeros(len(problem.use))
     left = np.flatnonzero(problem.occupies & (problem.nbytes > 0))
     while len(left):
-        area = np.concatenate([[0.0], np.cumsum(np.tile(load * seconds, 2))])
-        current = area[problem.end[left]] - area[problem.begin[left]]
+        current = problem.sums(load * seconds, left)
         place = int(current.argmax())
         j = int(left[place])
         values[j] = current[place]

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from hetero.eviction.intervals import Bools, Floats, Intervals, Ints
+from hetero.eviction.intervals import Bools, Floats, Intervals, Ints, covering
 from hetero.eviction.model import Schedule
 from hetero.eviction.sweep import spans
 
@@ -95,8 +95,7 @@ class _Moves:
     def _make_room(self, keep: Bools, excess: Ints, back: list[int]) -> None:
         """Drop until all fits; those of ``back`` only where nothing else helps."""
         while excess[worst := int(excess.argmax())] > 0:
-            again = worst + self.problem.periods
-            over = (self.begin <= worst) & (worst < self.end) | (self.begin <= again) & (again < self.end)
+            over = covering(self.begin, self.end, worst, self.problem.periods)
             there = self.movable[over & keep[self.movable]].tolist()
             others = [j for j in there if j not in back]
             some = self.random.sample(others or there, min(3, len(others or there)))

@@ -55,8 +55,7 @@ def _rounded(problem: Intervals, room: Ints, relaxation: Relaxation) -> Bools:
 
 def _reduced_saving(problem: Intervals, relaxation: Relaxation) -> Floats:
     """Bytes saved per byte held, less the price of the memory: near zero for what the relaxation splits."""
-    cumulative = np.concatenate([[0.0], np.cumsum(np.tile(relaxation.price, 2))])
-    rent = cumulative[problem.end] - cumulative[problem.begin]
+    rent = problem.sums(relaxation.price)
     saving: Floats = np.round(problem.reused + (problem.group >= 0) - rent, 6)
     return saving
 

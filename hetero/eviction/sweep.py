@@ -11,7 +11,7 @@ from math import inf
 
 import numpy as np
 
-from hetero.eviction.intervals import Bools, Intervals, Ints
+from hetero.eviction.intervals import Bools, Intervals, Ints, covering
 from hetero.eviction.model import Candidate, Policy
 from hetero.eviction.policies import FarthestNextUse, FirstIn, LeastRecent
 
@@ -60,8 +60,7 @@ def repair(problem: Intervals, room: Ints, keep: Bools) -> Bools:
     for t in over.tolist():
         if excess[t] <= 0:
             continue
-        inside = (problem.begin <= t) & (t < problem.end)
-        inside |= (problem.begin <= t + problem.periods) & (t + problem.periods < problem.end)
+        inside = covering(problem.begin, problem.end, t, problem.periods)
         live = np.flatnonzero(keep & inside & (problem.nbytes > 0))
         for j in live[np.argsort(-problem.end[live], kind="stable")].tolist():
             if excess[t] <= 0:
@@ -176,7 +175,7 @@ class _Walk:
         if self.problem.cyclic:
             ends, periods = self.until[instances], self.problem.periods
             instances = instances[(ends > periods) & (ends <= 2 * periods)]
-        keep = self.problem.reused | (self.problem.group >= 0)
+        keep = self.problem.saves
         keep[instances % max(self.count, 1)] = False
         return keep
 

@@ -111,7 +111,7 @@ class MemoryStats:
         table = Table(title="Periods of the last measured iteration", box=box.SIMPLE_HEAD)
         for column in ("#", "operator", "phase"):
             table.add_column(column, no_wrap=True, max_width=50)
-        for column in ("model", "non-model", "peak", "fetched", "dropped", "written", "stall", "time"):
+        for column in ("model", "non-model", "peak", "fetched", "evicted", "written", "stall", "time"):
             table.add_column(column, justify="right", no_wrap=True)
         for period in self.periods[:ROWS]:
             table.add_row(

@@ -22,13 +22,13 @@ import torch
 
 from hetero.stm.living import Living
 
-__all__ = ["Attempt", "Early", "Kin", "TrialCounts", "Update", "UpdateQueue", "finish_everything"]
+__all__ = ["Attempt", "Batch", "Early", "TrialCounts", "Update", "UpdateQueue", "finish_everything"]
 
 Run = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kin:
+class Batch:
     """Small updates that follow one another and have equal ``key`` are run by one call of ``run_all``, up to
     ``MOST_BYTES`` together, so that nobody waits long for the others of them."""
 
@@ -42,18 +42,18 @@ class Kin:
 class Update:
     """One parameter's update. ``run`` is called once, on the queue's thread, and forgotten.
 
-    ``kin``: it may be run together with others.
+    ``batch``: it may be run together with others.
 
     Attributes:
         done: it has run, or failed; whatever was asked for afterwards has been started as well.
         arrival: of the upload that was asked for, once it has been started.
     """
 
-    __slots__ = ("_company", "_run", "_upload", "_uploading", "again", "arrival", "done", "kin")
+    __slots__ = ("_company", "_run", "_upload", "_uploading", "again", "arrival", "batch", "done")
 
-    def __init__(self, run: Run, kin: Kin | None = None) -> None:
+    def __init__(self, run: Run, batch: Batch | None = None) -> None:
         self._run: Run | None = run
-        self.kin = kin
+        self.batch = batch
         # Those that are run with it, behind it.
         self._company: list[Update] = []
         self._upload: Callable[[], torch.Event] | None = None
@@ -307,11 +307,11 @@ class UpdateQueue:
         taken = [self._waiting[place]]
         del self._waiting[place]
         self._attempts = [one for one in self._attempts if one is not taken[0]]  # too late to be tried
-        kin = taken[0].kin
-        nbytes = 0 if kin is None else kin.nbytes
-        while kin is not None and place < len(self._waiting):
-            other = self._waiting[place].kin
-            if other is None or other.key != kin.key or nbytes + other.nbytes > Kin.MOST_BYTES:
+        batch = taken[0].batch
+        nbytes = 0 if batch is None else batch.nbytes
+        while batch is not None and place < len(self._waiting):
+            other = self._waiting[place].batch
+            if other is None or other.key != batch.key or nbytes + other.nbytes > Batch.MOST_BYTES:
                 break
             nbytes += other.nbytes
             taken.append(self._waiting[place])
@@ -328,8 +328,8 @@ class UpdateQueue:
             if len(runs) == 1:
                 runs[0]()
             else:
-                assert update.kin is not None
-                update.kin.run_all(runs)
+                assert update.batch is not None
+                update.batch.run_all(runs)
         except BaseException as error:
             self._note_failure(error)
         del runs  # they hold the gradients

@@ -8,7 +8,8 @@ where it goes), `UpdateQueue` what the optimizer has left to be done, `PlanBook`
 the device, `Cycles` which iteration it is, `Executor` what is done at each moment of it, `Segments` their boundaries,
 `Uses` what operators and backward do with parameters, `Steps` whose step runs, `Relief` what leaves when memory is
 short, `Sharing` what others on the device ask, `Standing` whether any of it is to be done at all. Each is given those
-below it; what these ask of it is set in `_connect` (what `Room` asks, by `Executor`).
+below it; what these ask of it is set in `_connect` (what `Room` asks, by `Relief`, `Executor` and `DeviceHomes`
+as well).
 
 Thread-safe: autograd runs backward on threads of its own, so one lock guards every entry.
 """
@@ -253,7 +254,6 @@ class StatefulTensorMgr:
         ``goes_on``: everything is on the device, and has to stay there for now; only plans are made anew."""
         with self.lock:
             self.close_books()
-            before = self._accelerator.reserved_bytes()
             needs = self.plans.needs()
             if needs is not None:
                 least, present = needs
@@ -269,8 +269,7 @@ class StatefulTensorMgr:
                 self.home_choice.choose_again()
             if not goes_on:
                 self.residency.evict_idle()
-            self._accelerator.release_cached()
-            return max(0, before - self._accelerator.reserved_bytes())
+            return self._accelerator.release_cached()
 
     def close_books(self) -> None:
         """Of the iteration if its last segment is over, so that they can be read."""

@@ -17,7 +17,8 @@ as all managers rest (`hetero.stm.settled`).
 * ``torch.inference_mode``'s end, where modes have come or gone within (`hetero.stm.running.staying`).
 * Constructors of sparse tensors, which tell nobody of their values (`hetero.stm.interception.constructors`).
 * Functions of torch that ATen computes otherwise while operators are guarded (`hetero.stm.interception.formulas`).
-* ``Tensor.cpu`` and ``Tensor.to``, which copy what is on a device (`hetero.stm.tensors.hostcopies`).
+* ``torch._foreach_*_`` on plain tensors within a forward (`hetero.stm.interception.lists`).
+* ``Tensor.cpu``, ``to``, ``cuda`` and ``xpu``, which copy what is on a device (`hetero.stm.tensors.hostcopies`).
 * ``torch.compiler``'s session: while one thread compiles, ``torch.compiler.is_compiling()`` answers True to all, and
   optimizers compute otherwise then. What is queued is done before.
 * ``Module.compile`` replaces a call that may be wrapped, and ``torch.compile`` loads the compiler, which is to be kept

@@ -491,7 +491,7 @@ def test_a_backward_that_is_guarded_because_forward_was_is_capped_as_well():
 
 
 class Transposed(nn.Module):
-    """Of a layer without a bias, which is given what does not lie in order (retry: [Note: composites])."""
+    """Of a layer without a bias, which is given what does not lie in order (`hetero.devices.calling`: [Note: keys])."""
 
     def __init__(self):
         super().__init__()

@@ -126,7 +126,7 @@ class Slabs(RuleBasedStateMachine):
     def drop(self, data: st.DataObject, keeps_view: bool) -> None:
         number = data.draw(st.sampled_from(sorted(self.live)))
         tensor, slab, nbytes = self.live.pop(number)
-        self.arena.note_gone(nbytes)
+        self.arena.note_tensors_gone(nbytes)
         self.requested -= nbytes
         if slab is None:
             return

@@ -9,7 +9,7 @@ from equality import as_chosen, assert_identical, device, on_host, values_of
 from torch import nn
 
 import hetero
-from hetero.stm.deferred import Kin, Update, UpdateQueue
+from hetero.stm.deferred import Batch, Update, UpdateQueue
 from hetero.stm.manager import StatefulTensorMgr
 from hetero.stm.step import capture
 from hetero.stm.updates import slices as slicing
@@ -336,7 +336,7 @@ def test_parameters_in_one_call_have_the_bits_of_each_alone(kind, keywords):
         updates = [
             ParameterUpdate(shell, p, p.detach(), p.grad, group, optimizers[1].state[p]) for p in together
         ]
-        assert len({update.kin for update in updates}) == 1
+        assert len({update.batch_key for update in updates}) == 1
         run_together(updates)
     assert_identical(on_host(together), on_host(alone))
     assert_identical(on_host(optimizers[1].state_dict()), on_host(optimizers[0].state_dict()))
@@ -362,7 +362,7 @@ def queued(*keys, nbytes=10):
         kin = (
             None
             if key is None
-            else Kin(key=key, nbytes=nbytes, run_all=lambda runs: ran.append([r() for r in runs]))
+            else Batch(key=key, nbytes=nbytes, run_all=lambda runs: ran.append([r() for r in runs]))
         )
         return Update(lambda: number if kin else ran.append([number]), kin)
 
@@ -395,7 +395,7 @@ def test_what_is_waited_for_goes_first_with_its_kin_behind_it():
 
 
 def test_kin_that_are_large_together_are_not_run_together():
-    updates, ran = queued("a", "a", "a", "a", "a", nbytes=Kin.MOST_BYTES // 2)
+    updates, ran = queued("a", "a", "a", "a", "a", nbytes=Batch.MOST_BYTES // 2)
     drained(updates)
     assert [len(group) for group in ran if len(group) > 1] == [2, 2]
 

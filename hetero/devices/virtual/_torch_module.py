@@ -1,8 +1,8 @@
 """``torch.virtual``: the device module, with the functions of `torch.cuda` that make sense here.
 
-Owns the Python registration of the device. There is one device, so every ``device`` argument is checked and
-otherwise ignored. Random numbers come from the CPU's generator, so that a seeded run gives the same numbers
-on both.
+Owns the Python registration of the device. There is one device: ``device`` arguments are ignored by what only reads
+counters, and checked elsewhere. Random numbers come from the CPU's generator, so that a seeded run gives the same
+numbers on both.
 """
 
 import os

@@ -29,9 +29,8 @@ from hetero.msc import MemStatsCollector
 from hetero.stm.activations.flights import Flights
 from hetero.stm.activations.records import Account, Activation, Flight, Key, Saved
 from hetero.stm.activations.slots import HostSlots
-from hetero.stm.tensors.exposure import listed_alone
+from hetero.stm.tensors.exposure import WRAPPER_USES, listed_alone
 from hetero.stm.tensors.fetch import plain
-from hetero.stm.tensors.managed import WRAPPER_USES
 from hetero.stm.tensors.state import Kind, Ledger, Tier
 
 __all__ = ["Activations"]
@@ -221,7 +220,7 @@ class Activations:
         # Runs wherever the last reference happens to go, perhaps while another thread has the lock.
         self._gone.append(reference)
 
-    # -- what the plan asks for (`hetero.stm.running.executor`) ---------------------------------------------------
+    # -- what the plan asks for (`hetero.stm.running.backlog`) ----------------------------------------------------
 
     def is_resident(self, index: int) -> bool:
         """The plan's record ``index`` is on the device, perhaps still on its way, or is needed no more."""

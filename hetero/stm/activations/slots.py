@@ -171,7 +171,7 @@ class HostSlots:
         if not self._free[size]:
             del self._free[size]
         self.nbytes -= count * size
-        self._arena.note_gone(count * size)
+        self._arena.note_tensors_gone(count * size)
 
     def _pop(self, size: int) -> torch.Tensor:
         block = self._free[size].pop().block

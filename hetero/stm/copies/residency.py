@@ -139,8 +139,21 @@ class Residency:
         self.drop(tensor)
         return True
 
+    def drop(self, tensor: ManagedTensor) -> None:
+        """Forget the copy, but not its place in graphs."""
+        self.orders.withdraw(tensor)
+        if tensor.ready is not None:
+            # Its memory goes back to compute, which must not write there before the copy has.
+            self._engine.compute_after_upload(tensor.ready)
+        RESIDENT.pop(tensor.storage_key, None)
+        self.resident.pop(tensor.index, None)
+        if tensor.stays:
+            self._count_living(tensor)
+        tensor.detach(self._placeholder(tensor.origin.dtype))
+        tensor.place(Tier.DEVICE, 0)
+
     def discard(self, tensor: ManagedTensor) -> None:
-        """Forget a copy that home has overtaken. Whoever still holds it keeps it."""
+        """As `drop`, and its place in graphs too: home has overtaken it. Whoever still holds it keeps it."""
         if tensor.data is not None:
             tensor.identity = None
             self.drop(tensor)
@@ -389,19 +402,6 @@ class Residency:
         self._engine.compute_after_upload(tensor.ready)
         tensor.ready = None
         self._meter.count_stall(time.perf_counter() - begin)
-
-    def drop(self, tensor: ManagedTensor) -> None:
-        """Forget the copy, but not its place in graphs."""
-        self.orders.withdraw(tensor)
-        if tensor.ready is not None:
-            # Its memory goes back to compute, which must not write there before the copy has.
-            self._engine.compute_after_upload(tensor.ready)
-        RESIDENT.pop(tensor.storage_key, None)
-        self.resident.pop(tensor.index, None)
-        if tensor.stays:
-            self._count_living(tensor)
-        tensor.detach(self._placeholder(tensor.origin.dtype))
-        tensor.place(Tier.DEVICE, 0)
 
     def _placeholder(self, dtype: torch.dtype) -> torch.Tensor:
         placeholder = self._placeholders.get(dtype)

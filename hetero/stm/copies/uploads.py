@@ -58,12 +58,10 @@ class Uploads:
         for index, events in reading.items():
             self._engine.host_after_uploads(events, homes[index])
 
-    def _forget(self, event: torch.Event, tensor: ManagedTensor) -> bool:
-        """The oldest of ``tensor``, unless it has been taken; whether it was there."""
+    def _forget(self, event: torch.Event, tensor: ManagedTensor) -> None:
+        """The oldest of ``tensor``, unless it has been taken."""
         events = self._reading.get(tensor.index)
-        if not events or events[0] is not event:
-            return False
-        del events[0]
-        if not events:
-            del self._reading[tensor.index]
-        return True
+        if events and events[0] is event:
+            del events[0]
+            if not events:
+                del self._reading[tensor.index]

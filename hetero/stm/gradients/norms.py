@@ -14,7 +14,7 @@ from torch.utils._foreach_utils import _has_foreach_support
 from hetero.autograd import outside_inference
 from hetero.devices import Accelerator
 
-__all__ = ["GradientNorms"]
+__all__ = ["GradientNorms", "norms_of_group"]
 
 
 @dataclass(slots=True)
@@ -49,14 +49,14 @@ class GradientNorms:
         for order, taken in self._taken.items():
             if (cast or gradient.dtype) == taken.values.dtype:
                 with torch.no_grad():
-                    (norm,) = _norms([gradient], order, cast)
+                    (norm,) = norms_of_group([gradient], order, cast=cast)
                     taken.values[index].copy_(norm)
                 taken.known.add(index)
 
     def take_once(self, index: int, order: float, gradient: torch.Tensor) -> None:
         """For the next `get` alone: ``gradient`` is a copy of what somebody may write to."""
         with torch.no_grad():
-            (norm,) = _norms([gradient], order, None)
+            (norm,) = norms_of_group([gradient], order)
             self._taken[order].values[index].copy_(norm)
 
     def rehearse(self, index: int, gradient: torch.Tensor, cast: torch.dtype) -> None:
@@ -67,7 +67,7 @@ class GradientNorms:
             return
         try:
             with torch.no_grad():
-                _norms([gradient], 2.0, cast)
+                norms_of_group([gradient], 2.0, cast=cast)
             self._lacking.discard(index)
         except torch.OutOfMemoryError:
             self._accelerator.note_answered()
@@ -86,7 +86,7 @@ class GradientNorms:
         taken = self._taken[norm_type]
         if at_home:
             with torch.no_grad():
-                norms = torch.stack(_norms(list(at_home.values()), norm_type, None)).to(self._device)
+                norms = torch.stack(norms_of_group(list(at_home.values()), norm_type)).to(self._device)
                 taken.values[torch.tensor(list(at_home), device=self._device)] = norms
         return torch.stack([taken.values[index] for index in indices])
 
@@ -105,13 +105,16 @@ class GradientNorms:
         self._taken.clear()
 
 
+def norms_of_group(
+    tensors: list[torch.Tensor], order: float, *, cast: torch.dtype | None = None, foreach: bool | None = None
+) -> list[torch.Tensor]:
+    """By the kernels that torch would use for a list of such tensors, all of one device and type. ``foreach``: as it is
+    said to torch."""
+    if foreach or (foreach is None and _has_foreach_support(tensors, tensors[0].device)):
+        return list(torch._foreach_norm(tensors, order, dtype=cast))
+    return [torch.linalg.vector_norm(tensor, order, dtype=cast) for tensor in tensors]
+
+
 def _widens(gradient: torch.Tensor, cast: torch.dtype) -> bool:
     """Else torch takes no norm in that type of it, as it is."""
     return torch.promote_types(gradient.dtype, cast) is cast
-
-
-def _norms(gradients: list[torch.Tensor], order: float, cast: torch.dtype | None) -> list[torch.Tensor]:
-    """By the kernel that torch would use for a list of such gradients."""
-    if _has_foreach_support(gradients, gradients[0].device):
-        return list(torch._foreach_norm(gradients, order, dtype=cast))
-    return [torch.linalg.vector_norm(gradient, order, dtype=cast) for gradient in gradients]

@@ -16,13 +16,10 @@ from collections.abc import Sequence
 from typing import cast
 
 import torch
-from torch.utils._foreach_utils import (
-    _device_has_foreach_support,
-    _group_tensors_by_device_and_dtype,
-    _has_foreach_support,
-)
+from torch.utils._foreach_utils import _device_has_foreach_support, _group_tensors_by_device_and_dtype
 
 from hetero.devices import Accelerator, norms_depend_on
+from hetero.stm.gradients.norms import norms_of_group
 from hetero.stm.interception.foldable import foldable, foldable_parts
 from hetero.stm.interception.parameter import is_managed, managed_of
 from hetero.stm.neighbours import make_room, managed_devices
@@ -98,7 +95,7 @@ def _norms(
     found: list[torch.Tensor | None] = [_norm_of_copy(*pair, norm_type, foreach) for pair in pairs]
     rest = [index for index, norm in enumerate(found) if norm is None]
     for group in _groups([pairs[index][0] for index in rest]):
-        taken = _norms_of_group([pairs[rest[index]][0] for index in group], norm_type, foreach)
+        taken = _take([pairs[rest[index]][0] for index in group], norm_type, foreach)
         for index, norm in zip(group, taken, strict=True):
             found[rest[index]] = norm
     norms = cast(list[torch.Tensor], found)
@@ -118,7 +115,7 @@ def _norm_of_copy(
     if not make_room(place.device, tensor.nbytes + place.element_size()):
         return None
     try:
-        (norm,) = _norms_of_group([tensor.to(place.device)], norm_type, foreach)
+        (norm,) = _take([tensor.to(place.device)], norm_type, foreach)
         return norm.cpu()
     except torch.OutOfMemoryError:  # within the budget, but no gap is large enough
         Accelerator(place.device).note_answered()
@@ -138,13 +135,9 @@ def _groups(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     return [indices for _, indices in groups.values()]
 
 
-def _norms_of_group(
-    tensors: list[torch.Tensor], norm_type: float, foreach: bool | None
-) -> list[torch.Tensor]:
-    """By the kernels that torch uses for such a group."""
+def _take(tensors: list[torch.Tensor], norm_type: float, foreach: bool | None) -> list[torch.Tensor]:
+    """As `norms_of_group`, where torch would not refuse."""
     device = tensors[0].device
     if foreach and not _device_has_foreach_support(device):
         raise RuntimeError(f"foreach=True was passed, but can't use the foreach API on {device.type} tensors")
-    if foreach or (foreach is None and _has_foreach_support(tensors, device)):
-        return list(torch._foreach_norm(tensors, norm_type))
-    return [torch.linalg.vector_norm(tensor, norm_type) for tensor in tensors]
+    return norms_of_group(tensors, norm_type, foreach=foreach)

@@ -16,8 +16,9 @@ from hetero.msc import Phase, Segment, SegmentKey
 from hetero.stm.plans.departures import Departures
 from hetero.stm.plans.homechoice import HomeChoice
 from hetero.stm.plans.plan import CyclePlan
-from hetero.stm.plans.planbook import Keys, PlanBook
+from hetero.stm.plans.planbook import PlanBook
 from hetero.stm.plans.succession import Succession
+from hetero.stm.plans.timings import Keys
 
 __all__ = ["Cycles", "Followed", "Place"]
 

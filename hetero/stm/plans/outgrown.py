@@ -1,8 +1,9 @@
 """Iterations that need more memory than was measured of them.
 
 Owns what was seen of it, and what follows: how much more to keep free from the next one on, and whether that one is to
-be measured again, because only measuring tells what it takes. Whoever sees it is `hetero.stm.running.executor`, and,
-while nothing is intercepted, `hetero.stm.settled`; plans are made in `hetero.stm.plans.planbook`.
+be measured again, because only measuring tells what it takes. It is seen by `growth`, `between` and `callers` of
+`hetero.stm.running`, and, while nothing is intercepted, by `hetero.stm.settled`; plans are made in
+`hetero.stm.plans.planbook`.
 """
 
 from collections import Counter

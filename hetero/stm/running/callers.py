@@ -3,7 +3,7 @@
 Owns what is seen of it where it was planned for, and nothing of ours runs that could make room: what it holds when a
 backward is called, and, where that is more than was measured, the peak of what follows. Says so to
 `hetero.stm.plans.samples`, of that moment alone, or, where it was known there, to `hetero.stm.plans.outgrown`; who
-leaves is `hetero.stm.running.executor`'s.
+leaves is `hetero.stm.running.between`'s.
 """
 
 import bisect

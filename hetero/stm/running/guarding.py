@@ -1,7 +1,8 @@
 """Whether what runs now is guarded, and the cap on the device's allocator with it.
 
 Owns both, for one manager: in its segments (`hetero.stm.running.guard`) and while the caller goes on
-(`hetero.stm.running.staying`). When they are guarded is decided in `hetero.stm.running.executor`.
+(`hetero.stm.running.staying`). When they are guarded is decided in `hetero.stm.running.executor` and
+`hetero.stm.running.between`.
 """
 
 import contextlib

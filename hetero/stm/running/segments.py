@@ -315,6 +315,10 @@ class Segments:
             if self._asked_of is _WHICHEVER and self._executor.segment is not None:
                 self._executor.segment.by_values = True  # what was measured is no bound
 
+    def forget_forwards(self) -> None:
+        """None waits for its backward."""
+        self._pending_forwards.clear()
+
     def _set_of(self, inputs: Sequence[Any]) -> AskedOf | None:
         if not inputs:
             return None
@@ -344,10 +348,6 @@ class Segments:
         before = self._clocks
         self._clocks = {t.index: t.clock.known for t in self._tensors if t.pending is None}
         return [index for index, clock in self._clocks.items() if before.get(index, clock) != clock]
-
-    def forget_forwards(self) -> None:
-        """None waits for its backward."""
-        self._pending_forwards.clear()
 
     def _void(self) -> None:
         """What ran was left by an exception."""

@@ -145,9 +145,7 @@ class Settled:
 
     def trim(self) -> int:
         """Give back what the allocator caches; returns how many bytes."""
-        before = self._transition.accelerator.reserved_bytes()
-        self._transition.accelerator.release_cached()
-        return max(0, before - self._transition.accelerator.reserved_bytes())
+        return self._transition.accelerator.release_cached()
 
     def has_room_for(self, nbytes: int) -> bool:
         """The iteration that is under way fits with so many bytes of another manager's, which is to settle too."""

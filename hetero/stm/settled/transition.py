@@ -102,10 +102,11 @@ class Transition:
         ``together``: what settles now, with ours, or none of it."""
         stm = self.stm
         limit = self.budget - stm.plans.margin
-        # By what was measured everything fitted before as well; and the counter would not tell of it again.
+        # By what was measured everything fitted before as well, and the counter keeps an old peak: until the user
+        # resets it, having passed once forbids settling.
         passed = self.attempts.times_passed and self.accelerator.peak_bytes() > limit
         if passed or not self.fitting.is_private(together) or not self._begin_step():
-            return False  # where it has passed: nothing but the user may ever reset it
+            return False
         gradients: dict[int, torch.Tensor] = {}
         if not (self._take_gradients(gradients) and self.parameters.exchange_all()):
             self._end_step()

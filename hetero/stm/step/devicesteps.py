@@ -46,8 +46,8 @@ class DeviceSteps:
     def run(
         self, updates: Iterable[DeviceUpdate], note: Callable[[ManagedTensor, ParameterUpdate], None]
     ) -> None:
-        """Step them, and ``note`` each once it is done: it may have made a state. Those of one kin that there is room
-        for side by side take one call of step."""
+        """Step them, and ``note`` each once it is done: it may have made a state. Those with one `batch_key`
+        that there is room for side by side take one call of step."""
         groups = self._homes.groups()
         batch: list[tuple[ManagedTensor, ParameterUpdate]] = []
         # Asked once for a batch: a real device takes long to say what is in use.
@@ -75,7 +75,7 @@ class DeviceSteps:
                 else self._stm.gradient_access.on_device(tensor)
             )
             update = item.make(tensor.living, gradient)
-            if batch and (update.kin is None or update.kin != batch[-1][1].kin):
+            if batch and (update.batch_key is None or update.batch_key != batch[-1][1].batch_key):
                 self._run_here(batch, note)
                 left, reserved = self._stm.residency.room.left(), 0
             batch.append((tensor, update))

@@ -138,7 +138,7 @@ class HostStep:
         self._is_inside = False  # whoever is called to make the step
         # For benchmarks and tests: False steps everything at once.
         self.defers = True
-        # How many updates were queued so far.
+        # How many updates were taken out of torch's own steps so far: queued, or made on the device.
         self.queued = 0
 
     @property

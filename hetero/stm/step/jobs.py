@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from hetero.devices import CopyEngine
-from hetero.stm.deferred import Kin, Update
+from hetero.stm.deferred import Batch, Update
 from hetero.stm.homeaccess import Arrivals
 from hetero.stm.tensors.managed import ManagedTensor
 from hetero.stm.updates.captured import ParameterUpdate, run_together
@@ -119,7 +119,7 @@ def make_update(
     engine: CopyEngine, item: Captured, surroundings: Surroundings, note: Callable[[int, float], None]
 ) -> Update:
     """``note`` is told how many bytes of parameters took how many seconds."""
-    key = item.update.kin
+    key = item.update.batch_key
     small = key is not None and item.update.nbytes <= _SMALL_BYTES
-    kin = Kin(key=key, nbytes=item.update.nbytes, run_all=_run_jobs) if small else None
-    return Update(_Job(engine, item, surroundings, note), kin)
+    batch = Batch(key=key, nbytes=item.update.nbytes, run_all=_run_jobs) if small else None
+    return Update(_Job(engine, item, surroundings, note), batch)

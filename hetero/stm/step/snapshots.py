@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from hetero.stm.activations.slots import HostSlots
-from hetero.stm.step.trials import tensors_of
+from hetero.stm.step.trials import overwritten_by
 from hetero.stm.tensors.managed import ManagedTensor
 from hetero.stm.tensors.state import Kind, Ledger, StatefulTensor, Tier
 from hetero.stm.updates.optimizers import Entry
@@ -49,7 +49,7 @@ class Snapshots:
 
     def buffers(self, tensor: ManagedTensor, entry: Entry | None) -> list[torch.Tensor] | None:
         """One for the parameter and each of its states; None if they would pass the budget."""
-        wanted = tensors_of(tensor.home, entry)
+        wanted = overwritten_by(tensor.home, entry)
         kept = self._buffers.get(tensor.index)
         if kept is not None and len(kept) == len(wanted) and all(map(_fits, kept, wanted)):
             return kept

@@ -23,10 +23,10 @@ from hetero.stm.tensors.managed import ManagedTensor
 from hetero.stm.updates.captured import ParameterUpdate
 from hetero.stm.updates.optimizers import Entry, Group, may_write_to_gradients
 
-__all__ = ["Snapshot", "Trial", "complete", "same_value", "tensors_of"]
+__all__ = ["Snapshot", "Trial", "complete", "overwritten_by", "same_value"]
 
 
-def tensors_of(home: torch.Tensor, entry: Entry | None) -> list[torch.Tensor]:
+def overwritten_by(home: torch.Tensor, entry: Entry | None) -> list[torch.Tensor]:
     """What an update overwrites."""
     return [home, *(value for value in (entry or {}).values() if isinstance(value, torch.Tensor))]
 
@@ -46,7 +46,7 @@ class Snapshot:
     def take(self) -> None:
         """Copy everything."""
         self._before = dict(self._entry or {})
-        tensors = tensors_of(self._home, self._before)
+        tensors = overwritten_by(self._home, self._before)
         with torch.no_grad():
             for tensor, buffer in zip(tensors, self._buffers, strict=True):
                 version = tensor._version

@@ -30,7 +30,7 @@ from hetero.stm.tensors.owner import Owner
 from hetero.stm.tensors.precision import LowTwin, Master
 from hetero.stm.tensors.state import Kind, Ledger, StatefulTensor
 
-__all__ = ["WRAPPER_USES", "Cast", "Layout", "ManagedTensor", "modified_in_place", "refused_write"]
+__all__ = ["Cast", "Layout", "ManagedTensor", "modified_in_place", "refused_write"]
 
 Layout = tuple[torch.Size, tuple[int, ...], int]
 """Size, stride and storage offset of a view."""
@@ -49,7 +49,7 @@ class Cast:
 
 
 class ManagedTensor(StatefulTensor):
-    """A parameter under management. Created by `hetero.stm.manager.StatefulTensorMgr`."""
+    """A parameter under management. Created by `hetero.stm.tensors.registry.Registry`."""
 
     __slots__ = (
         "__weakref__",
@@ -107,7 +107,8 @@ class ManagedTensor(StatefulTensor):
         self.identity: torch.Tensor | None = None
         self.cast: Cast | None = None
         self.ready: torch.Event | None = None
-        # An optimizer's update that home still waits for; a device copy beside it is on order (`Residency`).
+        # An optimizer's update that home still waits for; a device copy beside it is on order
+        # (`hetero.stm.copies.orders`).
         self.pending: Update | None = None
         # It lives on the device (`hetero.stm.step.devicehomes`): the copy is never evicted, and home follows when
         # somebody looks there.

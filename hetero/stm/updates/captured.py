@@ -66,7 +66,7 @@ class ParameterUpdate:
         self.new_entry: Entry | None = None
 
     @property
-    def kin(self) -> object:
+    def batch_key(self) -> object:
         """Updates with equal ones, not None, give the same numbers in one call of step."""
         # torch's foreach loops over lists otherwise; nothing is known of optimizers that are not torch's.
         if self._guarded or self._group.get("foreach"):
@@ -126,8 +126,8 @@ class ParameterUpdate:
 
 
 def run_together(updates: Sequence[ParameterUpdate]) -> None:
-    """Run updates of one kin, or a single one, in one call of step. If it raises, those behind the one that failed
-    have not been run."""
+    """Run updates with one `batch_key`, or a single one, in one call of step. If it raises, those behind the one that
+    failed have not been run."""
     shell, group = updates[0]._shell, updates[0]._group
     step = raw_step(type(shell))
     assert step is not None

@@ -7,7 +7,7 @@ number are filled there instead.
 
 import torch
 
-from hetero.devices.accelerator import ALLOCATION_GRANULARITY
+from hetero.devices import ALLOCATION_GRANULARITY
 
 __all__ = ["StepCounts"]
 

@@ -31,6 +31,7 @@ __all__ = [
     "calls_closure_first",
     "give_step_back",
     "hyper_parameters",
+    "in_place_of",
     "innermost",
     "is_known",
     "is_undeclared",

@@ -15,10 +15,10 @@ from torch import nn
 
 from hetero.stm.updates.optimizers import hyper_parameters, make_shell
 
-__all__ = ["Trial", "try_step"]
+__all__ = ["StepTraits", "probe_step"]
 
 
-class Trial(NamedTuple):
+class StepTraits(NamedTuple):
     """``states``: how many tensors of a parameter's size were kept; 0 if it could not be stepped, as one that needs a
     closure cannot. ``draws``: from a generator."""
 
@@ -26,7 +26,7 @@ class Trial(NamedTuple):
     draws: bool
 
 
-def try_step(optimizer: torch.optim.Optimizer) -> Trial:
+def probe_step(optimizer: torch.optim.Optimizer) -> StepTraits:
     """Of an optimizer of this kind, with the settings of the first group."""
     probe = nn.Parameter(torch.zeros(3, 5, device="cpu"))
     probe.grad = torch.zeros_like(probe)
@@ -45,7 +45,7 @@ def try_step(optimizer: torch.optim.Optimizer) -> Trial:
         draws = before != [tell(each) for each, (tell, _) in generators]
         for state, (each, (_, put_back)) in zip(before, generators, strict=True):
             put_back(each, state)
-    return Trial(states, draws)
+    return StepTraits(states, draws)
 
 
 # By kind of generator: what tells where one is, and what puts it there.
