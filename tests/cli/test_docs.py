@@ -1,5 +1,7 @@
 """Documentation that runs, links that lead somewhere, and figures that are those of the committed files."""
 
+import ast
+import importlib
 import json
 import re
 import subprocess
@@ -11,6 +13,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SOURCES = [
+    path for folder in ("hetero", "tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")
+]
 
 
 def test_the_virtual_devices_page_runs() -> None:
@@ -36,6 +41,44 @@ def test_local_links_lead_somewhere(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text())
     missing = [target for target in targets if "://" not in target and not (page.parent / target).exists()]
     assert missing == []
+
+
+def _exists(dotted: str) -> bool:
+    """A module, or a name in one, at whatever depth. Functions may have their module's name."""
+    names = dotted.split(".")
+    for depth in range(len(names), 0, -1):
+        try:
+            found: object = importlib.import_module(".".join(names[:depth]))
+        except ModuleNotFoundError:
+            continue
+        for name in names[depth:]:
+            if name in getattr(found, "__annotations__", {}):  # a field without a default
+                return True
+            if not hasattr(found, name):
+                return False
+            found = getattr(found, name)
+        return True
+    return False
+
+
+def test_every_name_of_ours_that_is_cited_exists() -> None:
+    text = "".join(path.read_text() for path in (*PAGES, *SOURCES))
+    cited = sorted(set(re.findall(r"`(hetero(?:\.\w+)+)`", text)))
+    assert len(cited) > 100
+    assert [name for name in cited if not _exists(name)] == []
+
+
+def test_every_note_that_is_cited_is_written() -> None:
+    cited: set[str] = set()
+    written: set[str] = set()
+    for path in SOURCES:
+        source = path.read_text()
+        cited.update(re.findall(r"\[Note: ([\w ,'-]+)\]", source))
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Module | ast.ClassDef):
+                written.update(re.findall(r"^\[Note: (.+?)\]", ast.get_docstring(node) or "", re.MULTILINE))
+    assert len(written) > 50
+    assert cited - written == set()
 
 
 def test_the_readmes_figures_of_the_demo_are_those_of_its_file() -> None:
