@@ -18,7 +18,7 @@ from hetero.stm.copies.holders import Holders
 from hetero.stm.copies.residency import Residency
 from hetero.stm.gradients.kept import has_gradient
 from hetero.stm.gradients.offload import Gradients
-from hetero.stm.plans.cycles import Cycles
+from hetero.stm.plans.cycles import Cycles, Place
 from hetero.stm.plans.planbook import PlanBook
 from hetero.stm.running.backlog import Backlog
 from hetero.stm.running.between import Between
@@ -146,18 +146,8 @@ class Executor:
             self._caller.begin_iteration()
         missing = self._backlog.begin(place.expected if self._course.plan is not None else ())
         self._activations.reclaim(0)
-        if place.sample:
-            self._relief.await_release()
-            self._holders.begin()
-        self._segment = self._collector.begin_segment(key, sample=place.sample, time=place.time)
-        if place.number > 0:  # before an iteration, others may have run
-            self._segment.brought_back = missing
-            self._segment.others_ran = self._collector.others.have_run_within()
-        else:
-            self._collector.others.begin_iteration()
-        if place.sample:
-            self._segment.has_gradients = any(has_gradient(tensor) for tensor in self._tensors)
-        there = self._segment.has_gradients or len(self._gradients.kept) > 0
+        self._segment = segment = self._measure(key, place, missing)
+        there = segment.has_gradients or len(self._gradients.kept) > 0
         planned = self._course.plan is not None and key.phase is not Phase.STEP
         if there and planned and self._plans.samples.note_gradients(key):
             # The plan is of iterations that begin without, and has used their memory.
@@ -267,6 +257,21 @@ class Executor:
                 self._guard_from_here()
 
     # -- helpers --------------------------------------------------------------------------------------
+
+    def _measure(self, key: SegmentKey, place: Place, missing: int) -> Segment:
+        """The collector's segment of what begins at ``place``; so many planned copies are ``missing`` there."""
+        if place.sample:
+            self._relief.await_release()
+            self._holders.begin()
+        segment = self._collector.begin_segment(key, sample=place.sample, time=place.time)
+        if place.number > 0:  # before an iteration, others may have run
+            segment.brought_back = missing
+            segment.others_ran = self._collector.others.have_run_within()
+        else:
+            self._collector.others.begin_iteration()
+        if place.sample:
+            segment.has_gradients = any(has_gradient(tensor) for tensor in self._tensors)
+        return segment
 
     def _guard_from_here(self) -> None:
         self._guarding.from_here(by_values=self._course.is_by_values)
