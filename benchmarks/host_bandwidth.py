@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from benchmarks.record import interleaved, median, write
-from hetero.stm.deferred import Kin, Update, UpdateQueue
+from hetero.stm.deferred import Batch, Update, UpdateQueue
 from hetero.stm.updates.captured import ParameterUpdate, run_together
 from hetero.stm.updates.kernels import is_open, takes_fused
 from hetero.stm.updates.optimizers import hyper_parameters, make_shell
@@ -145,8 +145,10 @@ def _queued(queue: UpdateQueue, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _queue_entry(update: ParameterUpdate) -> Update:
-    kin = Kin(
-        key=update.kin, nbytes=update.nbytes, run_all=lambda runs: run_together([r.__self__ for r in runs])
+    kin = Batch(
+        key=update.batch_key,
+        nbytes=update.nbytes,
+        run_all=lambda runs: run_together([r.__self__ for r in runs]),
     )
     return Update(update.run, kin)
 

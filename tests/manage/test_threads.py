@@ -1,6 +1,9 @@
 """Several threads: each of them leaves the others alone, and may look at what another trains."""
 
+import contextlib
+import gc
 import threading
+import time
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from torch import nn
 from twins import adamw, device
 
 import hetero
+from hetero.devices import Accelerator
 from hetero.stm.homeaccess import HomeAccess
 from hetero.stm.step import devicesteps
 from hetero.stm.step.devicehomes import DeviceHomes
@@ -75,7 +79,7 @@ class Net(nn.Module):
 
 
 def run_beside(pausing, other):
-    """``other()`` raises, from begin to end, in the middle of an operator of ``pausing()``. Returns what that does."""
+    """``other()`` runs, from begin to end, in the middle of an operator of ``pausing()``. Returns what that does."""
     Pausing.began.clear()
     Pausing.may_go_on.clear()
     found = []
@@ -88,12 +92,18 @@ def run_beside(pausing, other):
 
     thread = threading.Thread(target=run, name="pausing")
     thread.start()
-    assert Pausing.began.wait(PATIENCE)
+    assert Pausing.began.wait(PATIENCE), found
+    try:
+        other()
+    finally:
+        Pausing.may_go_on.set()
+        thread.join()
+    return found[0]
+
+
+def fails(other):
     with pytest.raises(ValueError, match="of the other thread"):
         other()
-    Pausing.may_go_on.set()
-    thread.join()
-    return found[0]
 
 
 def test_a_forward_that_fails_does_not_disturb_another_threads():
@@ -107,10 +117,90 @@ def test_a_forward_that_fails_does_not_disturb_another_threads():
 
     # Room for the workspace of the other thread's cuBLAS, too.
     with hetero.manage(model, device=target, device_budget="1MiB"):
-        result = run_beside(infer, infer)
+        result = run_beside(infer, lambda: fails(infer))
     model.fails_in = None
     with torch.no_grad():
         assert torch.equal(result, model.to(target)(x.to(target)).cpu())
+
+
+class Growing(nn.Module):
+    """In the thread of that name, it takes a MiB, and two more after the pause."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(256))
+
+    def forward(self, x):
+        x = x * self.scale
+        if threading.current_thread().name == "pausing":
+            wide = x.repeat(256, 1)
+            Pausing.apply(x, self.scale)
+            return wide.square() + wide
+        return x
+
+
+def test_a_forward_that_ends_leaves_the_cap_to_another_threads():
+    target = device()
+    model = Growing()
+    x = torch.randn(4, 256)
+
+    def infer():
+        with torch.no_grad():
+            return model(x.to(target)).cpu()
+
+    before = torch.accelerator.memory_allocated()
+    torch.accelerator.reset_peak_memory_stats()
+    budget = 5 << 19
+    with hetero.manage(model, device=target, device_budget=budget):
+        refused = run_beside(infer, infer)
+        assert isinstance(refused, hetero.BudgetError), refused
+        assert torch.accelerator.max_memory_allocated() <= before + budget
+        assert torch.equal(infer(), x)  # and it goes on
+    del refused
+    gc.collect()  # its frames have what was made there
+
+
+class Greedy(nn.Module):
+    """It takes a MiB and then another; in the thread of that name, the first until some operator has lacked room."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(256))
+
+    def forward(self, x):
+        wide = (x * self.scale).repeat(256, 1)
+        if threading.current_thread().name == "pausing":
+            accelerator = Accelerator(wide.device)
+            failures, until = accelerator.failures(), time.monotonic() + PATIENCE
+            Pausing.apply(x, self.scale)
+            while accelerator.failures() == failures and time.monotonic() < until:
+                time.sleep(1e-3)
+            return wide.mean(0)
+        Pausing.may_go_on.set()
+        return wide.square().mean(0)
+
+
+@pytest.mark.parametrize("models", [1, 2])
+def test_who_lacks_room_waits_for_what_another_thread_has(models):
+    target = device()
+    nets = [Greedy() for _ in range(models)]
+    x = torch.randn(4, 256)
+
+    def infer(net):
+        with torch.no_grad():
+            return net(x.to(target)).cpu()
+
+    before = torch.accelerator.memory_allocated()
+    torch.accelerator.reset_peak_memory_stats()
+    budget = 5 << 19
+    with contextlib.ExitStack() as managed:
+        for net in nets:
+            managed.enter_context(hetero.manage(net, device=target, device_budget=budget))
+        results = []
+        run_beside(lambda: infer(nets[0]), lambda: results.append(infer(nets[-1])))
+        assert torch.accelerator.max_memory_allocated() <= before + budget
+    with torch.no_grad():
+        assert torch.equal(results[0], nets[-1].to(target)(x.to(target)).cpu())
 
 
 def test_a_backward_that_fails_does_not_disturb_another_threads_model():
@@ -126,7 +216,7 @@ def test_a_backward_that_fails_does_not_disturb_another_threads_model():
         hetero.manage(model, torch.optim.SGD(model.parameters()), device=target, device_budget="1MiB"),
         hetero.manage(other, torch.optim.SGD(other.parameters()), device=target, device_budget="1MiB"),
     ):
-        result = run_beside(lambda: train(model), lambda: train(other))
+        result = run_beside(lambda: train(model), lambda: fails(lambda: train(other)))
         assert isinstance(result, torch.Tensor), result
     model.zero_grad()
     model.to(target)(x.to(target)).sum().backward()

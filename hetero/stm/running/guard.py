@@ -28,7 +28,7 @@ from hetero.errors import BudgetError
 from hetero.stm.running import modes
 from hetero.stm.running.retry import Relieve, Retry
 
-__all__ = ["arm", "formulas_kept", "guarded", "lifted", "unguarded"]
+__all__ = ["arm", "formulas_kept", "guarded", "is_armed_elsewhere", "lifted", "unguarded"]
 
 _CHOSEN_BY_MODE = frozenset(
     {
@@ -100,6 +100,10 @@ class _Guard:
         self.is_armed = False
         self.backwards: list[_Backward] = []
 
+    def others_run(self) -> bool:
+        """Something else runs that may be guarded, of whichever model, on another thread."""
+        return any(guard.thread != self.thread for guard in list(_guards))
+
 
 class _Here(threading.local):
     guard: _Guard | None = None
@@ -116,6 +120,7 @@ def guarded(retry: Retry, *, at_once: bool) -> Iterator[None]:
     guard = _Guard(retry)
     outer, _here.guard = _here.guard, guard
     _guards.append(guard)
+    retry.others_run = guard.others_run
     if at_once:
         arm(retry.relieve)
     try:
@@ -173,6 +178,13 @@ def _arm_nodes(retry: Retry, backward: _Backward) -> None:
         elif name != "torch::autograd::AccumulateGrad":
             backward.handles.append(node.register_prehook(put_in_place))
     modes.put_below(retry)
+
+
+def is_armed_elsewhere(relieve: Relieve) -> bool:
+    """What runs on other threads, guarded by what has ``relieve``, all is armed; False if nothing does."""
+    here = threading.get_ident()
+    others = [guard for guard in list(_guards) if guard.thread != here and guard.retry.relieve == relieve]
+    return bool(others) and all(guard.is_armed for guard in others)
 
 
 def unguarded() -> contextlib.AbstractContextManager[list[Retry]]:

@@ -14,7 +14,7 @@ import torch
 from hetero.devices import Accelerator
 from hetero.errors import BudgetError
 from hetero.stm.copies.room import Room
-from hetero.stm.running.guard import arm, guarded, lifted
+from hetero.stm.running.guard import arm, guarded, is_armed_elsewhere, lifted
 from hetero.stm.running.modes import active
 from hetero.stm.running.relief import Relief
 from hetero.stm.running.retry import Retry
@@ -84,7 +84,7 @@ class Guarding:
         """The caller goes on. What is still capped is tried again as the model's operators are; it is not refused for
         gaps, nor because it may depend on values as the model does."""
         if self._accelerator.leaves_gaps or by_values:
-            self._cap(False)
+            self._lift_cap()
         elif self._is_capped:
             self._end_of_caller()
             self._end_of_caller = guard_caller(self._retry())
@@ -95,9 +95,9 @@ class Guarding:
         end()
 
     def release(self) -> None:
-        """Nothing runs: others may have the memory."""
+        """Nothing runs, on this thread: others may have the memory."""
         self.take_from_caller()
-        self._cap(False)
+        self._lift_cap()
 
     @contextlib.contextmanager
     def _explaining(self, inner: contextlib.AbstractContextManager[None]) -> Iterator[None]:
@@ -114,6 +114,11 @@ class Guarding:
                 raise
             raise refusal from error
 
+    def _lift_cap(self) -> None:
+        # Forwards on other threads may still count on it, and are tried again under it.
+        if not is_armed_elsewhere(self._relief.relieve):
+            self._cap(False)
+
     def _cap(self, on: bool) -> None:
         self._is_capped = on and not self.is_open
         self._accelerator.cap(self._budget if self._is_capped else None)
@@ -125,6 +130,7 @@ class Guarding:
             explain=self._relief.refused,
             failures=self._accelerator.failures,
             numbers=self._accelerator.random_numbers,
+            await_others=self._relief.await_others,
             **given,
         )
 

@@ -148,6 +148,15 @@ class Relief:
         while any(t.is_held() and not t.users for t in tuple(copies.values())) and time.monotonic() < until:
             time.sleep(1e-4)
 
+    def await_others(self, run: Callable[[], bool], until: float) -> bool:
+        """`hetero.stm.running.retry.AwaitOthers`. The lock must not be held."""
+        before = self._accelerator.used_bytes()
+        while time.monotonic() < until:
+            if not run() or self._accelerator.used_bytes() < before:
+                return True
+            time.sleep(1e-3)
+        return False
+
     def _reclaim(self, nbytes: int) -> None:
         """Memory of what is on its way down."""
         before = self._ledger.device_bytes

@@ -19,6 +19,7 @@ whole, unless it has written to what it was given; where versions do not tell, i
 import contextlib
 import functools
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +34,7 @@ from hetero.stm.running.byvalues import depends_on_values
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.listwrites import count_writes, versions_of_list
 
-__all__ = ["Explain", "Numbers", "Relieve", "Retry", "Uncapped"]
+__all__ = ["AwaitOthers", "Explain", "Numbers", "Relieve", "Retry", "Uncapped"]
 
 # In place: what they divide by, or, of a list, the casts of a later operand, is allocated when something is written.
 _WRITE_EARLY = re.compile(r"aten\.(scatter_reduce_|index_reduce_|_foreach_\w+_)\.\w+")
@@ -64,12 +65,21 @@ Uncapped = Callable[[RuntimeError], contextlib.AbstractContextManager[bool]]
 """Within it the allocator is not capped, if it has refused what the budget allows; whether it was."""
 
 
-class Retry(TorchDispatchMode):
-    """While it is active, every operator is tried again after ``relieve()`` freed memory.
+AwaitOthers = Callable[[Callable[[], bool], float], bool]
+"""Waits, as long as what it is given says that others run, and until that time of the clock (`time.monotonic`), for
+memory of theirs to be free; whether some may be."""
 
-    ``note_answered``: called for each error after which one is. ``explain``, ``uncapped``, ``numbers``: see `Explain`,
-    `Uncapped`, `Numbers`. ``failures``: how many out-of-memory errors there have been. ``note_values``: called for each
-    operator whose memory depends on values (`hetero.stm.running.byvalues`)."""
+# Seconds, in all, for which an operator that lacks room waits for other threads.
+_PATIENCE = 1.0
+
+
+class Retry(TorchDispatchMode):
+    """While it is active, every operator is tried again after ``relieve()`` freed memory, or another thread did.
+
+    ``note_answered``: called for each error after which one is. ``explain``, ``uncapped``, ``numbers``,
+    ``await_others``: see `Explain`, `Uncapped`, `Numbers`, `AwaitOthers`. ``failures``: how many out-of-memory errors
+    there have been. ``note_values``: called for each operator whose memory depends on values
+    (`hetero.stm.running.byvalues`)."""
 
     supports_higher_order_operators = True
 
@@ -83,6 +93,7 @@ class Retry(TorchDispatchMode):
         failures: Callable[[], int] = lambda: 0,
         note_values: Callable[[], None] = lambda: None,
         numbers: Numbers = lambda generator: lambda: None,
+        await_others: AwaitOthers = lambda run, until: False,
     ) -> None:
         super().__init__()
         self.relieve = relieve
@@ -92,6 +103,9 @@ class Retry(TorchDispatchMode):
         self._uncapped = uncapped
         self._failures = failures
         self._numbers = numbers
+        self._await_others = await_others
+        # Something else runs on another thread; whoever puts this in place sets it.
+        self.others_run: Callable[[], bool] = lambda: False
         self._seen_failures = 0
         self.is_over = False  # it may still be among a thread's modes, and does nothing
 
@@ -137,7 +151,7 @@ class Retry(TorchDispatchMode):
         if not operator.may_run_again():
             raise self.explain(operator.name, error) from error
         ordinary = operator.ordinary_parameters()
-        if self.relieve() == 0 and is_sure:
+        if self.relieve() == 0 and is_sure and not self._others_made_room(operator):
             if operator.uncapped is not None:
                 raise self.explain(operator.name, error) from error
             operator.uncapped = contextlib.ExitStack()
@@ -147,6 +161,13 @@ class Retry(TorchDispatchMode):
         self._note_answered()
         operator.draw_again()
         operator.put_on_device(ordinary)
+
+    def _others_made_room(self, operator: "_Operator") -> bool:
+        if not self.others_run():
+            return False
+        if operator.waits_until is None:
+            operator.waits_until = time.monotonic() + _PATIENCE
+        return self._await_others(self.others_run, operator.waits_until)
 
     def make_room(self, nbytes: int) -> None:
         """So many bytes, or all there is, for what cannot be tried again."""
@@ -163,6 +184,7 @@ class Retry(TorchDispatchMode):
         self.relieve, self.explain = lambda unless_free=None: 0, lambda operator, error: error
         self._note_answered, self._failures = lambda: None, lambda: 0
         self._numbers = lambda generator: lambda: None
+        self._await_others, self.others_run = lambda run, until: False, lambda: False
 
     def _is_shortage(self, error: RuntimeError) -> bool:
         """[Note: errors of libraries]"""
@@ -177,6 +199,7 @@ class _Operator:
         runs_once: it writes before all that it needs is allocated.
         has_failed: for want of memory.
         uncapped: open while the allocator is not capped, because of this one; it has been asked for, if not None.
+        waits_until: time of the clock up to which it waits for other threads; None: it has not begun to.
     """
 
     __slots__ = (
@@ -191,6 +214,7 @@ class _Operator:
         "has_failed",
         "runs_once",
         "uncapped",
+        "waits_until",
     )
 
     def __init__(self, func: Any, args: Any, kwargs: Any, numbers: Numbers) -> None:
@@ -202,6 +226,7 @@ class _Operator:
         self.draw_again = numbers(kwargs.get("generator")) if draws else _nothing
         self.has_failed = False
         self.uncapped: contextlib.ExitStack | None = None
+        self.waits_until: float | None = None
 
     @property
     def name(self) -> str:
