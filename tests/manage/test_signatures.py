@@ -2,8 +2,10 @@
 
 import collections
 import dataclasses
+import random
 import types
 
+import numpy as np
 import pytest
 import torch
 from loops import batch, mlp
@@ -173,6 +175,139 @@ def test_of_many_sizes_the_smallest_that_is_as_large_stands_for_those_to_come():
     others = [of(5, 65), of(41, 64, dtype=torch.float64), of(41, 64, 1), of(64)]
     assert len({*few, larger, *others}) == len(few) + 1 + len(others)
     assert of(2, 65) == others[0]
+
+
+def letters(lengths):
+    return ["x" * length for length in lengths]
+
+
+def numbers(lengths):
+    return [list(range(length)) for length in lengths]
+
+
+@pytest.mark.parametrize("make", [letters, numbers, lambda lengths: tuple(map(tuple, numbers(lengths)))])
+@pytest.mark.parametrize("by_name", [False, True])
+def test_data_in_lists_counts_as_a_tensor_that_it_is_padded_to(make, by_name):
+    signatures, layer = Signatures("cpu"), nn.Linear(1, 1)
+
+    def of(*lengths):
+        data = make(lengths)
+        return signatures.of(layer, (), {"texts": data}) if by_name else signatures.of(layer, (data,), {})
+
+    few = [of(longest, 20) for longest in range(20, 36, 2)]
+    assert len(set(few)) == 8
+    assert of(21, 9) == few[1]  # within 22 and 20
+    assert of(5, 34) == few[7]
+    larger = of(36, 2)
+    assert larger not in few
+    assert of(36, 1) == larger
+    longer = of(22, 22, 2)  # no longer than others, and more of them
+    assert longer not in {*few, larger}
+    # As short as settings are: each counts as what it is.
+    assert len({of(1, number) for number in range(1, 9)}) == 8
+
+
+def test_arrays_long_strings_and_trees_count_so_too():
+    def tree(depth):
+        return 1 if depth == 0 else (tree(depth - 1), tree(random.randrange(depth)))
+
+    for kind, make in {
+        "array": lambda: np.zeros((random.randrange(1, 40), 3)),
+        "string": lambda: "x" * random.randrange(65, 400),
+        "tree": lambda: tree(random.randrange(1, 9)),
+    }.items():
+        random.seed(0)
+        signatures, layer = Signatures("cpu"), nn.Linear(1, 1)
+        seen = [signatures.of(layer, (make(),), {}) for _ in range(300)]
+        assert len(set(seen)) > 8, kind
+        assert len(set(seen[-100:])) <= 24, kind
+        assert len(set(seen[-100:]) - set(seen[:200])) <= 3, kind  # that are the largest so far
+    signatures = Signatures("cpu")
+    assert signatures.of(layer, (np.zeros(3),), {}) != signatures.of(layer, (np.zeros(3, np.int8),), {})
+    assert count_elements([np.zeros((4, 5)), {"texts": letters([7, 8])}, torch.ones(3)]) == 20 + 15 + 3
+
+
+def test_lists_of_ever_other_numbers_of_tensors_come_to_count_by_elements():
+    signatures, layer = Signatures("cpu"), nn.Linear(1, 1)
+
+    def of(*rows):
+        return signatures.of(layer, ([torch.empty(each, 2) for each in rows],), {})
+
+    few = [of(*[3] * number) for number in range(1, 9)]
+    assert len(set(few)) == 8
+    assert not any(map(counts_by_elements, few))
+    assert few == [of(*[3] * number) for number in range(1, 9)]
+    others = [of(*[number] * 10) for number in range(1, 9)]
+    assert len(set(others)) == 8
+    assert all(map(counts_by_elements, others))
+    assert of(*[1] * 35) == others[3]  # 70 elements, where 80 are known
+    # What comes beside it tells as before.
+    assert signatures.of(layer, ([torch.empty(3, 2)] * 9, 1), {}) not in {*few, *others}
+
+
+def test_what_is_remembered_of_calls_is_bounded():
+    signatures, layer = Signatures("cpu"), nn.Linear(1, 1)
+    random.seed(0)
+    seen = []
+    for step in range(3000):
+        rows = random.randrange(1, 60)
+        texts = numbers(random.randrange(300) for _ in range(random.randrange(1, 9)))
+        images = [torch.empty(random.randrange(1, 9), 2) for _ in range(random.randrange(20))]
+        args = torch.empty(rows, 64), step, texts, [images, texts]
+        seen.append(signatures.of(layer, args, {"name": str(step)}))
+    assert (
+        len(set(seen)) <= 8 * (64 + 8) + 64
+    )  # those that are apart, of each structure, and those by elements
+    stores = [signatures._known, *signatures._values.values(), *signatures._structures.values()]
+    stores += [*signatures._sizes.values(), signatures._larger]
+    assert sum(map(len, stores)) < 6000  # of which 4096 are of those that count as others
+
+
+def test_a_number_that_is_another_each_time_makes_no_size_a_kind_of_its_own():
+    signatures, layer = Signatures("cpu"), nn.Linear(1, 1)
+    random.seed(0)
+    seen = [
+        signatures.of(layer, (torch.empty(random.randrange(1, 200), 64), step), {}) for step in range(200)
+    ]
+    assert len(set(seen)) <= 8 + 8 + 8
+
+
+class OfTexts(nn.Module):
+    """It is given texts as they are, and pads them itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(128, 64)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+
+    def forward(self, texts, target):
+        ids = [list(text.encode()) if isinstance(text, str) else text for text in texts]
+        longest = max(map(len, ids))
+        x = self.table(torch.tensor([each + [0] * (longest - len(each)) for each in ids]).to(target))
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(("share", "settles"), [(0.6, False), (1.6, True)])
+@pytest.mark.parametrize("make", [letters, numbers])
+def test_batches_of_texts_of_many_lengths_follow_few_plans(make, share, settles):
+    def loop(model, optimizer, target):
+        lengths = random.Random(0)
+        seen = []
+        for _ in range(60):
+            loss = model(make([lengths.randrange(3, 24) for _ in range(4)]), target)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss.item())
+        return seen
+
+    manager = assert_twins(OfTexts, loop, share=share)
+    assert len(manager._stm.plans) <= 20
+    assert (manager.stats.settled_forwards > 20) == settles
+    if not settles:
+        assert manager.stats.lower_bound_bytes is not None  # the last iteration has followed its plan
 
 
 @pytest.mark.parametrize(("share", "settles"), [(0.35, False), (0.6, False), (1.6, True)])

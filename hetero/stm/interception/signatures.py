@@ -11,6 +11,13 @@ measured and none planned: from then on such a value counts by its type.
 that is as large in every dimension: its operators are the same, and what it takes is no more. Plans of larger ones move
 more than they would have to, and only a call that is the largest in some dimension is measured.
 
+[Note: data] Texts also come as lists of numbers, or of strings, in lists of their own, and as arrays of NumPy's. Such
+count as a tensor of them would, padded to the longest: by how many there are at each depth, and in all. Short ones are
+settings more often than data, and count as numbers do.
+
+[Note: structures] A list of so many tensors this time, and so many the next, or of what comes in ever other types, has
+another structure in each call. After a few, a call counts by how many elements it has in all, as with boxes below.
+
 [Note: boxes] Images, and the boxes in each, have many sizes in one call, and no call is as large as another in all of
 them. After many such, one counts by how many elements its tensors have in all, and those are few kinds again. What one
 of these takes is no bound for the others, so it is guarded like what depends on values.
@@ -22,15 +29,16 @@ ever comes again. Where there turn out to be many such, each call counts as the 
 import itertools
 import math
 import operator
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from hetero.autograd import saving_hooks
-from hetero.stm.interception.arguments import OBJECTS, attributes, tensors_in
+from hetero.stm.interception.arguments import OBJECTS, attributes
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.managed import ManagedTensor
 
@@ -48,11 +56,22 @@ __all__ = [
 _MOST_VALUES = 8
 _MOST_SIZES = 8
 _MOST_APART = 64  # as many as plans are kept of
+_MOST_STRUCTURES = 8
 _MOST_REMEMBERED = 1 << 12  # of those that count as others: these are looked for again
+_FEW_LEAVES, _SHORT = (
+    16,
+    64,
+)  # numbers and strings in a list, letters of a string: as many may well be settings
+_DEPTHS = 4  # of lists within one another, of which the longest are told apart
 
 
 class _Elements(int):
     """[Note: boxes]: how many the tensors of a call have in all. Stands in a signature where their shapes would."""
+
+
+class _Lengths(tuple[int, ...]):
+    """[Note: data]: of the longest list at each depth, how deep they are, and how much is in them in all. Stands in a
+    signature where a tensor's shape would."""
 
 
 class Signatures:
@@ -61,8 +80,10 @@ class Signatures:
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
         self._known: set[tuple[object, ...]] = set()
-        # How many there are of those that differ in such values alone, by what they have in common.
-        self._alike: Counter[tuple[object, ...]] = Counter()
+        # [Note: numbers]: those that differ in such values alone, by what they have in common, whatever their sizes.
+        self._values: dict[tuple[object, ...], set[tuple[object, ...]]] = defaultdict(set)
+        # [Note: structures]: by what calls have in common that differ in these.
+        self._structures: dict[tuple[object, ...], set[tuple[object, ...]]] = defaultdict(set)
         # [Note: sizes]: those that differ in sizes alone, by what they have in common; and what others count as.
         self._sizes: dict[tuple[object, ...], dict[tuple[int, ...], tuple[object, ...]]] = defaultdict(dict)
         self._larger: dict[tuple[object, ...], tuple[object, ...]] = {}
@@ -89,23 +110,48 @@ class Signatures:
             None if hooks is None else getattr(hooks[0], "__qualname__", type(hooks[0])),
         )
         found = (*state, _shapes(args), (tuple(kwargs), _shapes(kwargs.values())) if kwargs else (), *more)
-        if found in self._known:
-            return found if self._largest is None else self._largest_for(found)
-        values = tuple(kwargs), _shapes(kwargs.values(), by_value=False)
-        alike = (*state, _shapes(args, by_value=False), values, *more)  # [Note: numbers]
-        if self._alike[alike] >= _MOST_VALUES:
-            found = alike
-        if (larger := self._larger.get(found)) is None and found not in self._known:
-            larger = self._larger_than(found)
-            if larger is not None:
-                if len(self._larger) >= _MOST_REMEMBERED:
-                    self._larger.clear()
-                self._larger[found] = larger
-            else:
-                self._alike[alike] += 1
-                self._known.add(found)
-        found = found if larger is None else larger
+        if found not in self._known:
+            if found not in self._larger:  # else it has been seen not long ago
+                values = (tuple(kwargs), _shapes(kwargs.values(), by_value=False)) if kwargs else ()
+                alike = (*state, _shapes(args, by_value=False), values, *more)
+                kinds = (*state, tuple(map(type, args)), (*kwargs, *map(type, kwargs.values())), *more)
+                found = self._coarser(found, alike, kinds)
+            found = self._known_as(found)
         return found if self._largest is None else self._largest_for(found)
+
+    def _coarser(
+        self, found: tuple[object, ...], alike: tuple[object, ...], kinds: tuple[object, ...]
+    ) -> tuple[object, ...]:
+        """``found``, or, where there are too many like it, what counts for all of these: ``alike``, without values, or
+        how many elements the call has, beside the ``kinds`` of its arguments."""
+        structure, _ = _parted(alike)
+        known = self._structures[kinds]
+        if structure not in known:
+            if len(known) >= _MOST_STRUCTURES:  # [Note: structures]
+                return *kinds, _Elements(_elements_of(alike))
+            known.add(structure)
+        exact, _ = _parted(found)
+        values = self._values[structure]
+        if exact not in values:
+            if len(values) >= _MOST_VALUES:  # [Note: numbers]
+                return alike
+            values.add(exact)
+        return found
+
+    def _known_as(self, found: tuple[object, ...]) -> tuple[object, ...]:
+        """What ``found`` counts as: itself, if it is known, or comes to be."""
+        if found in self._known:
+            return found
+        larger = self._larger.get(found)
+        if larger is None:
+            larger = self._larger_than(found)
+            if larger is None:
+                self._known.add(found)
+                return found
+            if len(self._larger) >= _MOST_REMEMBERED:
+                self._larger.clear()
+            self._larger[found] = larger
+        return larger
 
     def _largest_for(self, found: tuple[object, ...]) -> tuple[object, ...]:
         """[Note: micro-batches]: of the known ones that are as large in every dimension."""
@@ -182,9 +228,16 @@ def _parted(signature: tuple[object, ...]) -> tuple[tuple[object, ...], tuple[in
 
 def _by_elements(signature: tuple[object, ...]) -> tuple[object, ...]:
     """[Note: boxes]; how many there are comes last."""
+    structure = [_without_shapes(part, []) for part in signature]
+    return *structure, _Elements(_elements_of(signature))
+
+
+def _elements_of(signature: tuple[object, ...]) -> int:
+    """Of its tensors, and of what counts as such."""
     shapes: list[tuple[int, ...]] = []
-    structure = [_without_shapes(part, shapes) for part in signature]
-    return *structure, _Elements(sum(map(math.prod, shapes)))
+    for part in signature:
+        _without_shapes(part, shapes)
+    return sum(shape[-1] if isinstance(shape, _Lengths) else math.prod(shape) for shape in shapes)
 
 
 def _without_shapes(part: object, shapes: list[tuple[int, ...]]) -> object:
@@ -194,7 +247,9 @@ def _without_shapes(part: object, shapes: list[tuple[int, ...]]) -> object:
         return _Elements
     if not isinstance(part, tuple):
         return part
-    if len(part) == 3 and isinstance(part[1], torch.dtype):  # a tensor, as `_shapes` writes it
+    if len(part) == 3 and (
+        part[1] is _Lengths or isinstance(part[1], torch.dtype)
+    ):  # as `_shapes` writes them
         shapes.append(part[0])
         return *part[1:], len(part[0])
     return tuple([_without_shapes(each, shapes) for each in part])
@@ -208,6 +263,8 @@ def _shapes(values: Iterable[Any], *, by_value: bool = True, objects: int = OBJE
         if isinstance(value, torch.Tensor):
             # One that wants a gradient gives backward more to do: a GAN's discriminator is called with and without.
             seen.append((tuple(value.shape), value.dtype, value.requires_grad))
+        elif isinstance(value, _DATA) and (shape := _shape_of(value, by_value=by_value)) is not None:
+            seen.append(shape)
         elif isinstance(value, list | tuple):
             seen.append(_shapes(value, by_value=by_value, objects=objects))
         elif isinstance(value, dict):
@@ -222,9 +279,48 @@ def _shapes(values: Iterable[Any], *, by_value: bool = True, objects: int = OBJE
     return tuple(seen)
 
 
+_DATA = (list, tuple, str, bytes, np.ndarray)
+
+
+def _shape_of(value: Any, *, by_value: bool) -> tuple[object, ...] | None:
+    """[Note: data], as `_shapes` writes that of a tensor; None: it is none, or, ``by_value``, may well be settings."""
+    if isinstance(value, np.ndarray):
+        return _Lengths((*value.shape, value.size)), _Lengths, value.dtype.str
+    if isinstance(value, str | bytes):
+        return None if len(value) <= _SHORT else (_lengths(value), _Lengths, False)
+    lengths = _lengths(value)
+    if lengths is None or (by_value and lengths[-1] <= _FEW_LEAVES):
+        return None
+    return lengths, _Lengths, False
+
+
+def _lengths(value: Any) -> _Lengths | None:
+    """None for what has tensors or anything else in it than numbers and strings."""
+    longest = [1] * _DEPTHS
+    depth = leaves = 0
+    level = [value]
+    while level:
+        place, depth = min(depth, _DEPTHS - 1), depth + 1
+        following = []
+        for each in level:
+            longest[place] = max(longest[place], len(each))
+            if isinstance(each, str | bytes):
+                leaves += len(each)
+                continue
+            for item in each:
+                if isinstance(item, list | tuple | str | bytes):
+                    following.append(item)
+                elif item is None or isinstance(item, int | float | complex):
+                    leaves += 1
+                else:
+                    return None
+        level = following
+    return _Lengths((*longest, depth, leaves))
+
+
 def count_elements(value: Any) -> int:
-    """Of all tensors in there."""
-    return sum([tensor.numel() for tensor in tensors_in([value], objects=OBJECTS)])
+    """Of all tensors in there, and of what counts as such ([Note: data])."""
+    return _elements_of(_shapes([value], by_value=False))
 
 
 def may_record(tensors: Sequence[ManagedTensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
