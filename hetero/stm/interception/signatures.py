@@ -63,6 +63,7 @@ _FEW_LEAVES, _SHORT = (
     64,
 )  # numbers and strings in a list, letters of a string: as many may well be settings
 _DEPTHS = 4  # of lists within one another, of which the longest are told apart
+_DEEPEST = 200  # lists that are in themselves have no end
 
 
 class _Elements(int):
@@ -288,6 +289,8 @@ def _shape_of(value: Any, *, by_value: bool) -> tuple[object, ...] | None:
         return _Lengths((*value.shape, value.size)), _Lengths, value.dtype.str
     if isinstance(value, str | bytes):
         return None if len(value) <= _SHORT else (_lengths(value), _Lengths, False)
+    if value and isinstance(value[0], torch.Tensor):
+        return None  # at once: each forward asks
     lengths = _lengths(value)
     if lengths is None or (by_value and lengths[-1] <= _FEW_LEAVES):
         return None
@@ -295,11 +298,13 @@ def _shape_of(value: Any, *, by_value: bool) -> tuple[object, ...] | None:
 
 
 def _lengths(value: Any) -> _Lengths | None:
-    """None for what has tensors or anything else in it than numbers and strings."""
+    """None for what has anything else in it than numbers and strings, such as tensors."""
     longest = [1] * _DEPTHS
     depth = leaves = 0
     level = [value]
     while level:
+        if depth == _DEEPEST:
+            return None
         place, depth = min(depth, _DEPTHS - 1), depth + 1
         following = []
         for each in level:
