@@ -58,10 +58,8 @@ _MOST_SIZES = 8
 _MOST_APART = 64  # as many as plans are kept of
 _MOST_STRUCTURES = 8
 _MOST_REMEMBERED = 1 << 12  # of those that count as others: these are looked for again
-_FEW_LEAVES, _SHORT = (
-    16,
-    64,
-)  # numbers and strings in a list, letters of a string: as many may well be settings
+_FEW_LEAVES = 16  # numbers and strings in a list: as many may well be settings
+_SHORT = 64  # letters of a string: as many may well be a name
 _DEPTHS = 4  # of lists within one another, of which the longest are told apart
 _DEEPEST = 200  # lists that are in themselves have no end
 
@@ -248,9 +246,8 @@ def _without_shapes(part: object, shapes: list[tuple[int, ...]]) -> object:
         return _Elements
     if not isinstance(part, tuple):
         return part
-    if len(part) == 3 and (
-        part[1] is _Lengths or isinstance(part[1], torch.dtype)
-    ):  # as `_shapes` writes them
+    # As `_shapes` writes a tensor, and what counts as one.
+    if len(part) == 3 and (part[1] is _Lengths or isinstance(part[1], torch.dtype)):
         shapes.append(part[0])
         return *part[1:], len(part[0])
     return tuple([_without_shapes(each, shapes) for each in part])
