@@ -139,17 +139,17 @@ def test_clipping_reads_no_gradient_and_has_the_same_bits(norm_type, norms_taken
 def test_norms_of_gradients_at_home_are_taken_on_a_device_that_rounds_otherwise(
     monkeypatch, room, micro_batches, norm_type
 ):
-    taken, own = [], norms._norms
+    taken, own = [], norms.norms_of_group
 
-    def recorded(gradients, *rest):
+    def recorded(gradients, *rest, **given):
         taken.extend(gradient.device.type for gradient in gradients)
-        return own(gradients, *rest)
+        return own(gradients, *rest, **given)
 
     def refused(*_):
         raise torch.OutOfMemoryError("no gap")
 
     monkeypatch.setattr(access, "norms_depend_on", lambda device, order: order == 2.0)
-    monkeypatch.setattr(norms, "_norms", recorded)
+    monkeypatch.setattr(norms, "norms_of_group", recorded)
     if room == "none":
         monkeypatch.setattr(Room, "make", lambda self, nbytes, **_: False)
     elif room == "in no gap":
@@ -197,12 +197,12 @@ def test_copies_for_norms_keep_to_the_budget(monkeypatch, clip, copies):
     for module in (access, totals):
         monkeypatch.setattr(module, "norms_depend_on", lambda device, order: device.type == "virtual")
     taken = []
-    for module, name in ((norms, "_norms"), (totals, "_norms_of_group")):
+    for module, name in ((norms, "norms_of_group"), (totals, "norms_of_group")):
         own = getattr(module, name)
 
-        def recorded(gradients, *rest, own=own):
+        def recorded(gradients, *rest, own=own, **given):
             taken.extend(gradient.device.type for gradient in gradients)
-            return own(gradients, *rest)
+            return own(gradients, *rest, **given)
 
         monkeypatch.setattr(module, name, recorded)
     target = device()

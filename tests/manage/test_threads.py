@@ -123,8 +123,12 @@ def test_a_forward_that_fails_does_not_disturb_another_threads():
         assert torch.equal(result, model.to(target)(x.to(target)).cpu())
 
 
+# Bytes. CUDA's allocator does not say how large what it refuses below 20 MiB was to be.
+WIDE = 24 << 20
+
+
 class Growing(nn.Module):
-    """In the thread of that name, it takes a MiB, and two more after the pause."""
+    """In the thread of that name, it takes `WIDE`, and twice as much after the pause."""
 
     def __init__(self):
         super().__init__()
@@ -133,7 +137,7 @@ class Growing(nn.Module):
     def forward(self, x):
         x = x * self.scale
         if threading.current_thread().name == "pausing":
-            wide = x.repeat(256, 1)
+            wide = x.repeat(6144, 1)
             Pausing.apply(x, self.scale)
             return wide.square() + wide
         return x
@@ -150,7 +154,7 @@ def test_a_forward_that_ends_leaves_the_cap_to_another_threads():
 
     before = torch.accelerator.memory_allocated()
     torch.accelerator.reset_peak_memory_stats()
-    budget = 5 << 19
+    budget = 5 * WIDE // 2
     with hetero.manage(model, device=target, device_budget=budget):
         refused = run_beside(infer, infer)
         assert isinstance(refused, hetero.BudgetError), refused
@@ -161,14 +165,14 @@ def test_a_forward_that_ends_leaves_the_cap_to_another_threads():
 
 
 class Greedy(nn.Module):
-    """It takes a MiB and then another; in the thread of that name, the first until some operator has lacked room."""
+    """It takes `WIDE`, and as much again; in that thread, only the first, until some operator lacks room."""
 
     def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(256))
 
     def forward(self, x):
-        wide = (x * self.scale).repeat(256, 1)
+        wide = (x * self.scale).repeat(6144, 1)
         if threading.current_thread().name == "pausing":
             accelerator = Accelerator(wide.device)
             failures, until = accelerator.failures(), time.monotonic() + PATIENCE
@@ -192,7 +196,7 @@ def test_who_lacks_room_waits_for_what_another_thread_has(models):
 
     before = torch.accelerator.memory_allocated()
     torch.accelerator.reset_peak_memory_stats()
-    budget = 5 << 19
+    budget = 5 * WIDE // 2
     with contextlib.ExitStack() as managed:
         for net in nets:
             managed.enter_context(hetero.manage(net, device=target, device_budget=budget))

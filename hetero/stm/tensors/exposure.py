@@ -31,7 +31,6 @@ __all__ = [
     "listed_alone",
     "measure_incoming",
     "memory_is_private",
-    "passes",
     "state_is_private",
 ]
 
@@ -70,13 +69,6 @@ def incoming_is_shared(gradient: torch.Tensor) -> bool:
         return False
     references, uses, _ = _counts(gradient)
     return (references, uses) != _incoming(_asked(_PROBE))
-
-
-def passes(references: int) -> bool:
-    """``references``: what sys.getrefcount says of ``self`` in a method in Python. Only that call holds it, so it has
-    never had a name: ``p.detach().cpu()``."""
-    expected = _expected()
-    return references == expected.passing < expected.named
 
 
 class _Holder(Protocol):
@@ -165,8 +157,6 @@ class _Expected(NamedTuple):
     held: tuple[int, int, int]
     listed: tuple[int, int]
     entry: int
-    passing: int
-    named: int
 
 
 def _expected() -> _Expected:
@@ -177,12 +167,7 @@ def _expected() -> _Expected:
 def _measured(_: int) -> _Expected:
     """[Note: how many there should be]"""
     return _Expected(
-        _measure_gradient(),
-        _measure_value(),
-        _measure_held(),
-        _measure_listed(),
-        _measure_entry(),
-        *_measure_passing(),
+        _measure_gradient(), _measure_value(), _measure_held(), _measure_listed(), _measure_entry()
     )
 
 
@@ -219,15 +204,6 @@ def _measure_entry() -> int:
 
     entry = state[0]
     return _asked(entry)
-
-
-def _measure_passing() -> tuple[int, int]:
-    class Asked:
-        def references(self, *_: object, **__: object) -> int:  # as the methods that ask
-            return sys.getrefcount(self)
-
-    named = Asked()
-    return Asked().references(), named.references()
 
 
 def _measure_attribute_and_name() -> int:

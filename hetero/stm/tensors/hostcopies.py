@@ -9,6 +9,7 @@ resuming, finds room there, as far as copies can leave. Every other call goes on
 
 import functools
 import sys
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,6 @@ from typing import Any
 import torch
 
 from hetero.stm.neighbours import make_room
-from hetero.stm.tensors.exposure import passes
 from hetero.stm.tensors.glances import note_copied
 
 __all__ = ["REPLACEMENTS", "is_at_home", "note_at_home"]
@@ -50,14 +50,12 @@ def _prune() -> None:
 
 @functools.wraps(_cpu)
 def _copied_cpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    references = sys.getrefcount(self)
     result: torch.Tensor = _cpu(self, *args, **kwargs)
-    return _own(self, references) if result is self and is_at_home(self) else result
+    return _own(self, sys._getframe(1)) if result is self and is_at_home(self) else result
 
 
 @functools.wraps(_to)
 def _copied_to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    references = sys.getrefcount(self)
     place = _place(args, kwargs)
     if place is not None and place.type != "cpu":
         _make_room(self, place)
@@ -65,9 +63,9 @@ def _copied_to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     if place is None or not is_at_home(self):  # a conversion of type alone is no copy on a device either
         return result
     if result is self:
-        return _own(self, references)
+        return _own(self, sys._getframe(1))
     if result.is_cpu and type(self) is torch.Tensor:  # a parameter's may have come from the device
-        note_copied(self, result, is_passing=passes(references))
+        note_copied(self, result, sys._getframe(1))
     return result
 
 
@@ -116,10 +114,9 @@ def is_at_home(tensor: torch.Tensor) -> bool:
         return found is not None and found.untyped_storage()._cdata == key
 
 
-def _own(tensor: torch.Tensor, references: int) -> torch.Tensor:
-    """``references``: to ``tensor``, as its method counted them."""
+def _own(tensor: torch.Tensor, asker: types.FrameType) -> torch.Tensor:
     copy = tensor.clone(memory_format=torch.preserve_format)
-    note_copied(tensor, copy, is_passing=passes(references))
+    note_copied(tensor, copy, asker)
     return copy
 
 
