@@ -227,7 +227,8 @@ def test_arrays_long_strings_and_trees_count_so_too():
     assert count_elements([np.zeros((4, 5)), {"texts": letters([7, 8])}, torch.ones(3)]) == 20 + 15 + 3
 
 
-def test_lists_of_ever_other_numbers_of_tensors_come_to_count_by_elements():
+def test_lists_of_ever_other_numbers_of_tensors_come_to_count_by_elements(monkeypatch):
+    monkeypatch.setattr(interception_signatures, "_MOST_APART", 8)
     signatures, layer = Signatures("cpu"), nn.Linear(1, 1)
 
     def of(*rows):
@@ -245,7 +246,9 @@ def test_lists_of_ever_other_numbers_of_tensors_come_to_count_by_elements():
     assert signatures.of(layer, ([torch.empty(3, 2)] * 9, 1), {}) not in {*few, *others}
 
 
-def test_what_is_remembered_of_calls_is_bounded():
+def test_what_is_remembered_of_calls_is_bounded(monkeypatch):
+    most = 16
+    monkeypatch.setattr(interception_signatures, "_MOST_APART", most)
     signatures, layer = Signatures("cpu"), nn.Linear(1, 1)
     random.seed(0)
     seen = []
@@ -255,9 +258,9 @@ def test_what_is_remembered_of_calls_is_bounded():
         images = [torch.empty(random.randrange(1, 9), 2) for _ in range(random.randrange(20))]
         args = torch.empty(rows, 64), step, texts, [images, texts]
         seen.append(signatures.of(layer, args, {"name": str(step)}))
-    assert (
-        len(set(seen)) <= 8 * (64 + 8) + 64
-    )  # those that are apart, of each structure, and those by elements
+    assert len(set(seen)) <= (most + 1) * (
+        most + 8 + 8
+    )  # of each structure, those that are apart, and by elements
     stores = [signatures._known, *signatures._values.values(), *signatures._structures.values()]
     stores += [*signatures._sizes.values(), signatures._larger]
     assert sum(map(len, stores)) < 6000  # of which 4096 are of those that count as others

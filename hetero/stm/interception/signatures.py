@@ -16,7 +16,7 @@ count as a tensor of them would, padded to the longest: by how many there are at
 settings more often than data, and count as numbers do.
 
 [Note: structures] A list of so many tensors this time, and so many the next, or of what comes in ever other types, has
-another structure in each call. After a few, a call counts by how many elements it has in all, as with boxes below.
+another structure in each call. After many, a call counts by how many elements it has in all, as with boxes below.
 
 [Note: boxes] Images, and the boxes in each, have many sizes in one call, and no call is as large as another in all of
 them. After many such, one counts by how many elements its tensors have in all, and those are few kinds again. What one
@@ -56,7 +56,6 @@ __all__ = [
 _MOST_VALUES = 8
 _MOST_SIZES = 8
 _MOST_APART = 64  # as many as plans are kept of
-_MOST_STRUCTURES = 8
 _MOST_REMEMBERED = 1 << 12  # of those that count as others: these are looked for again
 _FEW_LEAVES = 16  # numbers and strings in a list: as many may well be settings
 _SHORT = 64  # letters of a string: as many may well be a name
@@ -126,7 +125,7 @@ class Signatures:
         structure, _ = _parted(alike)
         known = self._structures[kinds]
         if structure not in known:
-            if len(known) >= _MOST_STRUCTURES:  # [Note: structures]
+            if len(known) >= _MOST_APART:  # [Note: structures]
                 return *kinds, _Elements(_elements_of(alike))
             known.add(structure)
         exact, _ = _parted(found)
