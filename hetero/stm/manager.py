@@ -254,6 +254,8 @@ class StatefulTensorMgr:
         ``goes_on``: everything is on the device, and has to stay there for now; only plans are made anew."""
         with self.lock:
             self.close_books()
+            # Before anything is evicted: an allocator without segments gives that back at once.
+            before = self._accelerator.reserved_bytes()
             needs = self.plans.needs()
             if needs is not None:
                 least, present = needs
@@ -269,7 +271,8 @@ class StatefulTensorMgr:
                 self.home_choice.choose_again()
             if not goes_on:
                 self.residency.evict_idle()
-            return self._accelerator.release_cached()
+            self._accelerator.release_cached()
+            return max(0, before - self._accelerator.reserved_bytes())
 
     def close_books(self) -> None:
         """Of the iteration if its last segment is over, so that they can be read."""
