@@ -194,8 +194,11 @@ def test_data_in_lists_counts_as_a_tensor_that_it_is_padded_to(make, by_name):
         data = make(lengths)
         return signatures.of(layer, (), {"texts": data}) if by_name else signatures.of(layer, (data,), {})
 
+    # They may be settings.
+    settings = [of(number) for number in range(1, 9)]
+    assert len(set(settings)) == 8
     few = [of(longest, 20) for longest in range(20, 36, 2)]
-    assert len(set(few)) == 8
+    assert len({*settings, *few}) == 16
     assert of(21, 9) == few[1]  # within 22 and 20
     assert of(5, 34) == few[7]
     larger = of(36, 2)
@@ -203,8 +206,7 @@ def test_data_in_lists_counts_as_a_tensor_that_it_is_padded_to(make, by_name):
     assert of(36, 1) == larger
     longer = of(22, 22, 2)  # no longer than others, and more of them
     assert longer not in {*few, larger}
-    # As short as settings are: each counts as what it is.
-    assert len({of(1, number) for number in range(1, 9)}) == 8
+    assert settings == [of(number) for number in range(1, 9)]
 
 
 def test_arrays_long_strings_and_trees_count_so_too():
@@ -241,9 +243,22 @@ def test_lists_of_ever_other_numbers_of_tensors_come_to_count_by_elements(monkey
     others = [of(*[number] * 10) for number in range(1, 9)]
     assert len(set(others)) == 8
     assert all(map(counts_by_elements, others))
-    assert of(*[1] * 35) == others[3]  # 70 elements, where 80 are known
+    assert of(*[1] * 12) == others[1]  # less in all than two by two of ten
+    more = of(*[1] * 100)  # hardly more elements than others have, in many more tensors
+    assert more not in others
     # What comes beside it tells as before.
     assert signatures.of(layer, ([torch.empty(3, 2)] * 9, 1), {}) not in {*few, *others}
+
+
+def test_numbers_of_other_types_in_lists_count_as_numbers_and_what_is_in_itself_ends():
+    signatures, layer = Signatures("cpu"), nn.Linear(1, 1)
+    random.seed(0)
+    seen = [signatures.of(layer, (list(np.arange(random.randrange(400))),), {}) for _ in range(200)]
+    assert len(set(seen)) <= 8 + 8 + 8  # by value, of the first lengths, and the largest so far
+    cyclic = [1]
+    cyclic += [cyclic, cyclic]
+    with pytest.raises(RecursionError):
+        signatures.of(layer, (cyclic,), {})
 
 
 def test_what_is_remembered_of_calls_is_bounded(monkeypatch):

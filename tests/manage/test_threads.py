@@ -1,7 +1,6 @@
 """Several threads: each of them leaves the others alone, and may look at what another trains."""
 
 import contextlib
-import gc
 import threading
 import time
 
@@ -125,43 +124,6 @@ def test_a_forward_that_fails_does_not_disturb_another_threads():
 
 # Bytes. CUDA's allocator does not say how large what it refuses below 20 MiB was to be.
 WIDE = 24 << 20
-
-
-class Growing(nn.Module):
-    """In the thread of that name, it takes `WIDE`, and twice as much after the pause."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(256))
-
-    def forward(self, x):
-        x = x * self.scale
-        if threading.current_thread().name == "pausing":
-            wide = x.repeat(6144, 1)
-            Pausing.apply(x, self.scale)
-            return wide.square() + wide
-        return x
-
-
-def test_a_forward_that_ends_leaves_the_cap_to_another_threads():
-    target = device()
-    model = Growing()
-    x = torch.randn(4, 256)
-
-    def infer():
-        with torch.no_grad():
-            return model(x.to(target)).cpu()
-
-    before = torch.accelerator.memory_allocated()
-    torch.accelerator.reset_peak_memory_stats()
-    budget = 5 * WIDE // 2
-    with hetero.manage(model, device=target, device_budget=budget):
-        refused = run_beside(infer, infer)
-        assert isinstance(refused, hetero.BudgetError), refused
-        assert torch.accelerator.max_memory_allocated() <= before + budget
-        assert torch.equal(infer(), x)  # and it goes on
-    del refused
-    gc.collect()  # its frames have what was made there
 
 
 class Greedy(nn.Module):

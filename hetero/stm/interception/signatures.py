@@ -12,8 +12,8 @@ that is as large in every dimension: its operators are the same, and what it tak
 more than they would have to, and only a call that is the largest in some dimension is measured.
 
 [Note: data] Texts also come as lists of numbers, or of strings, in lists of their own, and as arrays of NumPy's. Such
-count as a tensor of them would, padded to the longest: by how many there are at each depth, and in all. Short ones are
-settings more often than data, and count as numbers do.
+count as a tensor of them would, padded to the longest: by how many there are at each depth, and in all. They may be
+settings as well: as with numbers, the first few count as what they are, and short strings never as data.
 
 [Note: structures] A list of so many tensors this time, and so many the next, or of what comes in ever other types, has
 another structure in each call. After many, a call counts by how many elements it has in all, as with boxes below.
@@ -31,6 +31,7 @@ import math
 import operator
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -57,10 +58,9 @@ _MOST_VALUES = 8
 _MOST_SIZES = 8
 _MOST_APART = 64  # as many as plans are kept of
 _MOST_REMEMBERED = 1 << 12  # of those that count as others: these are looked for again
-_FEW_LEAVES = 16  # numbers and strings in a list: as many may well be settings
 _SHORT = 64  # letters of a string: as many may well be a name
 _DEPTHS = 4  # of lists within one another, of which the longest are told apart
-_DEEPEST = 200  # lists that are in themselves have no end
+_DEEPEST = 16  # what is in itself has no end
 
 
 class _Elements(int):
@@ -126,7 +126,7 @@ class Signatures:
         known = self._structures[kinds]
         if structure not in known:
             if len(known) >= _MOST_APART:  # [Note: structures]
-                return *kinds, _Elements(_elements_of(alike))
+                return *kinds, _Elements(_elements_of(alike) + _count(structure))
             known.add(structure)
         exact, _ = _parted(found)
         values = self._values[structure]
@@ -238,6 +238,11 @@ def _elements_of(signature: tuple[object, ...]) -> int:
     return sum(shape[-1] if isinstance(shape, _Lengths) else math.prod(shape) for shape in shapes)
 
 
+def _count(part: object) -> int:
+    """Of what is told in ``part`` of a signature."""
+    return sum(map(_count, part)) if isinstance(part, tuple) else 1
+
+
 def _without_shapes(part: object, shapes: list[tuple[int, ...]]) -> object:
     """``part`` of a signature, less the shapes of tensors, which go into ``shapes``."""
     if isinstance(part, _Elements):
@@ -260,8 +265,10 @@ def _shapes(values: Iterable[Any], *, by_value: bool = True, objects: int = OBJE
         if isinstance(value, torch.Tensor):
             # One that wants a gradient gives backward more to do: a GAN's discriminator is called with and without.
             seen.append((tuple(value.shape), value.dtype, value.requires_grad))
-        elif isinstance(value, _DATA) and (shape := _shape_of(value, by_value=by_value)) is not None:
-            seen.append(shape)
+        elif isinstance(value, np.ndarray):
+            seen.append((_Lengths((*value.shape, value.size)), _Lengths, value.dtype.str))
+        elif not by_value and isinstance(value, _DATA) and (lengths := _lengths(value)) is not None:
+            seen.append((lengths, _Lengths, False))
         elif isinstance(value, list | tuple):
             seen.append(_shapes(value, by_value=by_value, objects=objects))
         elif isinstance(value, dict):
@@ -276,25 +283,14 @@ def _shapes(values: Iterable[Any], *, by_value: bool = True, objects: int = OBJE
     return tuple(seen)
 
 
-_DATA = (list, tuple, str, bytes, np.ndarray)
-
-
-def _shape_of(value: Any, *, by_value: bool) -> tuple[object, ...] | None:
-    """[Note: data], as `_shapes` writes that of a tensor; None: it is none, or, ``by_value``, may well be settings."""
-    if isinstance(value, np.ndarray):
-        return _Lengths((*value.shape, value.size)), _Lengths, value.dtype.str
-    if isinstance(value, str | bytes):
-        return None if len(value) <= _SHORT else (_lengths(value), _Lengths, False)
-    if value and isinstance(value[0], torch.Tensor):
-        return None  # at once: each forward asks
-    lengths = _lengths(value)
-    if lengths is None or (by_value and lengths[-1] <= _FEW_LEAVES):
-        return None
-    return lengths, _Lengths, False
+_DATA = (list, tuple, str, bytes)
+_LEAVES = (int, float, complex, type(None), np.generic, Decimal)
 
 
 def _lengths(value: Any) -> _Lengths | None:
-    """None for what has anything else in it than numbers and strings, such as tensors."""
+    """None for what has anything else in it than numbers and strings, such as tensors, and for a short string."""
+    if isinstance(value, str | bytes) and len(value) <= _SHORT:
+        return None
     longest = [1] * _DEPTHS
     depth = leaves = 0
     level = [value]
@@ -311,7 +307,7 @@ def _lengths(value: Any) -> _Lengths | None:
             for item in each:
                 if isinstance(item, list | tuple | str | bytes):
                     following.append(item)
-                elif item is None or isinstance(item, int | float | complex):
+                elif isinstance(item, _LEAVES):
                     leaves += 1
                 else:
                     return None

@@ -28,7 +28,7 @@ from hetero.errors import BudgetError
 from hetero.stm.running import modes
 from hetero.stm.running.retry import Relieve, Retry
 
-__all__ = ["arm", "formulas_kept", "guarded", "is_armed_elsewhere", "lifted", "unguarded"]
+__all__ = ["arm", "formulas_kept", "guarded", "lifted", "unguarded"]
 
 _CHOSEN_BY_MODE = frozenset(
     {
@@ -101,8 +101,12 @@ class _Guard:
         self.backwards: list[_Backward] = []
 
     def others_run(self) -> bool:
-        """Something else runs that may be guarded, of whichever model, on another thread."""
-        return any(guard.thread != self.thread for guard in list(_guards))
+        """Something else runs that may be guarded, of whichever model, on a thread that does not wait itself."""
+        return any(guard.thread != self.thread and guard.thread not in _waiting for guard in list(_guards))
+
+    def wait(self, waits: bool) -> None:
+        """This thread begins to wait for others, or ends it."""
+        (_waiting.add if waits else _waiting.discard)(self.thread)
 
 
 class _Here(threading.local):
@@ -111,6 +115,7 @@ class _Here(threading.local):
 
 _here = _Here()
 _guards: list[_Guard] = []  # of all threads
+_waiting: set[int] = set()  # threads
 
 
 @contextlib.contextmanager
@@ -120,7 +125,7 @@ def guarded(retry: Retry, *, at_once: bool) -> Iterator[None]:
     guard = _Guard(retry)
     outer, _here.guard = _here.guard, guard
     _guards.append(guard)
-    retry.others_run = guard.others_run
+    retry.others_run, retry.wait = guard.others_run, guard.wait
     if at_once:
         arm(retry.relieve)
     try:
@@ -178,13 +183,6 @@ def _arm_nodes(retry: Retry, backward: _Backward) -> None:
         elif name != "torch::autograd::AccumulateGrad":
             backward.handles.append(node.register_prehook(put_in_place))
     modes.put_below(retry)
-
-
-def is_armed_elsewhere(relieve: Relieve) -> bool:
-    """What runs on other threads, guarded by what has ``relieve``, all is armed; False if nothing does."""
-    here = threading.get_ident()
-    others = [guard for guard in list(_guards) if guard.thread != here and guard.retry.relieve == relieve]
-    return bool(others) and all(guard.is_armed for guard in others)
 
 
 def unguarded() -> contextlib.AbstractContextManager[list[Retry]]:

@@ -14,7 +14,7 @@ import torch
 from hetero.devices import Accelerator
 from hetero.errors import BudgetError
 from hetero.stm.copies.room import Room
-from hetero.stm.running.guard import arm, guarded, is_armed_elsewhere, lifted
+from hetero.stm.running.guard import arm, guarded, lifted
 from hetero.stm.running.modes import active
 from hetero.stm.running.relief import Relief
 from hetero.stm.running.retry import Retry
@@ -84,7 +84,7 @@ class Guarding:
         """The caller goes on. What is still capped is tried again as the model's operators are; it is not refused for
         gaps, nor because it may depend on values as the model does."""
         if self._accelerator.leaves_gaps or by_values:
-            self._lift_cap()
+            self._cap(False)
         elif self._is_capped:
             self._end_of_caller()
             self._end_of_caller = guard_caller(self._retry())
@@ -95,9 +95,9 @@ class Guarding:
         end()
 
     def release(self) -> None:
-        """Nothing runs, on this thread: others may have the memory."""
+        """Nothing runs: others may have the memory."""
         self.take_from_caller()
-        self._lift_cap()
+        self._cap(False)
 
     @contextlib.contextmanager
     def _explaining(self, inner: contextlib.AbstractContextManager[None]) -> Iterator[None]:
@@ -113,11 +113,6 @@ class Guarding:
             if refusal is None:
                 raise
             raise refusal from error
-
-    def _lift_cap(self) -> None:
-        # Forwards on other threads may still count on it, and are tried again under it.
-        if not is_armed_elsewhere(self._relief.relieve):
-            self._cap(False)
 
     def _cap(self, on: bool) -> None:
         self._is_capped = on and not self.is_open

@@ -104,8 +104,10 @@ class Retry(TorchDispatchMode):
         self._failures = failures
         self._numbers = numbers
         self._await_others = await_others
-        # Something else runs on another thread; whoever puts this in place sets it.
+        # Something else runs on another thread, and does not wait; and that this one waits now. Whoever puts this in
+        # place sets them.
         self.others_run: Callable[[], bool] = lambda: False
+        self.wait: Callable[[bool], None] = lambda waits: None
         self._seen_failures = 0
         self.is_over = False  # it may still be among a thread's modes, and does nothing
 
@@ -167,7 +169,13 @@ class Retry(TorchDispatchMode):
             return False
         if operator.waits_until is None:
             operator.waits_until = time.monotonic() + _PATIENCE
-        return self._await_others(self.others_run, operator.waits_until)
+        self.wait(
+            True
+        )  # if all did, nobody would go on: the first that finds no other gives up, and what it has is free
+        try:
+            return self._await_others(self.others_run, operator.waits_until)
+        finally:
+            self.wait(False)
 
     def make_room(self, nbytes: int) -> None:
         """So many bytes, or all there is, for what cannot be tried again."""
@@ -185,6 +193,7 @@ class Retry(TorchDispatchMode):
         self._note_answered, self._failures = lambda: None, lambda: 0
         self._numbers = lambda generator: lambda: None
         self._await_others, self.others_run = lambda run, until: False, lambda: False
+        self.wait = lambda waits: None
 
     def _is_shortage(self, error: RuntimeError) -> bool:
         """[Note: errors of libraries]"""
