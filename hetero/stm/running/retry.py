@@ -169,9 +169,8 @@ class Retry(TorchDispatchMode):
             return False
         if operator.waits_until is None:
             operator.waits_until = time.monotonic() + _PATIENCE
-        self.wait(
-            True
-        )  # if all did, nobody would go on: the first that finds no other gives up, and what it has is free
+        # If all waited, nobody would go on: the first that finds no other gives up, and what it has is free.
+        self.wait(True)
         try:
             return self._await_others(self.others_run, operator.waits_until)
         finally:
