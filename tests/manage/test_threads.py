@@ -141,6 +141,7 @@ class Greedy(nn.Module):
             Pausing.apply(x, self.scale)
             while accelerator.failures() == failures and time.monotonic() < until:
                 time.sleep(1e-3)
+            time.sleep(0.1)  # who lacks room looks whether anybody runs, and is refused where nobody does
             return wide.mean(0)
         Pausing.may_go_on.set()
         return wide.square().mean(0)
