@@ -145,12 +145,12 @@ def _queued(queue: UpdateQueue, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _queue_entry(update: ParameterUpdate) -> Update:
-    kin = Batch(
+    batch = Batch(
         key=update.batch_key,
         nbytes=update.nbytes,
         run_all=lambda runs: run_together([r.__self__ for r in runs]),
     )
-    return Update(update.run, kin)
+    return Update(update.run, batch)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from hetero.stm.settled.who import record_of
 from hetero.stm.tensors.overlap import first_overlap
 from hetero.stm.tensors.precision import computes_in
 from hetero.stm.updates.optimizers import DECLARATION, may_be_tried
-from hetero.stm.updates.probe import probe_step
+from hetero.stm.updates.traits import probe_step
 from hetero.units import format_bytes
 
 __all__ = ["check_budgets", "check_manageable", "check_step", "named_parameters"]

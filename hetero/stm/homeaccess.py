@@ -80,7 +80,7 @@ class HomeAccess:
         self.before_write(tensor)
         tensor.clock.note_given_out()
 
-    def take_back(self, tensor: ManagedTensor) -> None:
+    def note_given_back(self, tensor: ManagedTensor) -> None:
         """Who was given its memory last has only read it, and is about to let go of it."""
         tensor.clock.note_given_back()
 

@@ -328,7 +328,7 @@ def test_batches_of_texts_of_many_lengths_follow_few_plans(make, share, settles)
     assert len(manager._stm.plans) <= 20
     assert (manager.stats.settled_forwards > 20) == settles
     if not settles:
-        assert sum(measured[-20:]) <= 8
+        assert sum(measured[-20:]) <= 8  # those that are the largest so far, and plans that are timed
 
 
 @pytest.mark.parametrize(("share", "settles"), [(0.35, False), (0.6, False), (1.6, True)])

@@ -95,7 +95,7 @@ def _norms(
     found: list[torch.Tensor | None] = [_norm_of_copy(*pair, norm_type, foreach) for pair in pairs]
     rest = [index for index, norm in enumerate(found) if norm is None]
     for group in _groups([pairs[index][0] for index in rest]):
-        taken = _take([pairs[rest[index]][0] for index in group], norm_type, foreach)
+        taken = _take_norms([pairs[rest[index]][0] for index in group], norm_type, foreach)
         for index, norm in zip(group, taken, strict=True):
             found[rest[index]] = norm
     norms = cast(list[torch.Tensor], found)
@@ -115,7 +115,7 @@ def _norm_of_copy(
     if not make_room(place.device, tensor.nbytes + place.element_size()):
         return None
     try:
-        (norm,) = _take([tensor.to(place.device)], norm_type, foreach)
+        (norm,) = _take_norms([tensor.to(place.device)], norm_type, foreach)
         return norm.cpu()
     except torch.OutOfMemoryError:  # within the budget, but no gap is large enough
         Accelerator(place.device).note_answered()
@@ -135,7 +135,7 @@ def _groups(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     return [indices for _, indices in groups.values()]
 
 
-def _take(tensors: list[torch.Tensor], norm_type: float, foreach: bool | None) -> list[torch.Tensor]:
+def _take_norms(tensors: list[torch.Tensor], norm_type: float, foreach: bool | None) -> list[torch.Tensor]:
     """As `norms_of_group`, where torch would not refuse."""
     device = tensors[0].device
     if foreach and not _device_has_foreach_support(device):

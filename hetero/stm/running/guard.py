@@ -100,14 +100,6 @@ class _Guard:
         self.is_armed = False
         self.backwards: list[_Backward] = []
 
-    def others_run(self) -> bool:
-        """Something else runs that may be guarded, of whichever model, on a thread that does not wait itself."""
-        return any(guard.thread != self.thread and guard.thread not in _waiting for guard in list(_guards))
-
-    def wait(self, waits: bool) -> None:
-        """This thread begins to wait for others, or ends it."""
-        (_waiting.add if waits else _waiting.discard)(self.thread)
-
 
 class _Here(threading.local):
     guard: _Guard | None = None
@@ -118,6 +110,24 @@ _guards: list[_Guard] = []  # of all threads
 _waiting: set[int] = set()  # threads
 
 
+class _Others:
+    """`hetero.stm.running.retry.Others`, than ``thread``."""
+
+    def __init__(self, thread: int) -> None:
+        self._thread = thread
+
+    def run(self) -> bool:
+        return any(guard.thread not in {self._thread, *_waiting} for guard in list(_guards))
+
+    @contextlib.contextmanager
+    def awaited(self) -> Iterator[None]:
+        _waiting.add(self._thread)
+        try:
+            yield
+        finally:
+            _waiting.discard(self._thread)
+
+
 @contextlib.contextmanager
 def guarded(retry: Retry, *, at_once: bool) -> Iterator[None]:
     """Within it, operators of this thread, and of a backward that begins here, are tried again by ``retry``:
@@ -125,7 +135,7 @@ def guarded(retry: Retry, *, at_once: bool) -> Iterator[None]:
     guard = _Guard(retry)
     outer, _here.guard = _here.guard, guard
     _guards.append(guard)
-    retry.others_run, retry.wait = guard.others_run, guard.wait
+    retry.others = _Others(guard.thread)
     if at_once:
         arm(retry.relieve)
     try:

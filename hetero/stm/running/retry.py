@@ -21,7 +21,7 @@ import functools
 import re
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -34,7 +34,7 @@ from hetero.stm.running.byvalues import depends_on_values
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.listwrites import count_writes, versions_of_list
 
-__all__ = ["AwaitOthers", "Explain", "Numbers", "Relieve", "Retry", "Uncapped"]
+__all__ = ["AwaitOthers", "Explain", "Numbers", "Others", "Relieve", "Retry", "Uncapped"]
 
 # In place: what they divide by, or, of a list, the casts of a later operand, is allocated when something is written.
 _WRITE_EARLY = re.compile(r"aten\.(scatter_reduce_|index_reduce_|_foreach_\w+_)\.\w+")
@@ -68,6 +68,18 @@ Uncapped = Callable[[RuntimeError], contextlib.AbstractContextManager[bool]]
 AwaitOthers = Callable[[Callable[[], bool], float], bool]
 """Waits, as long as what it is given says that others run, and until that time of the clock (`time.monotonic`), for
 memory of theirs to be free; whether some may be."""
+
+
+class Others(Protocol):
+    """What may be guarded on other threads, of whichever model."""
+
+    def run(self) -> bool:
+        """There is some, on a thread that does not wait for others itself."""
+
+    def awaited(self) -> contextlib.AbstractContextManager[None]:
+        """Within it, this thread waits for them. If all did, nobody would go on: the first that finds no other to run
+        gives up, and what it has is free."""
+
 
 # Seconds, in all, for which an operator that lacks room waits for other threads.
 _PATIENCE = 1.0
@@ -104,10 +116,7 @@ class Retry(TorchDispatchMode):
         self._failures = failures
         self._numbers = numbers
         self._await_others = await_others
-        # Something else runs on another thread, and does not wait; and that this one waits now. Whoever puts this in
-        # place sets them.
-        self.others_run: Callable[[], bool] = lambda: False
-        self.wait: Callable[[bool], None] = lambda waits: None
+        self.others: Others | None = None  # whoever puts this in place sets it
         self._seen_failures = 0
         self.is_over = False  # it may still be among a thread's modes, and does nothing
 
@@ -165,16 +174,12 @@ class Retry(TorchDispatchMode):
         operator.put_on_device(ordinary)
 
     def _others_made_room(self, operator: "_Operator") -> bool:
-        if not self.others_run():
+        if self.others is None or not self.others.run():
             return False
         if operator.waits_until is None:
             operator.waits_until = time.monotonic() + _PATIENCE
-        # If all waited, nobody would go on: the first that finds no other gives up, and what it has is free.
-        self.wait(True)
-        try:
-            return self._await_others(self.others_run, operator.waits_until)
-        finally:
-            self.wait(False)
+        with self.others.awaited():
+            return self._await_others(self.others.run, operator.waits_until)
 
     def make_room(self, nbytes: int) -> None:
         """So many bytes, or all there is, for what cannot be tried again."""
@@ -191,8 +196,7 @@ class Retry(TorchDispatchMode):
         self.relieve, self.explain = lambda unless_free=None: 0, lambda operator, error: error
         self._note_answered, self._failures = lambda: None, lambda: 0
         self._numbers = lambda generator: lambda: None
-        self._await_others, self.others_run = lambda run, until: False, lambda: False
-        self.wait = lambda waits: None
+        self._await_others, self.others = lambda run, until: False, None
 
     def _is_shortage(self, error: RuntimeError) -> bool:
         """[Note: errors of libraries]"""

@@ -65,7 +65,7 @@ def note_copied(source: Any, copy: torch.Tensor, asker: types.FrameType) -> None
         tensor = found.tensor()
         is_next = found.code is asker.f_code and _are_one_expression(*found[2:], asker.f_lasti)
         if tensor is not None and is_next:
-            tensor.owner.home_access.take_back(tensor)
+            tensor.owner.home_access.note_given_back(tensor)
     if tensor is not None and tensor.owner.settled is not None:
         tensor.owner.settled.onlookers.note_copy()
 

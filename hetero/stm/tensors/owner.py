@@ -68,7 +68,7 @@ class HomeOwner(Protocol):
     def give_out(self, tensor: "ManagedTensor") -> None:
         """Somebody is about to get its memory, and may write there unseen."""
 
-    def take_back(self, tensor: "ManagedTensor") -> None:
+    def note_given_back(self, tensor: "ManagedTensor") -> None:
         """Who was given its memory last has only read it, and is about to let go of it."""
 
     def follow_unknown_writes(self, tensor: "ManagedTensor") -> None:
