@@ -95,6 +95,9 @@ class Others(Protocol):
     def have_run_within(self) -> bool:
         """Others have, since our iteration began."""
 
+    def are_amid(self) -> bool:
+        """A backward of others is to come, which may be ours as well."""
+
 
 class _NoOthers:
     def segments_of_others(self) -> int:
@@ -107,6 +110,9 @@ class _NoOthers:
         pass
 
     def have_run_within(self) -> bool:
+        return False
+
+    def are_amid(self) -> bool:
         return False
 
 

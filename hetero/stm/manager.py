@@ -185,7 +185,7 @@ class StatefulTensorMgr:
         self.steps = Steps(self.segments, self.standing)
         self._connect()
         watch(self)
-        self.sharing.join(self.relief)
+        self.sharing.join(self.relief, self.cycles)
 
     def _planner(self, config: Config, policy: Policy, links: LinkSpeeds) -> PlanMaker:
         return PlanMaker(
@@ -212,6 +212,7 @@ class StatefulTensorMgr:
             ends_with_backward=lambda: (
                 not (has_optimizer and any(t.parameter.requires_grad for t in self.tensors))
             ),
+            others=self.sharing,
             ended=self.host_slots.end_iteration,
         )
 

@@ -38,6 +38,12 @@ class Neighbour(Protocol):
     def away_bytes(self) -> int:
         """Of its parameters, gradients and saved tensors, what is not on the device; 0 where it moves none."""
 
+    def is_amid(self) -> bool:
+        """A forward of it that trains has run, and its backward is to come."""
+
+    def note_together(self) -> None:
+        """Another's iterations go on within its own, or its own within theirs, for the first time."""
+
     def note_relieved_by_others(self) -> None:
         """Another has made room for the operator that runs now, which may be one of this one's."""
 

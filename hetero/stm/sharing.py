@@ -10,6 +10,7 @@ from hetero.stm import neighbours
 from hetero.stm.activations.offload import Activations
 from hetero.stm.gradients.offload import Gradients
 from hetero.stm.neighbours import Neighbour
+from hetero.stm.plans.cycles import Cycles
 from hetero.stm.running.relief import Relief
 from hetero.stm.standing import Standing
 from hetero.stm.tensors.managed import ManagedTensor
@@ -44,9 +45,10 @@ class Sharing:
         self._parameter_bytes = 0, 0  # of how many
         self._begun: dict[int, int] = {}  # others' segments when the iteration began, by id
 
-    def join(self, relief: Relief) -> None:
+    def join(self, relief: Relief, cycles: Cycles) -> None:
         """From now on others may ask; ``relief`` lets go of what they get."""
         self._relief = relief
+        self._cycles = cycles
         neighbours.join(self)
 
     # -- what others ask ------------------------------------------------------------------------------------
@@ -99,6 +101,15 @@ class Sharing:
         kinds = Kind.PARAMETER, Kind.GRADIENT, Kind.ACTIVATION
         return whole - sum(self._ledger.nbytes(Tier.DEVICE, kind) for kind in kinds)
 
+    def is_amid(self) -> bool:
+        """`hetero.stm.neighbours.Neighbour.is_amid`."""
+        settled = self._standing.settled
+        return self._cycles.awaits_backward or (settled is not None and settled.is_amid_unseen())
+
+    def note_together(self) -> None:
+        """`hetero.stm.neighbours.Neighbour.note_together`."""
+        self._cycles.measure_together()
+
     def note_relieved_by_others(self) -> None:
         """Another has made room for the operator that runs now, which may be one of this one's."""
         self._collector.note_relieved_by_others()
@@ -124,9 +135,25 @@ class Sharing:
         """Others have, since our iteration began."""
         return any(True for _ in self._active())
 
+    def are_amid(self) -> bool:
+        """`hetero.msc.collector.Others.are_amid`."""
+        return any(True for _ in self._amid())
+
+    def are_within(self, *, is_first: bool) -> bool:
+        """`hetero.stm.plans.cycles.Together.are_within`."""
+        return self.are_amid() if is_first else self.have_run_within()
+
+    def measure_together(self) -> None:
+        """`hetero.stm.plans.cycles.Together.measure_together`."""
+        for other in {id(other): other for other in (*self._active(), *self._amid())}.values():
+            other.note_together()
+
     def away_from_others(self, *, active: bool = False) -> int:
         """What others have that is not on the device; ``active``: those that have run since our iteration began."""
         return sum(other.away_bytes() for other in (self._active() if active else neighbours.others(self)))
+
+    def _amid(self) -> Iterator[Neighbour]:
+        yield from (other for other in neighbours.others(self) if other.is_amid())
 
     def _active(self) -> Iterator[Neighbour]:
         for other in neighbours.others(self):

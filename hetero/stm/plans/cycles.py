@@ -11,6 +11,7 @@ beside it.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from hetero.msc import Phase, Segment, SegmentKey
 from hetero.stm.plans.departures import Departures
@@ -74,20 +75,31 @@ class _History:
     is_outdated: bool = False
     is_planned: bool = False  # there is a plan for the segment that came last
     is_over: bool = False  # whatever comes next belongs to another iteration
+    is_beside_others: bool = False  # another manager's goes on within it, or it within that, unplanned
     omitted: set[int] = field(default_factory=set)
     found: dict[int, int] = field(default_factory=dict)  # copies there when it began, and their bytes
 
     def clear(self) -> None:
         """Nothing has come yet."""
         self.keys, self.segments, self.omitted = [], [], set()
-        self.has_strayed = self.has_more = self.is_outdated = self.is_over = False
+        self.has_strayed = self.has_more = self.is_outdated = self.is_over = self.is_beside_others = False
+
+
+class Together(Protocol):
+    """Other managers of the device (`hetero.stm.sharing.Sharing`)."""
+
+    def are_within(self, *, is_first: bool) -> bool:
+        """They are in the middle of an iteration when ours begins (``is_first``), or have run since."""
+
+    def measure_together(self) -> None:
+        """Those that are in the middle of an iteration, or have run since ours began: `Cycles.measure_together`."""
 
 
 class Cycles:
     """Of one manager. ``headroom``: of so many bytes, what is free; ``activation_bytes``: of saved tensors that we
     hold on the device; ``copies``: those of parameters that are there, or on their way, and their bytes;
     ``ends_with_backward``: there is no optimizer whose step would end an iteration, or nothing for it to step, where
-    another one trains what was added.
+    another one trains what was added; ``others``: managers of the device.
 
     Attributes:
         followed: None if the last complete iteration followed no plan.
@@ -103,6 +115,7 @@ class Cycles:
         activation_bytes: Callable[[], int],
         copies: Callable[[], dict[int, int]],
         ends_with_backward: Callable[[], bool],
+        others: Together,
         ended: Callable[[], None],
     ) -> None:
         self._book = book
@@ -112,6 +125,9 @@ class Cycles:
         self._activation_bytes = activation_bytes
         self._copies = copies
         self._ends_with_backward = ends_with_backward
+        self._others = others
+        self._is_to_be_measured = False
+        self._times_beside_others = 0
         self._backwards_without_step, self._most_without_step = 0, _MOST_WITHOUT_STEP
         self._ended = ended  # called after each iteration that trains
         self._training = _History()
@@ -129,6 +145,12 @@ class Cycles:
     def is_under_way(self) -> bool:
         """An iteration has begun and is not known to be over."""
         return bool(self._training.keys or self._inference.keys)
+
+    @property
+    def awaits_backward(self) -> bool:
+        """A forward that trains has run, and its backward is to come."""
+        keys = self._training.keys
+        return bool(keys) and keys[-1].phase is Phase.FORWARD and any(key.trains for key in keys)
 
     def begin_anew(self) -> None:
         """Forget how far iterations went; others may have been trained meanwhile."""
@@ -152,12 +174,15 @@ class Cycles:
         book = self._book
         if len(book) > 1 and history is self._training and len(history.keys) == 1:
             self._coming = self._succession.following()
+        if len(history.keys) == 1:
+            self._forget_alone((key,))
         plan = book.find(tuple(history.keys), self._coming)
         history.is_planned = plan is not None
         sampled = not book.samples.want(key, history.keys.count(key))
         place = len(history.keys) - 1
         if plan is None:
             return Place(plan=None, sample=not sampled, guarded=True, number=place)
+        is_beside_others = self._is_beside_others(plan, tuple(history.keys))
         unsure = book.is_unsure(plan, tuple(history.keys))
         return Place(
             plan=plan,
@@ -167,7 +192,7 @@ class Cycles:
             time=book.is_verified(plan.keys) and book.timings.wants(plan.keys),
             expected=plan.expected[place],
             number=place,
-            guarded=unsure or history.has_strayed or _is_guarded(plan, place),
+            guarded=unsure or is_beside_others or history.has_strayed or _is_guarded(plan, place),
             unsure=unsure,
         )
 
@@ -184,9 +209,42 @@ class Cycles:
         history = self._training
         begun = (*history.keys, key)
         plan = self._book.find(begun, self._coming)
-        if plan is None or history.has_strayed or self._book.is_unsure(plan, begun):
+        if plan is None or history.has_strayed or (self._is_to_be_measured and not history.keys):
+            return True
+        if self._is_beside_others(plan, begun) or self._book.is_unsure(plan, begun):
             return True
         return _is_guarded(plan, len(history.keys))
+
+    def _is_beside_others(self, plan: CyclePlan, begun: Keys) -> bool:
+        """An iteration of another manager goes on within this one, which has ``begun`` so, or this one within that, and
+        ``plan`` does not know: one backward may go through both. What comes is guarded then.
+
+        All of them are measured again from the next one on, while none follows a plan that knows of no other; at the
+        1st, 2nd, 4th, 8th ... time: those that are only now and then within one another are planned for both.
+        """
+        history = self._training
+        if plan.has_others_within or not begun[0].trains:
+            return False
+        if not history.is_beside_others and self._others.are_within(is_first=len(begun) == 1):
+            history.is_beside_others = True
+            self._times_beside_others += 1
+            if self._times_beside_others.bit_count() == 1:
+                self._book.outgrown.doubt(plan.keys)
+                self.measure_together()
+                self._others.measure_together()
+        return history.is_beside_others
+
+    def measure_together(self) -> None:
+        """As they are to be that go on within one another, from the next iteration on."""
+        self._is_to_be_measured = True
+
+    def _forget_alone(self, begun: Keys) -> None:
+        """What was planned, and measured, of iterations that begin so, if that is due."""
+        if self._is_to_be_measured and begun[0].trains and begun[0].phase is Phase.FORWARD:
+            self._is_to_be_measured = False
+            while (plan := self._book.find(begun, None)) is not None:
+                self._book.measure_again(plan.keys, for_good=True)
+                self._homes.choose_again_for(plan.keys)
 
     def note_strayed(self) -> None:
         """An operator comes that the plan does not know: a branch with the same shapes, a layer unfrozen."""

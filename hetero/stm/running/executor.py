@@ -269,6 +269,7 @@ class Executor:
             segment.others_ran = self._collector.others.have_run_within()
         else:
             self._collector.others.begin_iteration()
+            segment.others_ran = self._collector.others.are_amid()
         if place.sample:
             segment.has_gradients = any(has_gradient(tensor) for tensor in self._tensors)
         return segment

@@ -18,7 +18,7 @@ class Attempts:
         self.are_allowed = allowed
         self.times_passed = 0
         self._wait = 0  # forwards
-        self._failures = 0
+        self._failures = self._times_beside = 0
 
     def forbid(self) -> None:
         """Never again."""
@@ -46,3 +46,8 @@ class Attempts:
         """The budget was passed while settled."""
         self.times_passed += 1
         self._wait = 4 << self.times_passed
+
+    def note_beside(self) -> None:
+        """It left because the budget might have been passed beside what others have still to take."""
+        self._times_beside += 1
+        self._wait = 2 << self._times_beside

@@ -20,6 +20,7 @@ from hetero.stm.interception.signatures import is_no_larger, without_training
 from hetero.stm.manager import StatefulTensorMgr
 from hetero.stm.plans.fits import ForwardKind, Growth, KindGrowth, before_each_backward
 from hetero.stm.settled.attempts import Attempts
+from hetero.stm.settled.who import settled_on
 from hetero.stm.tensors.managed import ManagedTensor
 from hetero.stm.updates.optimizers import without_momentum
 
@@ -55,6 +56,10 @@ class Check:
         self.peak = 0
         self._growth = Growth(peak=0, by_kind={}, by_kind_beside={}, has_others_within=False)
         self._by_kind = self._growth.by_kind  # or beside others
+        self._is_beside = False  # others are settled as well
+        self._left_at: int | None = (
+            None  # so many segments had begun when it left in the middle of an iteration
+        )
         # What the iteration that is under way began with: its kind, bytes in use, and whether it makes gradients.
         self._begun: tuple[ForwardKind, int, bool] | None = None
         self._unlike: set[ForwardKind] = set()  # what had more than others of their kind
@@ -94,8 +99,9 @@ class Check:
         used, self._seen_peak, self._seen_failures = self._accelerator.pressure()
         self._begun = None if kind is None else (kind, used, True)
 
-    def end(self) -> None:
-        """No forward comes here any more."""
+    def end(self, *, left_amid: bool) -> None:
+        """No forward comes here any more. ``left_amid``: `is_under_way` before it left."""
+        self._left_at = self._stm.collector.segments if left_amid else None
         self._frozen, self._probe, self._since, self._without_momentum = [], None, [], []
 
     def admits(self, kind: ForwardKind) -> bool:
@@ -112,34 +118,46 @@ class Check:
         makes_gradients = kind[0] and self._probe is not None and self._probe.grad is None
         admits = (
             growth is not None
-            and used + (growth.without if makes_gradients else growth.with_gradients) <= self._limit
+            and used + (nbytes := growth.without if makes_gradients else growth.with_gradients) <= self._limit
             and not self.must_leave
             and not any(map(_requires_grad, self._frozen))
+            and (not (self._is_beside and kind[0]) or self._fits_beside(nbytes))
         )
         self._last = kind
-        if admits:
+        if admits and (kind[0] or not self.is_under_way()):
             self._begun = kind, used, makes_gradients
         if admits and kind[0] and self._probe is not None:
             self._since, self._then = [kind], self._state_of(self._probe)
         return admits
 
-    def foresees(self, kind: ForwardKind) -> bool:
-        """Less is free than an iteration takes from such a forward on, because it is one of several in one, and what
-        those before it have made is still there; that it all fits was seen at the first. To leave in between would be
-        in vain, and gradients of the graphs that there are would be added up by themselves: other bits."""
+    def is_under_way(self) -> bool:
+        """A forward that trains has run, and nothing tells that its iteration is over: neither a step since then, nor a
+        backward that adds to gradients, which would have moved them."""
         probe = self._probe
-        if not (kind[0] and self._since) or probe is None or self._optimizer is None:
+        if probe is None or not self._since:
             return False
-        if self.must_leave or any(map(_requires_grad, self._frozen)):
-            return False
-        # A step since then, or a backward that adds to gradients, would have moved them.
         version, steps, gradient = self._state_of(probe)
         if (version, steps) != self._then[:2] or (gradient is not None and gradient != self._then[2]):
             return False
         # Fused kernels move no version, but count their steps, except SGD's. There, the graphs of the forwards before
         # have to be alive, at least; a loss that the user keeps has a graph as well, and may be taken for one of them.
-        is_told = steps is not None or not any(group.get("fused") for group in self._optimizer.param_groups)
-        if not is_told and probe._use_count() <= 1:  # type: ignore[attr-defined]
+        groups = () if self._optimizer is None else self._optimizer.param_groups
+        is_told = steps is not None or not any(group.get("fused") for group in groups)
+        return is_told or probe._use_count() > 1  # type: ignore[attr-defined]
+
+    def is_amid_unseen(self) -> bool:
+        """Nobody intercepts the iteration that is under way."""
+        if self._stm.standing.is_settled:
+            return self.is_under_way()
+        return self._left_at == self._stm.collector.segments
+
+    def foresees(self, kind: ForwardKind) -> bool:
+        """Less is free than an iteration takes from such a forward on, because it is one of several in one, and what
+        those before it have made is still there; that it all fits was seen at the first. To leave in between would be
+        in vain, and gradients of the graphs that there are would be added up by themselves: other bits."""
+        if not kind[0] or self._optimizer is None or not self.is_under_way():
+            return False
+        if self.must_leave or any(map(_requires_grad, self._frozen)):
             return False
         coming = [*self._since, kind]
         for plan in self._stm.plans:
@@ -152,21 +170,44 @@ class Check:
     def has_room_for(self, nbytes: int) -> bool:
         """The iteration that is under way, or was the last one, fits with so many bytes of another manager's, which is
         to settle too. Before the first one, that is found as it begins."""
+        needs = self._needs()
+        return needs is None or sum(needs) + nbytes <= self._limit
+
+    def under_way(self) -> tuple[int, int] | None:
+        """Of the iteration that is: bytes in use on the device when it began, and how many more it takes at most. None
+        if there is none, or if it was measured with what others did within it."""
+        return None if self._growth.has_others_within or not self.is_under_way() else self._needs()
+
+    def note_others(self, *, are_settled: bool) -> None:
+        """Other managers of the device are settled, and make no room, or none is."""
+        self._is_beside = are_settled
+        self._by_kind = self._growth.of(beside=are_settled)
+
+    # -- helpers --------------------------------------------------------------------------------------
+
+    def _needs(self) -> tuple[int, int] | None:
+        """Bytes in use when what is under way, or was last, began, and how many more it takes at most."""
         if self._begun is None:
-            return True
+            return None
         kind, used, makes_gradients = self._begun
         by_kind = self._growth.by_kind_beside
         # Not learned: it may be another thread that asks.
         growth = by_kind.get(kind) or self._of_larger(kind, by_kind)
-        return (
-            growth is not None and used + nbytes + growth.most(are_there=not makes_gradients) <= self._limit
-        )
+        return used, self._limit if growth is None else growth.most(are_there=not makes_gradients)
 
-    def note_others(self, *, are_settled: bool) -> None:
-        """Other managers of the device are settled, and make no room, or none is."""
-        self._by_kind = self._growth.of(beside=are_settled)
-
-    # -- helpers --------------------------------------------------------------------------------------
+    def _fits_beside(self, nbytes: int) -> bool:
+        """So many fit for the forward that begins beside what other settled models have still to take of theirs, which
+        one backward may go through as well; where that was measured, it is in ``nbytes``."""
+        if self._growth.has_others_within:
+            return True
+        others = [one for one in settled_on(self._stm.device) if one is not self._stm.standing.settled]
+        begun = [needs for one in others if (needs := one.under_way()) is not None]
+        # All of theirs and of ours is on the device already, so that the first has seen it.
+        used = min((used for used, _ in begun), default=0)
+        fits = used + sum(more for _, more in begun) + nbytes <= self._limit
+        if not fits:
+            self._attempts.note_beside()
+        return fits
 
     def _state_of(self, probe: nn.Parameter) -> _State:
         """Its version, that of its count of steps, if there is one, and its gradient with the version of that; nobody

@@ -151,6 +151,14 @@ class Settled:
         """The iteration that is under way fits with so many bytes of another manager's, which is to settle too."""
         return self._check.has_room_for(nbytes)
 
+    def under_way(self) -> tuple[int, int] | None:
+        """`Check.under_way`, of this thread's: no backward goes through what another's forwards have made."""
+        return self._check.under_way() if self._kin.thread == threading.get_ident() else None
+
+    def is_amid_unseen(self) -> bool:
+        """`Check.is_amid_unseen`, of this thread's."""
+        return self._kin.thread == threading.get_ident() and self._check.is_amid_unseen()
+
     def note_others(self, *, are_settled: bool) -> None:
         """Other managers of the device are settled, or none is."""
         self._check.note_others(are_settled=are_settled)

@@ -171,6 +171,7 @@ class Transition:
                 return True
             if not force and not self._may_leave(amid=amid):
                 return False
+            is_under_way = self.check.is_under_way()
             if not self.parameters.exchange_back(force=force):
                 return False
             if (compiled := self._compiled()) is not None:
@@ -178,7 +179,7 @@ class Transition:
             self._wake()
             self.parameters.take_back_all(amid=amid)
             self._end_step()
-            self.check.end()
+            self.check.end(left_amid=is_under_way)
             self._settled.is_on = False
             settled_now.discard(self._settled)
             self._tell_others()

@@ -34,6 +34,13 @@ class SettledState(Protocol):
     def has_room_for(self, nbytes: int) -> bool:
         """The iteration that is under way fits with so many bytes of another manager's beside it."""
 
+    def under_way(self) -> tuple[int, int] | None:
+        """Of the iteration that is, where others may come in its middle: bytes in use on the device when it began, and
+        how many more it takes at most."""
+
+    def is_amid_unseen(self) -> bool:
+        """Nobody intercepts the iteration that is under way: it is settled, or was when that began."""
+
     def note_others(self, *, are_settled: bool) -> None:
         """Other managers of the device are settled, or none is."""
 
