@@ -5,7 +5,10 @@ import itertools
 
 import pytest
 import torch
-from accelerators import ON_CUDA
+from accelerators import GAPS, ON_CUDA
+from equality import fresh_memory, peak_memory
+from settling import is_intercepted, managed_mlp
+from settling import step as train_once
 from torch.torch_version import TorchVersion
 from twins import device
 
@@ -151,3 +154,31 @@ def test_what_is_kept_free_for_adam_is_what_it_takes():
         optimizer = torch.optim.AdamW([parameter], **settings)
         assert _kept(optimizer, parameter) == number * parameter.nbytes
         assert _most(optimizer, parameter) >= number * parameter.nbytes
+
+
+@pytest.mark.usefixtures("homes_on_device")
+@pytest.mark.parametrize("foreach", [None, False], ids=["fused", "loop"])
+def test_everything_fits_beside_what_the_step_takes(foreach):
+    """A fused kernel takes nothing: beside the peak of the iteration there has to be one gradient more, which autograd
+    may have twice for a moment. A for-loop of Adam's takes three copies of its largest parameter."""
+
+    def build():
+        return torch.nn.Sequential(torch.nn.Linear(64, 1024), torch.nn.Tanh(), torch.nn.Linear(1024, 64))
+
+    target, before = device(), fresh_memory()
+    model = build().to(target)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for _ in range(3):
+        train_once(model, optimizer, target)
+    peak, largest = peak_memory() - before, model[0].weight.nbytes
+    del model, optimizer
+
+    budget = fresh_memory() + peak + int(1.5 * largest)
+    model, optimizer, manager, target = managed_mlp(
+        budget, build, lambda model: torch.optim.AdamW(model.parameters(), foreach=foreach)
+    )
+    with manager:
+        for _ in range(10):
+            train_once(model, optimizer, target)
+        assert is_intercepted(model) == (foreach is False)
+        assert manager.stats.peak_device_bytes <= budget + GAPS

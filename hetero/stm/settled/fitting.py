@@ -52,8 +52,13 @@ class Fitting:
         temporary = 0
         if self._step is not None:
             model += self._step.device_homes.whole_bytes()
-            trained_sizes = {id(t.parameter): t.full_nbytes for t in trained}
-            temporary = step_bytes(self._step.optimizer, trained_sizes)
+            homes, groups = self._step.device_homes, self._step.device_homes.groups()
+            stepped = [t for t in trained if id(t.parameter) in groups]
+            temporary = step_bytes(
+                self._step.optimizer,
+                {id(t.parameter): t.full_nbytes for t in stepped},
+                fused={id(t.parameter) for t in stepped if homes.takes_fused(t, groups)},
+            )
         growth = read_growth(
             plans,
             budget=self._budget,

@@ -284,18 +284,26 @@ class DeviceHomes:
         }
 
     def update_bytes(self, tensor: ManagedTensor, groups: dict[int, Group]) -> int:
-        """What its update on the device allocates for a while; without a gradient yet, with one laid out like home."""
+        """What its update on the device allocates for a while."""
+        if self.takes_fused(tensor, groups):
+            return self._accelerator.allocated_size(1)  # the number of steps
         group = groups[id(tensor.parameter)]
+        nbytes = temporaries(self._optimizer, group, tensor.home, tensor.full_nbytes)
+        if self.is_measured:
+            return nbytes
+        return nbytes + to_undo(dict.get(self._optimizer.state, tensor.parameter), tensor.full_nbytes)
+
+    def takes_fused(self, tensor: ManagedTensor, groups: dict[int, Group]) -> bool:
+        """Its update on the device is by a fused kernel that we choose; without a gradient yet, for one laid out like
+        home."""
         value = tensor.living if tensor.index in self._here else None
         value = tensor.home if value is None else value
         with plain():
             gradient = tensor.parameter.grad
+            if gradient is not None and not same_layout(gradient, tensor.home):
+                return False
             entry = dict.get(self._optimizer.state, tensor.parameter)
-            is_like_home = gradient is None or same_layout(gradient, tensor.home)
-            if is_like_home and will_take_fused(self._optimizer, group, value, entry):
-                return self._accelerator.allocated_size(1)  # the number of steps
-        nbytes = temporaries(self._optimizer, group, tensor.home, tensor.full_nbytes)
-        return nbytes if self.is_measured else nbytes + to_undo(entry, tensor.full_nbytes)
+            return will_take_fused(self._optimizer, groups[id(tensor.parameter)], value, entry)
 
     def send(self, tensor: ManagedTensor, groups: dict[int, Group]) -> None:
         """It lives at home again, with its states."""

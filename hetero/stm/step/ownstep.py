@@ -6,7 +6,7 @@ count of steps then lies beside the parameter, where these kernels want it.
 """
 
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
@@ -30,11 +30,14 @@ from hetero.stm.updates.temporaries import temporaries
 __all__ = ["OwnStep", "step_bytes"]
 
 
-def step_bytes(optimizer: torch.optim.Optimizer, sizes: dict[int, int]) -> int:
-    """What one call of the user's own step allocates for a while, at most. ``sizes``: of each parameter, by id."""
+def step_bytes(
+    optimizer: torch.optim.Optimizer, sizes: dict[int, int], *, fused: Container[int] = frozenset()
+) -> int:
+    """What one call of the user's own step allocates for a while, at most. ``sizes``: of each parameter, by id;
+    ``fused``: of those whose groups leave the choice to us, and that take a fused kernel, which needs nothing."""
     most = 0
     for group in optimizer.param_groups:
-        nbytes = [sizes.get(id(p), 0) for p in group["params"]]
+        nbytes = [0 if id(p) in fused else sizes.get(id(p), 0) for p in group["params"]]
         each = [temporaries(optimizer, group, p, n) for p, n in zip(group["params"], nbytes, strict=True)]
         if _is_for_loop(optimizer, group):
             at_once = max(each, default=0)

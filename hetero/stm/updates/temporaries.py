@@ -33,8 +33,9 @@ _OWN: dict[type[torch.optim.Optimizer], int] = {
 }
 
 
-# What libraries of matrix products take for themselves, whatever the size.
-_WORKSPACE = 256 << 10
+# What libraries of matrix products take for themselves, whatever the size; and to how many numbers the shorter side of
+# an operand is filled up where they pack it into tiles, as oneDNN does for processors with AMX.
+_WORKSPACE, _TILE = 256 << 10, 64
 
 
 def is_measured(optimizer: torch.optim.Optimizer) -> bool:
@@ -47,7 +48,7 @@ def temporaries(optimizer: torch.optim.Optimizer, group: Group, parameter: torch
     if type(optimizer) is torch.optim.Adafactor:
         return ceil(_of_adafactor(group, parameter) * nbytes)
     if type(optimizer) is torch.optim.Muon:
-        return ceil(_of_muon(group, parameter) * nbytes) + _WORKSPACE
+        return ceil(_of_muon(group, parameter) * nbytes) + _packed_bytes(parameter) + _WORKSPACE
     return _copies(optimizer, group) * nbytes
 
 
@@ -77,6 +78,12 @@ def _of_muon(group: Group, parameter: torch.Tensor) -> float:
     # Kernels of a CPU cast whole operands: the update, for the sum with the parameter; all of lerp's in float16.
     least = 1 + one if parameter.element_size() > 2 else _MOST
     return max(bool(group.get("nesterov")) + iteration, least)
+
+
+def _packed_bytes(parameter: torch.Tensor) -> int:
+    """Of the matrix, in bfloat16, in tiles."""
+    short, long = sorted(parameter.shape[-2:])
+    return 2 * long * _TILE * ceil(short / _TILE)
 
 
 def _copies(optimizer: torch.optim.Optimizer, group: Group) -> int:
