@@ -43,7 +43,7 @@ def is_intercepted(model):
     return {type(p) is ManagedParameter for p in model.parameters()} == {True}
 
 
-def assert_leaves_and_comes_back(loop, *, build=mlp, make_optimizer=adamw):
+def assert_leaves_and_comes_back(loop, *, build=mlp, make_optimizer=adamw, budget=PLENTY):
     """``loop(model, optimizer, target, note)``: it calls ``note(expected)`` where it is to be settled or not."""
     noted = []
 
@@ -59,6 +59,6 @@ def assert_leaves_and_comes_back(loop, *, build=mlp, make_optimizer=adamw):
         managed = type(next(model.parameters())) is ManagedParameter
         return (noting if managed else silent)(model, optimizer, target)
 
-    assert_twins(build, either, budget=PLENTY, make_optimizer=make_optimizer)
+    assert_twins(build, either, budget=budget, make_optimizer=make_optimizer)
     assert noted
     assert all(expected == settled for expected, settled in noted), noted

@@ -82,6 +82,40 @@ def test_a_smaller_batch_is_not_measured():
     assert_leaves_and_comes_back(loop)
 
 
+@pytest.mark.parametrize("rows", [400, 6400])
+def test_one_batch_that_is_too_large(rows):
+    """It is planned for as long as it may come again. The larger one is refused as a whole, and cut into pieces."""
+    budget, pieces = 3 << 20, 16
+    refused = []
+
+    def attempt(model, x):
+        try:
+            model(x).square().mean().backward()
+        except torch.OutOfMemoryError:
+            refused.append(len(x))
+
+    def loop(model, optimizer, target, note):
+        seen = losses(model, optimizer, target, 8)
+        note(True)
+        x = batch(target, rows)
+        attempt(model, x)
+        optimizer.zero_grad()
+        for piece in x.chunk(pieces if rows > 400 else 1):
+            seen.append(model(piece).square().mean())
+            seen[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        note(False)
+        seen += losses(model, optimizer, target, 8)
+        note(False)
+        seen += losses(model, optimizer, target, 72)
+        note(True)
+        return seen
+
+    assert_leaves_and_comes_back(loop, budget=budget)
+    assert refused == ([rows] if rows > 400 else [])
+
+
 class TakesMoreForLess(nn.Module):
     """Of one row, for a while, a megabyte."""
 

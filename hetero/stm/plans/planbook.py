@@ -26,6 +26,7 @@ _MANY, _MOST, _MOST_SEEN = 16, 64, 256
 _UNTIL_TIMED = 3  # iterations that end, from the one of which a first plan is made, until its times are known
 # Of the budget, one part in so many: what an operator took more the first time is forgotten where it is as much.
 _WORTH_FORGETTING = 32
+_GONE_AFTER = 64  # iterations without one of its kind
 # Keys of segments that samples are kept of, before it is looked whether any are for nothing.
 _LEAST_TO_PRUNE = 256
 
@@ -48,6 +49,9 @@ class PlanBook:
         # at once; where there was none before, its own, one that verifies it, and one whose times are measured.
         self._hasty: dict[Keys, int] = {}
         self._seen_once: dict[Keys, None] = {}
+        # How many iterations have come, those that train by themselves, and which was the last of its kind.
+        self._iterations = self._trained = 0
+        self._came: dict[Keys, int] = {}
         self._prune_at = _LEAST_TO_PRUNE
         # Of iterations that are to be measured again: what their plan kept free for what had not been measured.
         self._kept_free: dict[Keys, int] = {}
@@ -106,6 +110,9 @@ class PlanBook:
         """An iteration is over: what it has shown of memory. True: it had more than its plan knew, which has been made
         of it now."""
         self.last_segments = segments
+        self._iterations += 1
+        self._trained += _trains(keys)
+        self._came[keys] = self._now(keys)
         for other in self.outgrown.awaited():
             if other != keys and _begin(other, keys[:1]):
                 self.outgrown.note_other(other)
@@ -154,10 +161,22 @@ class PlanBook:
     def _drop_some(self) -> None:
         """Room for one more plan: those that were used longest ago go."""
         while len(self._plans) >= _MOST:
-            keys = next(keys for keys, plan in self._plans.items() if plan is not self.last)
-            del self._plans[keys]
-            self.places.pop(keys, None)
-            self._forget(keys)
+            self.drop(next(keys for keys, plan in self._plans.items() if plan is not self.last))
+
+    def has_gone(self, plan: CyclePlan) -> bool:
+        """No iteration of its kind has come for long; of those that train, while others were trained."""
+        now = self._now(plan.keys)
+        return now - self._came.get(plan.keys, now) > _GONE_AFTER
+
+    def _now(self, keys: Keys) -> int:
+        return self._trained if _trains(keys) else self._iterations
+
+    def drop(self, keys: Keys) -> None:
+        """The plan of these. If one comes again, it is made anew of what was measured."""
+        if self._plans.pop(keys) is self.last:
+            self.last = None
+        self.places.pop(keys, None)
+        self._forget(keys)
 
     def _forget_samples(self, now: Keys) -> None:
         """Those that no plan is made of, nor may soon be: of kinds that have come once, long ago."""
@@ -170,6 +189,7 @@ class PlanBook:
         self._verified.discard(keys)
         self._looked_for_spikes.discard(keys)
         self._hasty.pop(keys, None)
+        self._came.pop(keys, None)
         self.timings.forget(keys)
 
     def lacks_room(self, keys: Keys) -> bool:

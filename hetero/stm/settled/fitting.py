@@ -40,10 +40,24 @@ class Fitting:
         self._is_ours_alone: bool | None = None
 
     def growth(self) -> Growth | None:
-        """What iterations need beside model data, if that is there."""
-        plans = list(self._stm.plans)
-        if len(plans) == len(self._too_much) and all(map(operator.is_, plans, self._too_much)):
+        """What iterations need beside model data, if that is there. Plans of kinds that have not come for long are
+        dropped if all but these fit: one large batch, or a refused one that the user has cut into halves."""
+        book = self._stm.plans
+        plans = list(book)
+        coming = [plan for plan in plans if not book.has_gone(plan)]
+        if len(coming) == len(self._too_much) and all(map(operator.is_, coming, self._too_much)):
             return None
+        growth = self._growth_of(plans)
+        if growth is None and len(coming) < len(plans) and (growth := self._growth_of(coming)) is not None:
+            for plan in plans:
+                if book.has_gone(plan):
+                    book.drop(plan.keys)
+            self._stm.home_choice.choose_again()  # they may have had no room for all
+        if growth is None:
+            self._too_much = coming
+        return growth
+
+    def _growth_of(self, plans: list[CyclePlan]) -> Growth | None:
         sizes = {id(t.parameter): t.full_nbytes for t in self._stm.tensors}
         parameters = sum(t.living_nbytes for t in self._stm.tensors)
         trained = self.trained()
@@ -75,7 +89,6 @@ class Fitting:
             model += parameters // 2
         # What a plan keeps free beyond what is others' is for what it has not measured.
         if model + growth.peak > self._budget - max((plan.margin for plan in plans), default=0):
-            self._too_much = plans
             return None
         return growth
 
