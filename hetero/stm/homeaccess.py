@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hetero.autograd import outside_inference
 from hetero.devices import CopyEngine
 from hetero.msc import MemStatsCollector
 from hetero.stm.copies.residency import Residency
@@ -18,6 +19,7 @@ from hetero.stm.deferred import Update, UpdateQueue
 from hetero.stm.gradients.changes import Change
 from hetero.stm.gradients.offload import Gradients
 from hetero.stm.tensors.fetch import plain
+from hetero.stm.tensors.inference import make_inference, ordinary_alias
 from hetero.stm.tensors.managed import ManagedTensor
 
 __all__ = ["Arrivals", "HomeAccess"]
@@ -102,16 +104,20 @@ class HomeAccess:
         with self._lock:
             self._collector.count_eviction(0, self._residency.write_back(tensor))
 
-    def rebind(self, tensor: ManagedTensor, data: torch.Tensor) -> None:
-        """``p.data`` was set: that is home now."""
+    def rebind(self, tensor: ManagedTensor, data: torch.Tensor, *, is_inference: bool) -> None:
+        """``p.data`` was set: that is home now. ``is_inference``: to an inference tensor."""
         with self._lock:
             self._check_process()
             if not tensor.stays:  # what was written to it was written to what is replaced
                 self._residency.discard(tensor)
             self._residency.before_host_write(tensor)
             self._residency.discard(tensor)
-            tensor.parameter.data = data
-            tensor.bind_home()
+            with outside_inference():
+                data = ordinary_alias(data) if data.is_inference() else data
+                tensor.parameter.data = data
+                if is_inference:
+                    make_inference(tensor.parameter)
+                tensor.bind_home()
             tensor.clock.watch(data)
 
     # -- by the optimizer's step (`hetero.stm.step.hoststep`) -----------------------------------------------

@@ -23,7 +23,7 @@ from hetero.stm.running.executor import Executor
 from hetero.stm.running.segments import Segments
 from hetero.stm.running.unseen import is_seen, unseen
 from hetero.stm.standing import Standing
-from hetero.stm.tensors.fetch import make_identity
+from hetero.stm.tensors.fetch import for_one_operator, make_identity
 from hetero.stm.tensors.managed import ManagedTensor, modified_in_place
 from hetero.stm.tensors.state import begin_compute, end_compute
 
@@ -122,6 +122,13 @@ class Uses:
         # And not a leaf with that flag, whose casts autocast would keep, and the copy with them.
         if not tensor.parameter.requires_grad:
             return tensor.data
+        if tensor.is_inference:  # which has no identity
+            if (
+                torch.is_inference_mode_enabled()
+            ):  # nothing is recorded, but writes to the copy have to be counted
+                return tensor.data
+            with self._lock, outside_transforms(), unseen():
+                return for_one_operator(tensor)
         if tensor.identity is None:
             with self._lock, outside_transforms(), unseen():
                 make_identity(tensor)

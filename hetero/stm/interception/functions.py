@@ -152,7 +152,9 @@ def _set_data(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
                 f"{tensor.name}.data: a tensor of shape {tuple(data.shape)} and {data.dtype} cannot replace "
                 f"{tuple(tensor.home.shape)} and {tensor.home.dtype} while managed: call manager.close() first"
             )
-        tensor.owner.home_access.rebind(tensor, data.to(tensor.home.device))
+        tensor.owner.home_access.rebind(
+            tensor, data.to(tensor.home.device), is_inference=args[1].is_inference()
+        )
     return None
 
 

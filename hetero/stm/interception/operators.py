@@ -270,7 +270,7 @@ def _refuse_write_to_leaf(tensor: ManagedTensor) -> None:
         tensor.owner.home_access.write_back(tensor)  # which raises
     identity = tensor.identity
     if identity is not None and not isinstance(identity.grad_fn, Fetch._backward_cls):
-        tensor.owner.home_access.rebind(tensor, tensor.home)
+        tensor.owner.home_access.rebind(tensor, tensor.home, is_inference=tensor.is_inference)
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
 
 

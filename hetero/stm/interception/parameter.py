@@ -12,6 +12,7 @@ from torch import nn
 from hetero.errors import ManageError
 from hetero.stm.interception.scopes import computes
 from hetero.stm.tensors.fetch import plain
+from hetero.stm.tensors.inference import ordinary_alias
 from hetero.stm.tensors.managed import ManagedTensor
 
 __all__ = ["HANDLERS", "ManagedParameter", "is_managed", "managed_in", "managed_of", "managed_places"]
@@ -42,13 +43,14 @@ class ManagedParameter(nn.Parameter):
             return cls._run_operator(func, args, kwargs or {}, hands_on=len(types) > 1)
 
     def set_(self, *args: Any, **kwargs: Any) -> "ManagedParameter":
-        """``p.set_(other)``, of which torch tells nobody, as ``p.data = other``: for a parameter that is the same."""
+        """``p.set_(other)``, of which torch tells nobody, as ``p.data = other``: for a parameter that is the same, but
+        that an inference tensor makes it none."""
         if kwargs or len(args) != 1 or not isinstance(args[0], torch.Tensor):
             raise ManageError(
                 f"{managed_of(self).name}.set_ to a part of a storage, while managed: use p.copy_(), or call "
                 "manager.close() first"
             )
-        self.data = args[0]
+        self.data = ordinary_alias(args[0]) if args[0].is_inference() else args[0]
         return self
 
     def as_subclass(self, cls: Any) -> Any:

@@ -15,6 +15,7 @@ from hetero.stm.gradients.kept import KeptGradients
 from hetero.stm.interception.functions import give_back, take_over
 from hetero.stm.settled.exchange import exchange, is_like, let_go, redirect
 from hetero.stm.settled.who import forget, note
+from hetero.stm.tensors.inference import make_inference, make_ordinary
 from hetero.stm.tensors.managed import ManagedTensor
 
 __all__ = ["OwnParameters"]
@@ -55,6 +56,8 @@ class OwnParameters:
             assert data is not None
             self._shadows.append(nn.Parameter(data.detach(), tensor.parameter.requires_grad))
             self._versions.append((version, self._shadows[-1]._version))
+            if tensor.is_inference:
+                make_inference(self._shadows[-1])
             del data
         pairs = [
             (tensor.parameter, shadow) for tensor, shadow in zip(self._tensors, self._shadows, strict=True)
@@ -70,6 +73,7 @@ class OwnParameters:
             self._residency.lend(tensor)
             give_back(tensor.parameter)
             note(tensor)
+            make_ordinary(shadow)  # as long as it waits: torch finds no end of a graph in an inference tensor
             redirect(shadow, tensor)
 
     def exchange_back(self, *, force: bool) -> bool:
@@ -143,9 +147,13 @@ class OwnParameters:
         forget(tensor)
         if not is_like(shadow, tensor.home, self._accelerator.device):
             return  # it was not exchanged
+        tensor.is_inference = shadow.is_inference()
+        make_ordinary(shadow)
         gradient, shadow.grad = shadow.grad, None
         version = shadow._version
         parameter.requires_grad_(shadow.requires_grad)
+        if tensor.is_inference:
+            make_inference(parameter)
         take_over(parameter, tensor)
         written = tensor.stays or version != self._versions[tensor.index][1]
         self._residency.take_back(tensor, shadow.detach())

@@ -12,9 +12,10 @@ from hetero.autograd import outside_inference, recording
 from hetero.devices import storage_of
 from hetero.errors import ManageError
 from hetero.stm.tensors.exposure import incoming_is_shared
+from hetero.stm.tensors.inference import make_inference
 from hetero.stm.tensors.managed import ManagedTensor
 
-__all__ = ["Fetch", "make_identity", "plain", "run_early", "run_in_turn"]
+__all__ = ["Fetch", "for_one_operator", "make_identity", "plain", "run_early", "run_in_turn"]
 
 plain = torch._C.DisableTorchFunctionSubclass
 """Context in which managed parameters are ordinary tensors: without it, fetching would intercept itself."""
@@ -72,9 +73,21 @@ def run_in_turn(tensor: torch.Tensor, turn: int) -> None:
 
 def make_identity(tensor: ManagedTensor) -> None:
     """Give ``tensor``, which is resident, the autograd identity that operators receive (tensors: [Note: identity])."""
+    tensor.take_identity(_fetched(tensor))
+
+
+def for_one_operator(tensor: ManagedTensor) -> torch.Tensor:
+    """An inference tensor that one operator receives, as autograd finds the parameter to be one, for a resident
+    ``tensor``."""
+    copy: torch.Tensor = _fetched(tensor)
+    make_inference(copy)
+    return copy
+
+
+def _fetched(tensor: ManagedTensor) -> Any:
     # It outlives the caller's inference mode, and must be fit for training then.
     with outside_inference(), recording():
-        identity = _apply_fetch(tensor.parameter, tensor)
-    run_early(identity)
-    tensor.paths.add_fetch_node(identity.grad_fn)
-    tensor.take_identity(identity)
+        copy = _apply_fetch(tensor.parameter, tensor)
+    run_early(copy)
+    tensor.paths.add_fetch_node(copy.grad_fn)
+    return copy

@@ -15,6 +15,7 @@ from torch import nn
 
 from hetero.devices import HostArena, bytes_of, storage_of
 from hetero.errors import ManageError
+from hetero.stm.tensors.inference import has_counter, make_inference
 
 __all__ = ["HOST", "Homes", "set_memory", "states_beside"]
 
@@ -31,7 +32,8 @@ class _Moved:
 
 def set_memory(tensor: torch.Tensor, data: torch.Tensor, name: str) -> None:
     """Make ``tensor`` hold ``data``'s memory (any device), keeping its identity. Moves no gradient."""
-    if torch._has_compatible_shallow_copy_type(tensor, data):
+    # One made in inference mode has no version counter, which it would need as an ordinary tensor.
+    if torch._has_compatible_shallow_copy_type(tensor, data) and has_counter(tensor):
         tensor.data = data
         return
     # CPU and some backends (PrivateUse1) cannot share a TensorImpl type: exchange the whole implementation.
@@ -108,7 +110,10 @@ class Homes:
                     for moved, data in zip(
                         left, _copies(left, _ordinary_memory(left[0].device)), strict=True
                     ):
+                        is_inference = moved.tensor.is_inference()
                         _replace(moved.name, moved.tensor, data)
+                        if is_inference:
+                            make_inference(moved.tensor)
                     done.update(id(moved.tensor) for moved in left)
         finally:  # an error leaves the list true
             self._moved = [moved for moved in self._moved if id(moved.tensor) not in done]

@@ -26,6 +26,7 @@ from hetero.stm.tensors.exposure import ATTRIBUTE_AND_NAME, WRAPPER_USES
 from hetero.stm.tensors.graphpaths import GraphPaths
 from hetero.stm.tensors.homeclock import HomeClock
 from hetero.stm.tensors.hostcopies import note_at_home
+from hetero.stm.tensors.inference import make_inference, make_ordinary
 from hetero.stm.tensors.owner import Owner
 from hetero.stm.tensors.precision import LowTwin, Master
 from hetero.stm.tensors.state import Kind, Ledger, StatefulTensor
@@ -67,6 +68,7 @@ class ManagedTensor(StatefulTensor):
         "identity",
         "index",
         "is_exposed",
+        "is_inference",
         "last_use",
         "loaded_clock",
         "low",
@@ -126,13 +128,20 @@ class ManagedTensor(StatefulTensor):
         # What device copies are made from, if they are of another type than home (`hetero.stm.tensors.precision`).
         self.low: LowTwin | None = None
         self.master: Master | None = None  # beside such a copy, where it lives on the device
+        # The parameter was given an inference tensor as its data (`hetero.stm.tensors.inference`).
+        self.is_inference = False
         self.home: torch.Tensor
         self.bind_home()
 
     def bind_home(self) -> None:
         """Look at the parameter's present storage. Call without ``__torch_function__`` dispatch."""
-        # A detached alias shares storage and version counter with the parameter, and is a plain tensor.
+        self.is_inference = self.parameter.is_inference()
+        # A detached alias shares storage and version counter with the parameter, unless that is an inference tensor,
+        # and is a plain tensor.
+        make_ordinary(self.parameter)
         self.home = self.parameter.detach()
+        if self.is_inference:
+            make_inference(self.parameter)
         note_at_home(self.home)
         self.clock.bind(self.home)
         if self.low is not None:

@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from hetero.devices import storage_of
 from hetero.stm.tensors.fetch import plain
+from hetero.stm.tensors.inference import has_counter
 from hetero.stm.tensors.instances import instances_of
 from hetero.stm.tensors.managed import ManagedTensor
 
@@ -50,7 +51,7 @@ class Onlookers:
             self._before = {
                 id(found): (weakref.ref(found), found._version)
                 for found in _host_tensors()
-                if not found.is_inference()
+                if not found.is_inference() and has_counter(found)
             }
 
     def note_look(self) -> None:

@@ -87,7 +87,7 @@ class HomeOwner(Protocol):
     def write_back(self, tensor: "ManagedTensor") -> None:
         """Bring home up to date with writes to the copy."""
 
-    def rebind(self, tensor: "ManagedTensor", data: torch.Tensor) -> None:
+    def rebind(self, tensor: "ManagedTensor", data: torch.Tensor, *, is_inference: bool) -> None:
         """``data`` is home from now on."""
 
 
