@@ -5,6 +5,7 @@ Invariant: what is called weakly keeps nobody.
 """
 
 import _thread
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from hetero.stm.interception.functions import give_back
 from hetero.stm.interception.whereabouts import DeviceProperties
 from hetero.stm.running.unseen import is_seen
 
-__all__ = ["make_plain", "weakly", "when_dropped"]
+__all__ = ["let_go", "make_plain", "weakly"]
 
 
 def weakly(method: Callable[..., None]) -> Callable[..., None]:
@@ -35,18 +36,13 @@ def make_plain(manager: StatefulTensorMgr) -> None:
         tensor.forget_home()
 
 
-def when_dropped(
-    owner: object, manager: StatefulTensorMgr, properties: DeviceProperties, abandon: Callable[[], None]
-) -> "weakref.finalize[..., object]":
-    """Let go of what ``manager`` has once nobody holds ``owner``: identities hold parameters where the collector cannot
-    see it. ``abandon`` ends what may be settled. To be detached by whoever closes."""
-    end = weakref.finalize(owner, _abandon, manager, properties, abandon)
-    end.atexit = False
-    return end
+def let_go(manager: StatefulTensorMgr, properties: DeviceProperties, abandon: Callable[[], None]) -> None:
+    """Of what ``manager`` has, whose owner nobody holds: identities hold parameters where the collector cannot see it.
+    ``abandon`` ends what may be settled.
 
-
-def _abandon(manager: StatefulTensorMgr, properties: DeviceProperties, abandon: Callable[[], None]) -> None:
-    if manager.standing.is_in_child:
+    To be called by the owner's ``__del__``: a weak reference's callback would have to keep ``manager``, and with it the
+    parameters, until the collector runs once more."""
+    if sys.is_finalizing() or manager.standing.is_in_child:
         return  # neither is there
     # Python's collector runs on any thread, in the middle of anything. What holds the lock may wait for this thread,
     # what the queue's thread is doing cannot be ended from within, and modes, a compiler's for one, are not to see it.

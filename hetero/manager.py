@@ -24,7 +24,7 @@ from hetero.devices import (
     named_device,
     probe_links,
 )
-from hetero.dropped import make_plain, weakly, when_dropped
+from hetero.dropped import let_go, make_plain, weakly
 from hetero.errors import ConfigError
 from hetero.eviction import Policy, resolve_policy
 from hetero.msc import unseen
@@ -169,7 +169,7 @@ class Manager:
         self._model = model
         self._optimizer = optimizer
         self._accelerator = accelerator
-        self._closed = False
+        self._closed = self._is_attached = False
         self._compiled = CompiledCalls(model)
         self._patched = False
         self._properties = DeviceProperties(model)
@@ -229,7 +229,12 @@ class Manager:
         except BaseException:
             self._detach()
             raise
-        self._abandon = when_dropped(self, self._stm, self._properties, self._settled.abandonment())
+        self._abandon = self._settled.abandonment()
+        self._is_attached = True
+
+    def __del__(self) -> None:
+        if self._is_attached:
+            let_go(self._stm, self._properties, self._abandon)
 
     # -- what users call ------------------------------------------------------------------------------
 
@@ -303,7 +308,7 @@ class Manager:
         self._stm.executor.between.take_from_caller()
         take_away_what_is_over()
         with torch.inference_mode(False):
-            self._abandon.detach()
+            self._is_attached = False
             self._everything_fitted = self._settled.is_on
             self._settled.close()
             if self._host_step is not None:

@@ -85,6 +85,23 @@ def test_an_optimizers_hook_that_knows_the_model_keeps_nothing(part, budget, clo
     assert torch.accelerator.memory_allocated() == before
 
 
+@pytest.mark.parametrize("budget", [60 << 10, 4 << 20], ids=["moves", "fits"])
+def test_one_collection_gives_the_device_back(budget):
+    target = device()
+    for _ in range(3):
+        gc.collect()
+    before = torch.accelerator.memory_allocated()
+    gc.disable()
+    try:
+        trained(nn.Sequential, target, before + budget, closes=False)
+        wait_for_backward_ends(target)
+        assert torch.accelerator.memory_allocated() > before
+        gc.collect()
+        assert torch.accelerator.memory_allocated() == before
+    finally:
+        gc.enable()
+
+
 @pytest.fixture
 def closings(monkeypatch):
     """The threads that end management."""

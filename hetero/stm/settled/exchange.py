@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hetero.devices import storage_of
-from hetero.stm.interception.parameter import is_managed
+from hetero.stm.interception.parameter import is_managed, managed_of
 from hetero.stm.tensors.exposure import gradient_is_private, memory_is_private
 from hetero.stm.tensors.fetch import plain
 from hetero.stm.tensors.instances import instances_of
@@ -66,10 +66,12 @@ def redirect(shadow: nn.Parameter, tensor: ManagedTensor) -> None:
     if not shadow.requires_grad or shadow._use_count() <= 1:  # type: ignore[attr-defined]
         return
 
+    # It has the parameter alone: what a hook has is kept as long as the leaf, and Python's collector cannot see that.
+    parameter = tensor.parameter
+
     def hand_on(leaf: torch.Tensor) -> None:
         with torch.no_grad(), plain():
             gradient, leaf.grad = leaf.grad, None
-            parameter = tensor.parameter
             if gradient is None:
                 return
             gradient = gradient.to(parameter.device)
@@ -77,7 +79,8 @@ def redirect(shadow: nn.Parameter, tensor: ManagedTensor) -> None:
                 parameter.grad = gradient
             else:
                 if is_managed(parameter):
-                    tensor.owner.gradient_access.wait(tensor)
+                    record = managed_of(parameter)
+                    record.owner.gradient_access.wait(record)
                 parameter.grad += gradient
             for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
                 hook(parameter)
