@@ -1,20 +1,25 @@
 """How many parameters live on the device, and how many of the others keep a place there: chosen together.
 
 Owns the search over pairs of numbers. Which parameters these are follows from the numbers: those that live there are
-the first by use (`hetero.eviction.device_homes`), places are spread over the others (`hetero.eviction.places`). A few
-numbers of homes are tried first, each with a few numbers of places; then the neighbours of what was best so far, best
-first. The result is never slower than what the first of these alone finds. A pure function.
+the first of a ranking (`hetero.eviction.device_homes`), places are spread over the others (`hetero.eviction.places`). A
+few numbers of homes are tried first, each with a few numbers of places; then the neighbours of what was best so far,
+best first. The result is never slower than what the first of these alone finds. Each ranking is searched by itself, and
+what they find is compared as pairs are: that there are others makes the result no slower, by more than `WORTH`. A pure
+function.
 
 [Note: what it may cost] Planning a pair takes time by its moments. Neighbours are tried as long as all that was planned
 has no more than so many moments, so that where the first part alone has as many it is all that is done; and as long as
 one of the last so many pairs, those that do not fit among them, saved a share of the step that is worth them. Where
 more homes are always a little better, say, and no more fit, all smaller numbers would be tried, one after another; what
 is better only beyond a plateau may be missed. And as long as the links hold the best one up: for what is left to win by
-fewer transfers alone, the first part's numbers are near enough.
+fewer transfers alone, the first part's numbers are near enough. All rankings share these limits. Each has a first part
+of its own, so that this is planned three times at most; where it finds nothing that is about as quick as the best so
+far, that is all.
 """
 
 import contextlib
 import heapq
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -22,9 +27,9 @@ from itertools import product
 from hetero.eviction.device_homes import (
     HomeCost,
     HomeStep,
-    bytes_of_first,
+    Ranking,
     choose_device_homes,
-    count_within,
+    rankings,
     step_seconds,
 )
 from hetero.eviction.model import WORTH, CapacityError, Links, Schedule, Trace
@@ -64,8 +69,18 @@ def choose_placement(
     places)``: trace and schedule, whose fetched bytes include those of places; may raise `CapacityError`, except for
     none of both. ``most_pairs``: that are planned, unless the first part takes more. Else as `choose_device_homes`.
     """
-    pairs = _Pairs(order, costs, sizes, may_stay, links, plan)
-    return _refined(pairs, _coarse(pairs, most_bytes), most_bytes, most_pairs)
+    found: list[Placement] = []
+    soon, moments = math.inf, 0
+    for ranking in rankings(order, costs, most_bytes):
+        pairs = _Pairs(order, costs, sizes, may_stay, links, plan, ranking, moments)
+        coarse = _coarse(pairs, most_bytes)
+        if pairs.quickest() <= soon:
+            found.append(_refined(pairs, coarse, most_bytes, most_pairs))
+            soon = min(soon, pairs.quickest() * (1.0 + WORTH))
+            if len(found[-1].home.homes) == len(ranking.ranked):
+                break
+        most_pairs, moments = most_pairs - len(pairs.outcomes), pairs.moments
+    return min(found, key=lambda each: (each.home.seconds > soon, each.home.moved_bytes))
 
 
 _Numbers = tuple[int, int]
@@ -90,13 +105,13 @@ class _Pairs:
         may_stay: Sequence[int],
         links: Links,
         plan: Planner,
+        ranking: Ranking,
+        moments: int = 0,
     ) -> None:
-        self.order, self.costs, self.sizes, self.links = order, costs, sizes, links
-        self.movable = [index for index in order if index in costs]
-        self.taken = bytes_of_first(self.movable, costs)
+        self.order, self.costs, self.sizes, self.links, self.ranking = order, costs, sizes, links, ranking
         self._may_stay, self._plan = may_stay, plan
         self.outcomes: dict[_Numbers, _Outcome | None] = {}  # None: it does not fit
-        self.moments = self.each = 0
+        self.moments, self.each = moments, 0
         self.least = 0.0  # seconds that operators alone take
         # Plans are large: only those of one number of homes are kept.
         self._row: dict[_Numbers, tuple[Trace, Schedule]] = {}
@@ -107,7 +122,7 @@ class _Pairs:
 
     def pair(self, numbers: _Numbers) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Which these are."""
-        homes = tuple(self.movable[: numbers[0]])
+        homes = self.ranking.first(numbers[0])
         return homes, spread(self.others(frozenset(homes)), numbers[1])
 
     def planned(self, homes: tuple[int, ...], places: tuple[int, ...]) -> tuple[Trace, Schedule]:
@@ -123,11 +138,11 @@ class _Pairs:
         self.each = len(trace.moments)
         self.moments += self.each
         self.least = sum(moment.seconds for moment in trace.moments)
-        stay = frozenset(homes)
+        stay, sizes = frozenset(homes), self.sizes
         self.outcomes[numbers] = _Outcome(
-            seconds=step_seconds(trace, schedule, self.links, self.order, stay, self.costs, self.sizes),
+            seconds=step_seconds(trace, schedule, self.links, self.order, stay, self.costs, sizes),
             issue_seconds=schedule.issue_seconds,
-            moved_bytes=schedule.moved_bytes + sum(self.sizes[x] for x in self.movable if x not in stay),
+            moved_bytes=schedule.moved_bytes + sum(sizes[x] for x in self.ranking.ranked if x not in stay),
         )
         if any(count != numbers[0] for count, _ in self._row):
             self._row.clear()
@@ -140,6 +155,10 @@ class _Pairs:
             with contextlib.suppress(CapacityError):
                 self.planned(*self.pair(numbers))
         return self.outcomes[numbers]
+
+    def quickest(self) -> float:
+        """Seconds, of all that was planned."""
+        return min(outcome.seconds for outcome in self.outcomes.values() if outcome is not None)
 
 
 def _coarse(pairs: _Pairs, most_bytes: int) -> Placement:
@@ -158,6 +177,7 @@ def _coarse(pairs: _Pairs, most_bytes: int) -> Placement:
         most_bytes=most_bytes,
         links=pairs.links,
         plan=lambda homes: pairs.planned(homes, places_beside(homes, thorough=False)),
+        ranking=pairs.ranking,
     )
     return Placement(home=home, places=places_beside(home.homes, thorough=True))
 
@@ -167,11 +187,13 @@ def _refined(pairs: _Pairs, coarse: Placement, most_bytes: int, most_pairs: int)
     chosen = (len(coarse.home.homes), len(coarse.places))
     pairs.outcome(chosen)
     without = min(numbers for numbers, outcome in pairs.outcomes.items() if outcome is not None)
-    _try_neighbours(pairs, count_within(pairs.taken, most_bytes), most_pairs)
+    _try_neighbours(pairs, pairs.ranking.within(most_bytes), most_pairs)
     found = {numbers: outcome for numbers, outcome in pairs.outcomes.items() if outcome is not None}
     soon = min(outcome.seconds for outcome in found.values()) * (1.0 + WORTH)
     if chosen in found and found[chosen].seconds <= soon:
-        home = replace(coarse.home, seconds=found[chosen].seconds)  # with more numbers of places tried
+        # With more numbers of places tried.
+        now = found[chosen]
+        home = replace(coarse.home, seconds=now.seconds, moved_bytes=now.moved_bytes)
         return Placement(home=home, places=coarse.places)
     near = (
         (outcome.moved_bytes, numbers, outcome)
@@ -182,8 +204,9 @@ def _refined(pairs: _Pairs, coarse: Placement, most_bytes: int, most_pairs: int)
     homes, places = pairs.pair(numbers)
     home = HomeStep(
         homes=homes,
-        nbytes=pairs.taken[len(homes)],
+        nbytes=pairs.ranking.taken[len(homes)],
         seconds=outcome.seconds,
+        moved_bytes=moved,
         moves_more=moved > found[without].moved_bytes,
     )
     return Placement(home=home, places=places)
@@ -217,4 +240,4 @@ def _exists(pairs: _Pairs, numbers: _Numbers, most_homes: int) -> bool:
     homes, places = numbers
     if not 0 <= homes <= most_homes or places < 0:
         return False
-    return places <= len(pairs.others(frozenset(pairs.movable[:homes])))
+    return places <= len(pairs.others(frozenset(pairs.ranking.first(homes))))

@@ -110,7 +110,7 @@ def places(monkeypatch: pytest.MonkeyPatch) -> None:
 def homes_on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many parameters as can live on the device, from the third step on, whatever was measured."""
 
-    def most(order, costs, sizes, *, most_bytes, links, plan):  # type: ignore[no-untyped-def]
+    def most(order, costs, sizes, *, most_bytes, links, plan, ranking):  # type: ignore[no-untyped-def]
         movable = [index for index in order if index in costs]
         for count in range(len(movable), 0, -1):
             nbytes = sum(costs[index].nbytes for index in movable[:count])

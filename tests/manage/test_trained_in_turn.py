@@ -11,7 +11,7 @@ from settling import PLENTY, managed_mlp
 from torch import nn
 from twins import assert_twins
 
-from hetero.eviction import placement
+from hetero.stm.plans import homechoice
 
 
 class Parts(nn.Module):
@@ -142,10 +142,10 @@ def test_copies_of_other_iterations_leave_for_gradients_that_stay(budget, monkey
 
     model, optimizer, manager, target = managed_mlp(budget, build=Heads)
     torch.accelerator.reset_peak_memory_stats()
-    choose, chosen = placement.choose_device_homes, set()
+    choose, chosen = homechoice.choose_placement, set()
     monkeypatch.setattr(
-        placement,
-        "choose_device_homes",
+        homechoice,
+        "choose_placement",
         lambda order, costs, *sizes, **limits: choose(
             order, {index: cost for index, cost in costs.items() if index in chosen}, *sizes, **limits
         ),
