@@ -12,9 +12,9 @@ has no more than so many moments, so that where the first part alone has as many
 one of the last so many pairs, those that do not fit among them, saved a share of the step that is worth them. Where
 more homes are always a little better, say, and no more fit, all smaller numbers would be tried, one after another; what
 is better only beyond a plateau may be missed. And as long as the links hold the best one up: for what is left to win by
-fewer transfers alone, the first part's numbers are near enough. All rankings share these limits. Each has a first part
-of its own, so that this is planned three times at most; where it finds nothing that is about as quick as the best so
-far, that is all.
+fewer transfers alone, the first part's numbers are near enough. All rankings share these limits: there is no other one
+where as many moments were planned for those before. Else each has a first part of its own, of as many plans; where that
+finds nothing that is about as quick as the best so far, it is all.
 """
 
 import contextlib
@@ -77,9 +77,9 @@ def choose_placement(
         if pairs.quickest() <= soon:
             found.append(_refined(pairs, coarse, most_bytes, most_pairs))
             soon = min(soon, pairs.quickest() * (1.0 + WORTH))
-            if len(found[-1].home.homes) == len(ranking.ranked):
-                break
         most_pairs, moments = most_pairs - len(pairs.outcomes), pairs.moments
+        if moments > _MOST_MOMENTS or len(found[-1].home.homes) == len(ranking.ranked):
+            break
     return min(found, key=lambda each: (each.home.seconds > soon, each.home.moved_bytes))
 
 

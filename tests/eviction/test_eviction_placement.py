@@ -220,18 +220,40 @@ def test_other_rankings_cost_no_time(model, most_pairs):
     event(f"another ranking is better: {best != first}")
 
 
+def with_a_large_one(large):
+    """It does not fit on the device at all, and leaves room there for seven of the others."""
+    sizes = tuple(60 if x == large else 5 for x in range(9))
+    return Model(
+        sizes=sizes, seconds=(1.0,) * 9, saved=0, home=8, room=470, link=10.0, host=100.0, early=False
+    )
+
+
 @pytest.mark.parametrize("large", [0, 3])
 def test_a_large_one_that_does_not_fit_keeps_no_others_out(large):
     """First or between: those after it live on the device without it."""
-    sizes = tuple(60 if x == large else 5 for x in range(9))
-    model = Model(
-        sizes=sizes, seconds=(1.0,) * 9, saved=0, home=8, room=470, link=10.0, host=100.0, early=False
-    )
-    assert model.home * sizes[large] > model.room
+    model = with_a_large_one(large)
+    assert model.home * model.sizes[large] > model.room
     best = model.chosen()
-    assert best.home.homes == tuple(x for x in range(9) if x != large)[:7]  # room is for seven
+    assert best.home.homes == tuple(x for x in range(9) if x != large)[:7]
     _, blocked = model.planned(tuple(range(large)), ())
     assert best.home.seconds <= blocked.predicted_seconds
+
+
+def test_where_the_first_ranking_takes_all_that_may_be_planned_no_other_is_searched(monkeypatch):
+    model, counts = with_a_large_one(0), []
+    for most_moments in (10**9, 0):
+        tried = []
+
+        def planned(homes, places, tried=tried):
+            tried.append(homes)
+            return model.planned(homes, places)
+
+        monkeypatch.setattr(placement, "_MOST_MOMENTS", most_moments)
+        best = model.chosen(planned)
+        counts.append(len(tried))
+    assert best.home.homes == ()
+    assert set(tried) == {()}
+    assert counts[1] < counts[0]
 
 
 def uniform(layers, **keywords):

@@ -118,6 +118,7 @@ def homes_on_device(monkeypatch: pytest.MonkeyPatch) -> None:
                 with contextlib.suppress(CapacityError):
                     plan(tuple(movable[:count]))
                     return HomeStep(homes=tuple(movable[:count]), nbytes=nbytes, seconds=0.0)
+        plan(())
         return HomeStep(homes=(), nbytes=0, seconds=0.0)
 
     monkeypatch.setattr(placement, "choose_device_homes", most)
