@@ -123,9 +123,8 @@ class Uses:
         if not tensor.parameter.requires_grad:
             return tensor.data
         if tensor.is_inference:  # which has no identity
-            if (
-                torch.is_inference_mode_enabled()
-            ):  # nothing is recorded, but writes to the copy have to be counted
+            # Within that mode nothing is recorded, but writes to the copy have to be counted.
+            if torch.is_inference_mode_enabled():
                 return tensor.data
             with self._lock, outside_transforms(), unseen():
                 return for_one_operator(tensor)
