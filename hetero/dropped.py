@@ -15,7 +15,7 @@ from hetero.stm.interception.functions import give_back
 from hetero.stm.interception.whereabouts import DeviceProperties
 from hetero.stm.running.unseen import is_seen
 
-__all__ = ["let_go", "make_plain", "weakly"]
+__all__ = ["end_dropped", "make_plain", "weakly"]
 
 
 def weakly(method: Callable[..., None]) -> Callable[..., None]:
@@ -36,9 +36,11 @@ def make_plain(manager: StatefulTensorMgr) -> None:
         tensor.forget_home()
 
 
-def let_go(manager: StatefulTensorMgr, properties: DeviceProperties, abandon: Callable[[], None]) -> None:
-    """Of what ``manager`` has, whose owner nobody holds: identities hold parameters where the collector cannot see it.
-    ``abandon`` ends what may be settled.
+def end_dropped(
+    manager: StatefulTensorMgr, properties: DeviceProperties, abandon: Callable[[], None]
+) -> None:
+    """Let go of what ``manager`` has, whose owner nobody holds: identities hold parameters where the collector cannot
+    see it. ``abandon`` ends what may be settled.
 
     To be called by the owner's ``__del__``: a weak reference's callback would have to keep ``manager``, and with it the
     parameters, until the collector runs once more."""

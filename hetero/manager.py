@@ -24,7 +24,7 @@ from hetero.devices import (
     named_device,
     probe_links,
 )
-from hetero.dropped import let_go, make_plain, weakly
+from hetero.dropped import end_dropped, make_plain, weakly
 from hetero.errors import ConfigError
 from hetero.eviction import Policy, resolve_policy
 from hetero.msc import unseen
@@ -155,6 +155,8 @@ class Manager:
         config: the resolved settings, sizes in bytes.
     """
 
+    _is_attached = False  # of the class, for one that was never made
+
     def __init__(
         self,
         model: nn.Module,
@@ -169,7 +171,7 @@ class Manager:
         self._model = model
         self._optimizer = optimizer
         self._accelerator = accelerator
-        self._closed = self._is_attached = False
+        self._closed = False
         self._compiled = CompiledCalls(model)
         self._patched = False
         self._properties = DeviceProperties(model)
@@ -234,7 +236,7 @@ class Manager:
 
     def __del__(self) -> None:
         if self._is_attached:
-            let_go(self._stm, self._properties, self._abandon)
+            end_dropped(self._stm, self._properties, self._abandon)
 
     # -- what users call ------------------------------------------------------------------------------
 

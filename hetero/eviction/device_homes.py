@@ -42,7 +42,7 @@ class HomeStep:
     homes: tuple[int, ...]
     nbytes: int
     seconds: float
-    moved_bytes: int = 0
+    moved_bytes: int
     moves_more: bool = False
 
 

@@ -38,6 +38,10 @@ class Neighbour(Protocol):
     def away_bytes(self) -> int:
         """Of its parameters, gradients and saved tensors, what is not on the device; 0 where it moves none."""
 
+    @property
+    def thread(self) -> int:
+        """Of its last forward that was intercepted."""
+
     def is_amid(self) -> bool:
         """A forward of it that trains has run, and its backward is to come."""
 

@@ -101,14 +101,21 @@ class Sharing:
         kinds = Kind.PARAMETER, Kind.GRADIENT, Kind.ACTIVATION
         return whole - sum(self._ledger.nbytes(Tier.DEVICE, kind) for kind in kinds)
 
+    @property
+    def thread(self) -> int:
+        """`hetero.stm.neighbours.Neighbour.thread`."""
+        return self._cycles.thread
+
     def is_amid(self) -> bool:
         """`hetero.stm.neighbours.Neighbour.is_amid`."""
         settled = self._standing.settled
-        return self._cycles.awaits_backward or (settled is not None and settled.is_amid_unseen())
+        if self._cycles.awaits_backward:
+            return self._activations.has_records  # or its graph has gone
+        return settled is not None and settled.is_amid_unseen()
 
     def note_together(self) -> None:
         """`hetero.stm.neighbours.Neighbour.note_together`."""
-        self._cycles.measure_together()
+        self._cycles.note_together()
 
     def note_relieved_by_others(self) -> None:
         """Another has made room for the operator that runs now, which may be one of this one's."""
@@ -141,11 +148,11 @@ class Sharing:
 
     def are_within(self, *, is_first: bool) -> bool:
         """`hetero.stm.plans.cycles.Together.are_within`."""
-        return self.are_amid() if is_first else self.have_run_within()
+        return any(True for _ in (self._amid() if is_first else self._active_here()))
 
-    def measure_together(self) -> None:
-        """`hetero.stm.plans.cycles.Together.measure_together`."""
-        for other in {id(other): other for other in (*self._active(), *self._amid())}.values():
+    def tell_together(self) -> None:
+        """`hetero.stm.plans.cycles.Together.tell_together`."""
+        for other in {id(other): other for other in (*self._active_here(), *self._amid())}.values():
             other.note_together()
 
     def away_from_others(self, *, active: bool = False) -> int:
@@ -153,7 +160,12 @@ class Sharing:
         return sum(other.away_bytes() for other in (self._active() if active else neighbours.others(self)))
 
     def _amid(self) -> Iterator[Neighbour]:
-        yield from (other for other in neighbours.others(self) if other.is_amid())
+        for other in neighbours.others(self):
+            if other.thread == self.thread and other.is_amid():
+                yield other
+
+    def _active_here(self) -> Iterator[Neighbour]:
+        yield from (other for other in self._active() if other.thread == self.thread)
 
     def _active(self) -> Iterator[Neighbour]:
         for other in neighbours.others(self):

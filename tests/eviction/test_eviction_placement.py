@@ -356,7 +356,7 @@ def test_neighbours_that_are_hardly_better_are_not_tried_to_the_end(monkeypatch)
 def _only(pairs, count):
     homes, _ = pairs.pair((count, 0))
     pairs.planned(homes, ())
-    home = placement.HomeStep(homes=homes, nbytes=count, seconds=1.0, moves_more=False)
+    home = placement.HomeStep(homes=homes, nbytes=count, seconds=1.0, moved_bytes=0, moves_more=False)
     return placement.Placement(home=home, places=())
 
 

@@ -117,9 +117,9 @@ def homes_on_device(monkeypatch: pytest.MonkeyPatch) -> None:
             if nbytes <= most_bytes:
                 with contextlib.suppress(CapacityError):
                     plan(tuple(movable[:count]))
-                    return HomeStep(homes=tuple(movable[:count]), nbytes=nbytes, seconds=0.0)
+                    return HomeStep(homes=tuple(movable[:count]), nbytes=nbytes, seconds=0.0, moved_bytes=0)
         plan(())
-        return HomeStep(homes=(), nbytes=0, seconds=0.0)
+        return HomeStep(homes=(), nbytes=0, seconds=0.0, moved_bytes=0)
 
     monkeypatch.setattr(placement, "choose_device_homes", most)
     monkeypatch.setattr(placement, "_refined", lambda pairs, coarse, *limits: coarse)

@@ -256,7 +256,7 @@ def test_it_is_measured_before_more_lives_on_the_device(monkeypatch, order, sinc
         except CapacityError:
             homes = ()
         chosen.append(homes)
-        return Placement(home=HomeStep(homes=homes, nbytes=0, seconds=0.0), places=())
+        return Placement(home=HomeStep(homes=homes, nbytes=0, seconds=0.0, moved_bytes=0), places=())
 
     monkeypatch.setattr(HomeChoice, "_choose", late)
     monkeypatch.setattr(homechoice, "choose_placement", some)

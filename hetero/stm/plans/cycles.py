@@ -9,6 +9,7 @@ ones it was made for; plans for other sequences (an eval loop, another shape, an
 beside it.
 """
 
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -86,13 +87,14 @@ class _History:
 
 
 class Together(Protocol):
-    """Other managers of the device (`hetero.stm.sharing.Sharing`)."""
+    """Other managers of the device whose models this thread runs: one backward may go through these and ours
+    (`hetero.stm.sharing.Sharing`)."""
 
     def are_within(self, *, is_first: bool) -> bool:
         """They are in the middle of an iteration when ours begins (``is_first``), or have run since."""
 
-    def measure_together(self) -> None:
-        """Those that are in the middle of an iteration, or have run since ours began: `Cycles.measure_together`."""
+    def tell_together(self) -> None:
+        """These: `Cycles.note_together`."""
 
 
 class Cycles:
@@ -103,6 +105,7 @@ class Cycles:
 
     Attributes:
         followed: None if the last complete iteration followed no plan.
+        thread: of its last forward.
     """
 
     def __init__(
@@ -140,6 +143,7 @@ class Cycles:
         self.coarsen: Callable[[], None] = lambda: None
         self._coming: Keys | None = None  # the keys that the iteration under way is expected to have
         self.followed: Followed | None = None
+        self.thread = threading.get_ident()
 
     @property
     def is_under_way(self) -> bool:
@@ -171,6 +175,8 @@ class Cycles:
         if not history.keys:
             history.found = self._copies()
         history.keys.append(key)
+        if key.phase is Phase.FORWARD:
+            self.thread = threading.get_ident()
         book = self._book
         if len(book) > 1 and history is self._training and len(history.keys) == 1:
             self._coming = self._succession.following()
@@ -230,12 +236,13 @@ class Cycles:
             self._times_beside_others += 1
             if self._times_beside_others.bit_count() == 1:
                 self._book.outgrown.doubt(plan.keys)
-                self.measure_together()
-                self._others.measure_together()
+                self.note_together()
+                self._others.tell_together()
         return history.is_beside_others
 
-    def measure_together(self) -> None:
-        """As they are to be that go on within one another, from the next iteration on."""
+    def note_together(self) -> None:
+        """Another manager's iterations go on within ours, or ours within theirs, for the first time: the next one is
+        measured again."""
         self._is_to_be_measured = True
 
     def _forget_alone(self, begun: Keys) -> None:

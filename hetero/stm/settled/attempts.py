@@ -50,4 +50,4 @@ class Attempts:
     def note_beside(self) -> None:
         """It left because the budget might have been passed beside what others have still to take."""
         self._times_beside += 1
-        self._wait = 2 << self._times_beside
+        self._wait = min(_LONGEST_WAIT, 2 << self._times_beside)

@@ -118,11 +118,15 @@ class Check:
         makes_gradients = kind[0] and self._probe is not None and self._probe.grad is None
         admits = (
             growth is not None
-            and used + (nbytes := growth.without if makes_gradients else growth.with_gradients) <= self._limit
+            and used + (growth.without if makes_gradients else growth.with_gradients) <= self._limit
             and not self.must_leave
             and not any(map(_requires_grad, self._frozen))
-            and (not (self._is_beside and kind[0]) or self._fits_beside(nbytes))
         )
+        if admits and self._is_beside and kind[0]:
+            assert growth is not None
+            if not self._fits_beside(growth.most(are_there=not makes_gradients)):
+                self._attempts.note_beside()
+                admits = False
         self._last = kind
         if admits and (kind[0] or not self.is_under_way()):
             self._begun = kind, used, makes_gradients
@@ -204,10 +208,7 @@ class Check:
         begun = [needs for one in others if (needs := one.under_way()) is not None]
         # All of theirs and of ours is on the device already, so that the first has seen it.
         used = min((used for used, _ in begun), default=0)
-        fits = used + sum(more for _, more in begun) + nbytes <= self._limit
-        if not fits:
-            self._attempts.note_beside()
-        return fits
+        return used + sum(more for _, more in begun) + nbytes <= self._limit
 
     def _state_of(self, probe: nn.Parameter) -> _State:
         """Its version, that of its count of steps, if there is one, and its gradient with the version of that; nobody
