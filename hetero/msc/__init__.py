@@ -4,7 +4,7 @@ A *sampling moment* is the instant before an operator, before any layout change;
 them (Gemini). The collector measures and remembers; it changes no layout.
 """
 
-from hetero.msc.collector import Copy, MemStatsCollector, Segment, period_stats
+from hetero.msc.collector import MemStatsCollector
 from hetero.msc.peaks import PeakKeeper, unseen
 from hetero.msc.periods import (
     AskedOf,
@@ -16,6 +16,7 @@ from hetero.msc.periods import (
     SegmentKey,
     Wait,
 )
+from hetero.msc.segments import Copy, Segment, period_stats
 from hetero.msc.timing import CopyTime, IterationTimes, PeriodTimes, read_times
 
 __all__ = [

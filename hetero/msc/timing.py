@@ -1,6 +1,6 @@
 """What an iteration's times say: each period's own time, gradients' ways home, how fast copies really were.
 
-Owns the reading of timed segments (`hetero.msc.collector`). Invariant: own times, what compute waited for and what it
+Owns the reading of timed segments (`hetero.msc.segments`). Invariant: own times, what compute waited for and what it
 waited while transfers were issued add up to the time from the iteration's first event to its last.
 """
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hetero.msc.collector import Copy, Segment
 from hetero.msc.periods import Period, seconds_between
+from hetero.msc.segments import Copy, Segment
 
 __all__ = ["CopyTime", "IterationTimes", "PeriodTimes", "read_times"]
 

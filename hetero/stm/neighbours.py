@@ -40,7 +40,7 @@ class Neighbour(Protocol):
 
     @property
     def thread(self) -> int:
-        """Of its last forward that was intercepted."""
+        """Of its model's last forward."""
 
     def is_amid(self) -> bool:
         """A forward of it that trains has run, and its backward is to come."""

@@ -104,7 +104,7 @@ class Sharing:
     @property
     def thread(self) -> int:
         """`hetero.stm.neighbours.Neighbour.thread`."""
-        return self._cycles.thread
+        return self._standing.thread
 
     def is_amid(self) -> bool:
         """`hetero.stm.neighbours.Neighbour.is_amid`."""
@@ -142,30 +142,23 @@ class Sharing:
         """Others have, since our iteration began."""
         return any(True for _ in self._active())
 
-    def are_amid(self) -> bool:
-        """`hetero.msc.collector.Others.are_amid`."""
-        return any(True for _ in self._amid())
+    def are_beside(self, *, is_first: bool) -> bool:
+        """`hetero.stm.plans.cycles.Others.are_beside`."""
+        return any(True for _ in self._beside(is_first=is_first))
 
-    def are_within(self, *, is_first: bool) -> bool:
-        """`hetero.stm.plans.cycles.Together.are_within`."""
-        return any(True for _ in (self._amid() if is_first else self._active_here()))
-
-    def tell_together(self) -> None:
-        """`hetero.stm.plans.cycles.Together.tell_together`."""
-        for other in {id(other): other for other in (*self._active_here(), *self._amid())}.values():
+    def tell_together(self, *, is_first: bool) -> None:
+        """`hetero.stm.plans.cycles.Others.tell_together`."""
+        for other in self._beside(is_first=is_first):
             other.note_together()
 
     def away_from_others(self, *, active: bool = False) -> int:
         """What others have that is not on the device; ``active``: those that have run since our iteration began."""
         return sum(other.away_bytes() for other in (self._active() if active else neighbours.others(self)))
 
-    def _amid(self) -> Iterator[Neighbour]:
-        for other in neighbours.others(self):
-            if other.thread == self.thread and other.is_amid():
+    def _beside(self, *, is_first: bool) -> Iterator[Neighbour]:
+        for other in neighbours.others(self) if is_first else self._active():
+            if other.thread == self.thread and (not is_first or other.is_amid()):
                 yield other
-
-    def _active_here(self) -> Iterator[Neighbour]:
-        yield from (other for other in self._active() if other.thread == self.thread)
 
     def _active(self) -> Iterator[Neighbour]:
         for other in neighbours.others(self):

@@ -1,8 +1,10 @@
 """Whether a manager can do anything for its tensors, which every entry asks first.
 
-Owns what says so: that it is settled, that it is closed, that this process is a forked child.
+Owns what says so: that it is settled, that it is closed, that this process is a forked child; and on which thread it
+runs.
 """
 
+import threading
 import weakref
 from collections.abc import Callable
 
@@ -18,12 +20,14 @@ class Standing:
     Attributes:
         is_closed: it manages nothing any more.
         is_in_child: this process was forked from the one that manages.
+        thread: of the model's last forward.
     """
 
     def __init__(self) -> None:
         self._settled: Callable[[], SettledState | None] = lambda: None
         self.is_closed = False
         self.is_in_child = False
+        self.thread = threading.get_ident()
 
     @property
     def settled(self) -> SettledState | None:

@@ -13,6 +13,7 @@ from twins import device
 import hetero
 from hetero.eviction import Links, simulate
 from hetero.msc import (
+    Copy,
     CopyTime,
     Gradient,
     IterationTimes,
@@ -24,7 +25,6 @@ from hetero.msc import (
     Wait,
     read_times,
 )
-from hetero.msc.collector import Copy
 from hetero.stm.plans import timings
 from hetero.stm.plans.timings import Timings, fit_links
 

@@ -9,7 +9,6 @@ ones it was made for; plans for other sequences (an eval loop, another shape, an
 beside it.
 """
 
-import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -33,7 +32,7 @@ class Place:
     room, or somebody was given home's memory and may have written there. ``time``: measure its times instead
     (`hetero.stm.plans.timings`). ``guarded``: it may need more memory than is left beside what is resident
     (`hetero.stm.running.guard`); ``unsure``: and more than was measured. ``number``: of segments before it in its
-    iteration.
+    iteration. ``others_ran``: `hetero.msc.Segment.others_ran`.
     """
 
     plan: CyclePlan | None
@@ -45,6 +44,7 @@ class Place:
     unsure: bool = False
     expected: tuple[int, ...] = ()
     number: int
+    others_ran: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,14 +86,20 @@ class _History:
         self.has_strayed = self.has_more = self.is_outdated = self.is_over = self.is_beside_others = False
 
 
-class Together(Protocol):
-    """Other managers of the device whose models this thread runs: one backward may go through these and ours
-    (`hetero.stm.sharing.Sharing`)."""
+class Others(Protocol):
+    """Other managers of the device (`hetero.stm.sharing.Sharing`)."""
 
-    def are_within(self, *, is_first: bool) -> bool:
-        """They are in the middle of an iteration when ours begins (``is_first``), or have run since."""
+    def begin_iteration(self) -> None:
+        """One of ours does."""
 
-    def tell_together(self) -> None:
+    def have_run_within(self) -> bool:
+        """Some have, since it began."""
+
+    def are_beside(self, *, is_first: bool) -> bool:
+        """Some whose models our thread runs are in the middle of an iteration as ours begins (``is_first``), or have
+        run since: one backward may go through theirs and ours."""
+
+    def tell_together(self, *, is_first: bool) -> None:
         """These: `Cycles.note_together`."""
 
 
@@ -105,7 +111,6 @@ class Cycles:
 
     Attributes:
         followed: None if the last complete iteration followed no plan.
-        thread: of its last forward.
     """
 
     def __init__(
@@ -118,7 +123,7 @@ class Cycles:
         activation_bytes: Callable[[], int],
         copies: Callable[[], dict[int, int]],
         ends_with_backward: Callable[[], bool],
-        others: Together,
+        others: Others,
         ended: Callable[[], None],
     ) -> None:
         self._book = book
@@ -143,7 +148,6 @@ class Cycles:
         self.coarsen: Callable[[], None] = lambda: None
         self._coming: Keys | None = None  # the keys that the iteration under way is expected to have
         self.followed: Followed | None = None
-        self.thread = threading.get_ident()
 
     @property
     def is_under_way(self) -> bool:
@@ -175,20 +179,21 @@ class Cycles:
         if not history.keys:
             history.found = self._copies()
         history.keys.append(key)
-        if key.phase is Phase.FORWARD:
-            self.thread = threading.get_ident()
         book = self._book
         if len(book) > 1 and history is self._training and len(history.keys) == 1:
             self._coming = self._succession.following()
-        if len(history.keys) == 1:
+        is_first = len(history.keys) == 1
+        if is_first:
+            self._others.begin_iteration()
             self._forget_alone((key,))
+        others_ran = self._others.are_beside(is_first=True) if is_first else self._others.have_run_within()
         plan = book.find(tuple(history.keys), self._coming)
         history.is_planned = plan is not None
         sampled = not book.samples.want(key, history.keys.count(key))
         place = len(history.keys) - 1
         if plan is None:
-            return Place(plan=None, sample=not sampled, guarded=True, number=place)
-        is_beside_others = self._is_beside_others(plan, tuple(history.keys))
+            return Place(plan=None, sample=not sampled, guarded=True, number=place, others_ran=others_ran)
+        is_beside_others = self._note_others(plan, tuple(history.keys))
         unsure = book.is_unsure(plan, tuple(history.keys))
         return Place(
             plan=plan,
@@ -200,6 +205,7 @@ class Cycles:
             number=place,
             guarded=unsure or is_beside_others or history.has_strayed or _is_guarded(plan, place),
             unsure=unsure,
+            others_ran=others_ran,
         )
 
     def _is_training(self, key: SegmentKey) -> bool:
@@ -217,13 +223,13 @@ class Cycles:
         plan = self._book.find(begun, self._coming)
         if plan is None or history.has_strayed or (self._is_to_be_measured and not history.keys):
             return True
-        if self._is_beside_others(plan, begun) or self._book.is_unsure(plan, begun):
+        if self._note_others(plan, begun) or self._book.is_unsure(plan, begun):
             return True
         return _is_guarded(plan, len(history.keys))
 
-    def _is_beside_others(self, plan: CyclePlan, begun: Keys) -> bool:
-        """An iteration of another manager goes on within this one, which has ``begun`` so, or this one within that, and
-        ``plan`` does not know: one backward may go through both. What comes is guarded then.
+    def _note_others(self, plan: CyclePlan, begun: Keys) -> bool:
+        """Look whether an iteration of another manager goes on within this one, which has ``begun`` so, or this one
+        within that, and ``plan`` does not know: one backward may go through both. True: what comes is guarded for it.
 
         All of them are measured again from the next one on, while none follows a plan that knows of no other; at the
         1st, 2nd, 4th, 8th ... time: those that are only now and then within one another are planned for both.
@@ -231,13 +237,14 @@ class Cycles:
         history = self._training
         if plan.has_others_within or not begun[0].trains:
             return False
-        if not history.is_beside_others and self._others.are_within(is_first=len(begun) == 1):
+        is_first = len(begun) == 1
+        if not history.is_beside_others and self._others.are_beside(is_first=is_first):
             history.is_beside_others = True
             self._times_beside_others += 1
             if self._times_beside_others.bit_count() == 1:
                 self._book.outgrown.doubt(plan.keys)
                 self.note_together()
-                self._others.tell_together()
+                self._others.tell_together(is_first=is_first)
         return history.is_beside_others
 
     def note_together(self) -> None:

@@ -264,12 +264,9 @@ class Executor:
             self._relief.await_release()
             self._holders.begin()
         segment = self._collector.begin_segment(key, sample=place.sample, time=place.time)
+        segment.others_ran = place.others_ran
         if place.number > 0:  # before an iteration, others may have run
             segment.brought_back = missing
-            segment.others_ran = self._collector.others.have_run_within()
-        else:
-            self._collector.others.begin_iteration()
-            segment.others_ran = self._collector.others.are_amid()
         if place.sample:
             segment.has_gradients = any(has_gradient(tensor) for tensor in self._tensors)
         return segment

@@ -57,9 +57,8 @@ class Check:
         self._growth = Growth(peak=0, by_kind={}, by_kind_beside={}, has_others_within=False)
         self._by_kind = self._growth.by_kind  # or beside others
         self._is_beside = False  # others are settled as well
-        self._left_at: int | None = (
-            None  # so many segments had begun when it left in the middle of an iteration
-        )
+        # How many segments had begun when it left in the middle of an iteration; None: it did not.
+        self._left_at: int | None = None
         # What the iteration that is under way began with: its kind, bytes in use, and whether it makes gradients.
         self._begun: tuple[ForwardKind, int, bool] | None = None
         self._unlike: set[ForwardKind] = set()  # what had more than others of their kind

@@ -33,16 +33,11 @@ _MOST_WAITS = 4
 
 
 class Kin:
-    """Of one manager: those that have to be where it is.
-
-    Attributes:
-        thread: of its last forward.
-    """
+    """Of one manager: those that have to be where it is."""
 
     def __init__(self, transition: Transition) -> None:
         self._transition = transition
         self._onlookers = transition.fitting.onlookers
-        self.thread = threading.get_ident()
         self._waits = 0
         self._is_bound = False  # had settled while kin had not, and was sent home for it
         self._was_looked_at = False  # in the iteration before the last attempt of our own
@@ -161,7 +156,7 @@ class Kin:
         """It has run, or somebody has looked at its parameters, and they may settle in this process; on this thread."""
         transition = self._transition
         standing = transition.stm.standing
-        if standing.is_closed or standing.is_in_child or self.thread != threading.get_ident():
+        if standing.is_closed or standing.is_in_child or standing.thread != threading.get_ident():
             return False
         return transition.is_on or transition.stm.plans.last is not None or self._onlookers.have_been_there
 

@@ -58,7 +58,7 @@ class Settled:
         """A forward of the model begins: whether as the user's own, by `run`. Settles, or leaves, before."""
         kind = (trains, signature)
         with self._stm.lock:  # other threads may settle or leave as well
-            self._kin.thread = threading.get_ident()
+            self._stm.standing.thread = threading.get_ident()
             if self.is_on:
                 fits = self._check.admits(kind) or self._check.foresees(kind)
                 if not fits and not self.leave():
@@ -153,11 +153,11 @@ class Settled:
 
     def under_way(self) -> tuple[int, int] | None:
         """`Check.under_way`, of this thread's: no backward goes through what another's forwards have made."""
-        return self._check.under_way() if self._kin.thread == threading.get_ident() else None
+        return self._check.under_way() if self._stm.standing.thread == threading.get_ident() else None
 
     def is_amid_unseen(self) -> bool:
-        """`Check.is_amid_unseen`, of this thread's."""
-        return self._kin.thread == threading.get_ident() and self._check.is_amid_unseen()
+        """`Check.is_amid_unseen`."""
+        return self._check.is_amid_unseen()
 
     def note_others(self, *, are_settled: bool) -> None:
         """Other managers of the device are settled, or none is."""
