@@ -41,15 +41,27 @@ class Others(Protocol):
     def segments_of_others(self) -> int:
         """How many have begun, so far."""
 
-    def away_from_others(self) -> int:
+    def away_or_living(self) -> int:
         """As `Period.others_away_bytes`, now."""
+
+    def home_bytes_of_others(self) -> int:
+        """As `Period.others_home_bytes`, now."""
+
+    def copy_bytes_of_others(self) -> int:
+        """As `Period.others_copy_bytes`, now."""
 
 
 class _NoOthers:
     def segments_of_others(self) -> int:
         return 0
 
-    def away_from_others(self) -> int:
+    def away_or_living(self) -> int:
+        return 0
+
+    def home_bytes_of_others(self) -> int:
+        return 0
+
+    def copy_bytes_of_others(self) -> int:
         return 0
 
 
@@ -71,7 +83,8 @@ class MemStatsCollector:
         self.is_clocked = False
         # The last gradient of the period that is measured: index, bytes, what there was beside it, and had been made.
         self._handed_over: tuple[int, int, int, int | None] | None = None
-        self._model_base = 0  # model data on the device since the period began, or was relieved
+        # Model data on the device since the period began, or was relieved, and what others have living there.
+        self._model_base = self._others_base = 0
         self._is_between = False  # the period's operator is over
         self.others: Others = _NoOthers()  # set by the manager
         self._others_begun = 0  # segments, at the period's beginning
@@ -147,7 +160,9 @@ class MemStatsCollector:
             period.begin = self._event()
             period.used_bytes = self._accelerator.used_bytes()
             period.asked_bytes, _ = self._accelerator.asked_bytes()
-            period.others_away_bytes = self.others.away_from_others()
+            period.others_away_bytes = self.others.away_or_living()
+            period.others_home_bytes = self._others_base = self.others.home_bytes_of_others()
+            period.others_copy_bytes = self.others.copy_bytes_of_others()
             self._others_begun = self.others.segments_of_others()
         elif segment is not None and segment.timed:
             self._period.begin = self._event()
@@ -178,7 +193,7 @@ class MemStatsCollector:
             period.gradients.append(Gradient(index, nbytes, self._event(), len(period.waits)))
             if self.is_sampling and period.begin is not None:
                 self._close_handed_over()
-                beside = self._accelerator.asked_bytes()[0] - self._model_base - own_nbytes
+                beside = self.beside_others() - self._model_base - own_nbytes
                 self._handed_over = index, own_nbytes, beside, self._accelerator.made_bytes()
 
     def note_queued(self, indices: tuple[int, ...]) -> None:
@@ -207,8 +222,7 @@ class MemStatsCollector:
             yield
         finally:
             self._relieving = False
-        if self.is_sampling and period.begin is not None:
-            self.peaks.next_period()  # what was there before is no peak of what follows
+        self._begin_after_others()
         # The period's own records are no model data before it ends: as many as there are now would be forgotten.
         self._model_base = self._model_bytes.device_bytes - self._own_bytes()
 
@@ -259,7 +273,19 @@ class MemStatsCollector:
         """Another manager, whose guard is around this one's operators as well, has made room for the one that runs
         now: of its own, for all that is known, which it may have there again."""
         if self.is_sampling and self._period.begin is not None and self.peaks.has_turn:
+            self._read_peak(self._period)
+            self._begin_after_others()
             self._period.relieved = self._period.lost_own = True
+
+    @contextlib.contextmanager
+    def others_moving(self) -> Iterator[None]:
+        """Around moves of what lives on the device of others: what these take is no non-model data."""
+        if self.is_sampling and self._period.begin is not None:
+            self._read_peak(self._period)
+        try:
+            yield
+        finally:
+            self._begin_after_others()
 
     def note_saved(self, key: tuple[int, int], nbytes: int) -> None:
         """Forward saved a record (`hetero.stm.activations.offload`)."""
@@ -306,6 +332,10 @@ class MemStatsCollector:
         asked, excess = self._accelerator.asked_bytes()
         return asked - self._model_bytes.device_bytes, excess
 
+    def beside_others(self) -> int:
+        """Bytes of the device that were asked for, but for what lives there of others."""
+        return self._accelerator.asked_bytes()[0] - self.others.home_bytes_of_others()
+
     def _close_period(self) -> None:
         period = self._period
         if not self.is_sampling or period.begin is None:
@@ -314,7 +344,7 @@ class MemStatsCollector:
         self._close_handed_over()
         self._read_peak(period)
         if self.others.segments_of_others() != self._others_begun:
-            period.others_away_after = self.others.away_from_others()
+            period.others_away_after = self.others.away_or_living()
         period.host_bytes = host_memory_used()
         self.largest_growth = max(self.largest_growth, period.peak_bytes - period.used_bytes)
 
@@ -334,6 +364,13 @@ class MemStatsCollector:
         if self._period.begin is None:
             self._period.issued += 1
 
+    def _begin_after_others(self) -> None:
+        """Something has left the device, or has come to live there of others: what there was before is no peak of what
+        follows, and what lives there now is no non-model data."""
+        if self.is_sampling and self._period.begin is not None:
+            self.peaks.next_period()
+            self._others_base = self.others.home_bytes_of_others()
+
     def _own_bytes(self) -> int:
         """Of the records that the period has saved so far. One that was shed counts as well: then it is guarded."""
         period = self._period
@@ -344,8 +381,10 @@ class MemStatsCollector:
         peak = self.peaks.next_period()
         period.peak_bytes = max(period.peak_bytes, peak)
         period.excess_bytes = max(period.excess_bytes, excess)
-        # A buffer that the model has replaced counts although it is gone.
-        non_model_bytes = max(0, peak - excess - self._model_base)
+        # A buffer that the model has replaced counts although it is gone; so does what has come to live there of others
+        # since then, nobody knows when.
+        others = min(self._others_base, self.others.home_bytes_of_others())
+        non_model_bytes = max(0, peak - excess - self._model_base - others)
         period.non_model_bytes = max(period.non_model_bytes, non_model_bytes)
         if self._is_between:
             period.between_bytes = max(period.between_bytes, non_model_bytes)

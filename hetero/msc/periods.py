@@ -124,10 +124,12 @@ class Period:
     """One period as it is being measured. Bytes; -1 where this period was not sampled.
 
     ``used_bytes``: on the device when the operator began, ``asked_bytes`` of them asked for; ``peak_bytes``: at most
-    until the period's end, ``excess_bytes`` of them not asked for; ``others_away_bytes``: of other managers' data, what
-    was not on the device then, 0 where they do not move it; ``others_away_after``: at its end, if segments of theirs
-    have begun within; ``non_model_bytes``: at most of what is no model data and was asked for, ``between_bytes`` of
-    these after its operator was over, -1 where that is not known.
+    until the period's end, ``excess_bytes`` of them not asked for. Of other managers, ``others_home_bytes``: what lives
+    on the device then, parameters and optimizer states, which is no non-model data: it comes and goes by their choice;
+    ``others_copy_bytes``: what else is there of their parameters, which is; ``others_away_bytes``: of their data, what
+    was not there, 0 where they do not move it, and parameters that live there; ``others_away_after``: the same at its
+    end, if segments of theirs have begun within. ``non_model_bytes``: at most of what is no model data and was asked
+    for, ``between_bytes`` of these after its operator was over, -1 where that is not known.
     ``relieved``: it ran out of memory until copies were evicted in its middle; ``lost_own``: among them what will be
     there again, which it had saved itself or others have. ``others_gave``: before it began, other managers made room,
     with what they may have there again.
@@ -156,6 +158,8 @@ class Period:
     asked_bytes: int = -1
     others_away_bytes: int = 0
     others_away_after: int | None = None
+    others_home_bytes: int = 0
+    others_copy_bytes: int = 0
     peak_bytes: int = -1
     excess_bytes: int = 0
     non_model_bytes: int = -1
@@ -191,11 +195,11 @@ class Period:
     @property
     def beside_bytes(self) -> int:
         """Non-model data that were asked for before the operator began."""
-        return self.asked_bytes - self.model_bytes
+        return self.asked_bytes - self.model_bytes - self.others_home_bytes
 
     @property
     def with_others_bytes(self) -> int:
-        """`beside_bytes`, had other managers had all of theirs there."""
+        """`beside_bytes`, had other managers had all of theirs there, but for optimizer states."""
         return self.beside_bytes + self.others_away_bytes
 
     @property

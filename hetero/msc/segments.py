@@ -68,7 +68,8 @@ def period_stats(segments: list[Segment]) -> list[PeriodStats]:
             period.read_events()
             # What has become model data within the period, a gradient, is none that was there when it began.
             non_model = max(
-                period.non_model_bytes + period.excess_bytes, period.peak_bytes - period.model_bytes
+                period.non_model_bytes + period.excess_bytes + period.others_home_bytes,
+                period.peak_bytes - period.model_bytes,
             )
             rows.append(
                 PeriodStats(

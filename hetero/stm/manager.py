@@ -36,6 +36,7 @@ from hetero.stm.homeaccess import HomeAccess
 from hetero.stm.plans.cycles import Cycles
 from hetero.stm.plans.homechoice import HomeChoice
 from hetero.stm.plans.making import PlanMaker
+from hetero.stm.plans.othershomes import OthersHomes
 from hetero.stm.plans.planbook import PlanBook
 from hetero.stm.running.executor import Executor
 from hetero.stm.running.relief import Relief
@@ -185,7 +186,7 @@ class StatefulTensorMgr:
         self.steps = Steps(self.segments, self.standing)
         self._connect()
         watch(self)
-        self.sharing.join(self.relief, self.cycles)
+        self.sharing.join(self.relief, self.plans, self.cycles)
 
     def _planner(self, config: Config, policy: Policy, links: LinkSpeeds) -> PlanMaker:
         return PlanMaker(
@@ -198,6 +199,7 @@ class StatefulTensorMgr:
             prefetch=config.prefetch,
             fixed_bytes=self.registry.buffer_bytes,
             host_room=self.activations.host_room,
+            others=OthersHomes(self.sharing.homes_of_others, send_home=self.sharing.send_others_home),
             has_excess=self._accelerator.leaves_gaps,
         )
 
@@ -220,6 +222,7 @@ class StatefulTensorMgr:
         """What lower parts ask of upper ones."""
         self.engine.meter = self.collector
         self.collector.others = self.sharing
+        self.home_choice.room_beside_others = self.sharing.room_beside_others
         self.residency.room.left_to_others = lambda: self.plans.margin
         self.activations.make_room = self.executor.make_room
         self.activations.moment = self.uses.note_activation

@@ -4,22 +4,38 @@ Owns who they are, and the question. Invariant: none waits for another, so that 
 wait for ever. What may leave is each one's own matter (`hetero.stm.sharing`).
 """
 
-from typing import Protocol
+import contextlib
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
 
 import torch
 
 from hetero.stm.living import Living
 
 __all__ = [
+    "HomeBytes",
     "Neighbour",
     "ask",
     "has_others",
     "join",
     "make_room",
     "managed_devices",
+    "moving_homes",
     "note_relieved",
     "others",
 ]
+
+
+class HomeBytes(NamedTuple):
+    """Of parameters that live on the device, and of their optimizer states."""
+
+    parameters: int
+    states: int
+
+    @property
+    def total(self) -> int:
+        """Of both."""
+        return self.parameters + self.states
 
 
 class Neighbour(Protocol):
@@ -34,6 +50,21 @@ class Neighbour(Protocol):
     def give(self, nbytes: int, *, urgent: bool, spares_settled: bool) -> int:
         """Let so many bytes leave, or as many as can; returns how many have. ``urgent``: more than idle copies; also
         all that one has that has settled, unless ``spares_settled``. None, if it is busy on another thread."""
+
+    def home_bytes(self) -> HomeBytes:
+        """Of its parameters and optimizer states, what lives on the device, until it chooses otherwise."""
+
+    def copy_bytes(self) -> int:
+        """Of its parameters, what is there and not in `home_bytes`."""
+
+    def room_beside(self) -> int:
+        """So many bytes may live on the device of others: beside them, it could still follow each of its plans."""
+
+    def send_home(self, nbytes: int) -> None:
+        """Let so many bytes of what lives there leave, or as many as can; none, if it is busy on another thread."""
+
+    def while_others_move(self) -> contextlib.AbstractContextManager[None]:
+        """Around moves of what lives on the device of another: they are no part of what it measures."""
 
     def away_bytes(self) -> int:
         """Of its parameters, gradients and saved tensors, what is not on the device; 0 where it moves none."""
@@ -90,6 +121,15 @@ def note_relieved(relieving: Neighbour) -> None:
     """``relieving`` has made room in the middle of an operator; whose it is, others know."""
     for other in others(relieving):
         other.note_relieved_by_others()
+
+
+@contextlib.contextmanager
+def moving_homes(mover: Neighbour) -> Iterator[None]:
+    """Around moves of what lives on the device of ``mover``, to there or home."""
+    with contextlib.ExitStack() as stack:
+        for other in others(mover):
+            stack.enter_context(other.while_others_move())
+        yield
 
 
 def managed_devices() -> set[torch.device]:

@@ -1,5 +1,7 @@
 """What one manager does for others on its device, and they for it (`hetero.stm.neighbours` says who they are)."""
 
+import contextlib
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -9,8 +11,9 @@ from hetero.msc import MemStatsCollector
 from hetero.stm import neighbours
 from hetero.stm.activations.offload import Activations
 from hetero.stm.gradients.offload import Gradients
-from hetero.stm.neighbours import Neighbour
+from hetero.stm.neighbours import HomeBytes, Neighbour
 from hetero.stm.plans.cycles import Cycles
+from hetero.stm.plans.planbook import PlanBook
 from hetero.stm.running.relief import Relief
 from hetero.stm.standing import Standing
 from hetero.stm.tensors.managed import ManagedTensor
@@ -45,9 +48,10 @@ class Sharing:
         self._parameter_bytes = 0, 0  # of how many
         self._begun: dict[int, int] = {}  # others' segments when the iteration began, by id
 
-    def join(self, relief: Relief, cycles: Cycles) -> None:
-        """From now on others may ask; ``relief`` lets go of what they get."""
+    def join(self, relief: Relief, plans: PlanBook, cycles: Cycles) -> None:
+        """From now on others may ask; ``relief`` lets go of what they get, and ``plans`` tell what has to stay."""
         self._relief = relief
+        self._plans = plans
         self._cycles = cycles
         neighbours.join(self)
 
@@ -100,6 +104,46 @@ class Sharing:
         whole = self._parameter_bytes[1] + self._gradients.whole_bytes + self._activations.whole_bytes
         kinds = Kind.PARAMETER, Kind.GRADIENT, Kind.ACTIVATION
         return whole - sum(self._ledger.nbytes(Tier.DEVICE, kind) for kind in kinds)
+
+    def home_bytes(self) -> HomeBytes:
+        """`hetero.stm.neighbours.Neighbour.home_bytes`."""
+        if self._standing.is_closed:
+            return HomeBytes(0, 0)
+        nbytes = self._ledger.nbytes
+        there = nbytes(Tier.DEVICE, Kind.PARAMETER)
+        settled = self._standing.settled
+        if settled is None or not settled.is_on:
+            there = self._relief.living_bytes
+        elif settled.optimizer is None:  # it may come and go at each forward
+            return HomeBytes(0, 0)
+        return HomeBytes(there, nbytes(Tier.DEVICE, Kind.OPTIMIZER_STATE))
+
+    def copy_bytes(self) -> int:
+        """`hetero.stm.neighbours.Neighbour.copy_bytes`."""
+        if self._standing.is_closed:
+            return 0
+        return self._ledger.nbytes(Tier.DEVICE, Kind.PARAMETER) - self.home_bytes().parameters
+
+    def room_beside(self) -> int:
+        """`hetero.stm.neighbours.Neighbour.room_beside`."""
+        return sys.maxsize if self._standing.is_closed else self._plans.room_beside()
+
+    def send_home(self, nbytes: int) -> None:
+        """`hetero.stm.neighbours.Neighbour.send_home`."""
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            settled = self._standing.settled
+            if self._standing.is_closed or self._standing.is_in_child:
+                return
+            if settled is None or not settled.is_on or settled.make_way():
+                self._relief.send_home(nbytes)
+        finally:
+            self._lock.release()
+
+    def while_others_move(self) -> contextlib.AbstractContextManager[None]:
+        """`hetero.stm.neighbours.Neighbour.while_others_move`."""
+        return self._collector.others_moving()
 
     @property
     def thread(self) -> int:
@@ -154,6 +198,44 @@ class Sharing:
     def away_from_others(self, *, active: bool = False) -> int:
         """What others have that is not on the device; ``active``: those that have run since our iteration began."""
         return sum(other.away_bytes() for other in (self._active() if active else neighbours.others(self)))
+
+    def away_or_living(self) -> int:
+        """`hetero.msc.collector.Others.away_or_living`."""
+        return self.away_from_others() + self.homes_of_others().parameters
+
+    def homes_of_others(self) -> HomeBytes:
+        """What lives on the device of theirs."""
+        homes = [other.home_bytes() for other in neighbours.others(self)]
+        return HomeBytes(sum(each.parameters for each in homes), sum(each.states for each in homes))
+
+    def home_bytes_of_others(self) -> int:
+        """`hetero.msc.collector.Others.home_bytes_of_others`."""
+        return self.homes_of_others().total
+
+    def copy_bytes_of_others(self) -> int:
+        """`hetero.msc.collector.Others.copy_bytes_of_others`."""
+        return sum(other.copy_bytes() for other in neighbours.others(self))
+
+    def send_others_home(self, nbytes: int) -> None:
+        """So many of these bytes, or as many as can leave."""
+        for other in neighbours.others(self):
+            if nbytes > 0:
+                before = other.home_bytes().total
+                other.send_home(nbytes)
+                nbytes -= before - other.home_bytes().total
+
+    def room_beside_others(self) -> int:
+        """So many bytes may live on the device of ours."""
+        whole = self.home_bytes_of_others()
+        others = neighbours.others(self)
+        return min(
+            (other.room_beside() - (whole - other.home_bytes().total) for other in others),
+            default=sys.maxsize,
+        )
+
+    def moving_homes(self) -> contextlib.AbstractContextManager[None]:
+        """Around moves of what lives on the device of ours."""
+        return neighbours.moving_homes(self)
 
     def _beside(self, *, is_first: bool) -> Iterator[Neighbour]:
         for other in neighbours.others(self) if is_first else self._active():

@@ -116,7 +116,7 @@ def assert_counted(manager: hetero.Manager) -> None:
     residency, kept = manager._stm.residency, manager._stm.gradients.kept
     living = [tensor for tensor in residency.resident.values() if tensor.stays]
     assert residency._living == {tensor.index: tensor.living_nbytes for tensor in living}
-    assert residency._living_bytes == sum(residency._living.values())
+    assert residency.living_bytes == sum(residency._living.values())
     assert kept.nbytes == sum(manager._stm.tensors[index].full_nbytes for index in kept.indices())
     gradients, activations = manager._stm.gradients._memory, manager._stm.activations
     assert gradients.whole_bytes == sum(manager._stm.tensors[x].device_nbytes for x in gradients._entries)

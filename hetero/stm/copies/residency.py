@@ -64,7 +64,7 @@ class Residency:
         self.resident: dict[int, ManagedTensor] = {}
         # Of those of them that live on the device, how many bytes each takes.
         self._living: dict[int, int] = {}
-        self._living_bytes = 0
+        self.living_bytes = 0  # of parameters that live on the device; plain, because every operator may ask
         self.home_changes = 0  # how often a parameter has come to live on the device, or at home
         self.room = Room(accelerator, ledger, policy, device_budget, resident=self.resident, evict=self.evict)
         self._starting: torch.Tensor | None = None  # the destination of a copy that is being started
@@ -281,7 +281,7 @@ class Residency:
     def home_bytes(self) -> int:
         """Of what lives on the device: parameters and optimizer states, without gradients."""
         # Not a sum over all of them: where there is more than was measured, every operator asks.
-        return self._living_bytes + self._ledger.nbytes(Tier.DEVICE, Kind.OPTIMIZER_STATE)
+        return self.living_bytes + self._ledger.nbytes(Tier.DEVICE, Kind.OPTIMIZER_STATE)
 
     def stay(self, tensor: ManagedTensor) -> None:
         """From now on it lives on the device. Raises `BudgetError` if it cannot be fetched."""
@@ -353,7 +353,7 @@ class Residency:
     def _count_living(self, tensor: ManagedTensor) -> None:
         """It has come to the device or left it, or its home has moved."""
         nbytes = tensor.living_nbytes if tensor.stays and tensor.index in self.resident else 0
-        self._living_bytes += nbytes - self._living.pop(tensor.index, 0)
+        self.living_bytes += nbytes - self._living.pop(tensor.index, 0)
         if nbytes:
             self._living[tensor.index] = nbytes
 

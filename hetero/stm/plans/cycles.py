@@ -111,6 +111,8 @@ class Cycles:
 
     Attributes:
         followed: None if the last complete iteration followed no plan.
+        is_to_be_measured: nobody knows what the next iteration that trains takes: the last one was the first with
+            another manager's within it.
     """
 
     def __init__(
@@ -134,7 +136,7 @@ class Cycles:
         self._copies = copies
         self._ends_with_backward = ends_with_backward
         self._others = others
-        self._is_to_be_measured = False
+        self.is_to_be_measured = False
         self._times_beside_others = 0
         self._backwards_without_step, self._most_without_step = 0, _MOST_WITHOUT_STEP
         self._ended = ended  # called after each iteration that trains
@@ -186,6 +188,7 @@ class Cycles:
         if is_first:
             self._others.begin_iteration()
             self._forget_alone((key,))
+            self._look_at_others()
         others_ran = self._others.are_beside(is_first=True) if is_first else self._others.have_run_within()
         plan = book.find(tuple(history.keys), self._coming)
         history.is_planned = plan is not None
@@ -203,7 +206,7 @@ class Cycles:
             time=book.is_verified(plan.keys) and book.timings.wants(plan.keys),
             expected=plan.expected[place],
             number=place,
-            guarded=unsure or is_beside_others or history.has_strayed or _is_guarded(plan, place),
+            guarded=unsure or is_beside_others or history.has_strayed or self._is_guarded(plan, place),
             unsure=unsure,
             others_ran=others_ran,
         )
@@ -221,11 +224,11 @@ class Cycles:
         history = self._training
         begun = (*history.keys, key)
         plan = self._book.find(begun, self._coming)
-        if plan is None or history.has_strayed or (self._is_to_be_measured and not history.keys):
+        if plan is None or history.has_strayed or (self.is_to_be_measured and not history.keys):
             return True
         if self._note_others(plan, begun) or self._book.is_unsure(plan, begun):
             return True
-        return _is_guarded(plan, len(history.keys))
+        return self._is_guarded(plan, len(history.keys))
 
     def _note_others(self, plan: CyclePlan, begun: Keys) -> bool:
         """Look whether an iteration of another manager goes on within this one, which has ``begun`` so, or this one
@@ -247,15 +250,32 @@ class Cycles:
                 self._others.tell_together(is_first=is_first)
         return history.is_beside_others
 
+    def _look_at_others(self) -> None:
+        """More lives on the device of other managers, or less: plans are made anew; and what lives there of ours is
+        chosen anew, if there may be more, or has to be less."""
+        book = self._book
+        before, there = book.device_homes, book.others.nbytes.total
+        if book.look_at_others():
+            self._homes.follow_plans(before)
+            if book.others.nbytes.total < there or book.device_homes != before:
+                self._homes.choose_again()
+
+    def _is_guarded(self, plan: CyclePlan, place: int) -> bool:
+        """Its segment ``place`` is, even where it follows the plan. In a step no operator is tried again."""
+        # What has come to live there since the iteration began: its plan is followed all the same.
+        if self._book.others.more_than(plan.others_home_bytes):
+            return True
+        return plan.guarded[place] or (plan.by_values and plan.keys[place].phase is not Phase.STEP)
+
     def note_together(self) -> None:
         """Another manager's iterations go on within ours, or ours within theirs, for the first time: the next one is
         measured again."""
-        self._is_to_be_measured = True
+        self.is_to_be_measured = True
 
     def _forget_alone(self, begun: Keys) -> None:
         """What was planned, and measured, of iterations that begin so, if that is due."""
-        if self._is_to_be_measured and begun[0].trains and begun[0].phase is Phase.FORWARD:
-            self._is_to_be_measured = False
+        if self.is_to_be_measured and begun[0].trains and begun[0].phase is Phase.FORWARD:
+            self.is_to_be_measured = False
             while (plan := self._book.find(begun, None)) is not None:
                 self._book.measure_again(plan.keys, for_good=True)
                 self._homes.choose_again_for(plan.keys)
@@ -381,8 +401,3 @@ class Cycles:
         if lost > 0 and self._book.lacks_room(keys):
             return self._departures.note_more(keys, lost=lost, parameters=parameters)
         return self._departures.note_less(keys, frozenset(history.omitted))
-
-
-def _is_guarded(plan: CyclePlan, place: int) -> bool:
-    """Its segment ``place`` is, even where it follows the plan. In a step no operator is tried again."""
-    return plan.guarded[place] or (plan.by_values and plan.keys[place].phase is not Phase.STEP)

@@ -18,9 +18,9 @@ iterations without a loss all may be tried again, and after twice as many with e
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from hetero.eviction import choose_placement, choose_places
+from hetero.eviction import HomeCost, choose_placement, choose_places
 from hetero.msc import Phase, Segment
 from hetero.stm.plans.plan import CyclePlan
 from hetero.stm.plans.planbook import PlanBook
@@ -53,6 +53,9 @@ class HomeChoice:
         self.send_home: Callable[[frozenset[int]], None] = lambda indices: None
         # Updates at home begin in backward; `hetero.stm.step.speculation` sets this.
         self.updates_early: Callable[[], bool] = lambda: False
+        # Bytes that may live on the device of ours, at most, for others to follow their plans; negative where they lack
+        # room as it is. `hetero.stm.manager` sets this.
+        self.room_beside_others: Callable[[], int] = lambda: book.budget
         # All model data could be on the device at once (`hetero.stm.settled`).
         self.everything_fits: Callable[[], bool] = lambda: False
 
@@ -142,7 +145,9 @@ class HomeChoice:
         if not costs and book.device_homes:  # their states have gone: until a step has made them anew
             return
         order = sorted(plan.first_uses, key=plan.first_uses.__getitem__)
-        if costs and self._most_bytes >= book.budget and self.everything_fits():
+        room = self._room(costs)
+        has_room = self._most_bytes >= book.budget and sum(cost.nbytes for cost in costs.values()) <= room
+        if costs and has_room and self.everything_fits():
             self._chosen.add(keys)
             self.has_all = True
             # Those of other kinds of iterations as well: another head, a layer that this one has left out.
@@ -166,7 +171,7 @@ class HomeChoice:
             costs,
             [tensor.device_nbytes for tensor in self._tensors],
             may_stay=self._may_stay(plan),
-            most_bytes=min(self._most_bytes, book.budget - plan.margin),
+            most_bytes=min(self._most_bytes, book.budget - plan.margin, room),
             links=book.timings.links(keys),
             plan=lambda homes, places: book.tried(keys, homes, costs, places),
         )
@@ -177,6 +182,17 @@ class HomeChoice:
             book.remake(keys)
         book.set_homes(chosen, on_trial=keys if best.home.moves_more and not book.device_homes else None)
         self._spent += time.monotonic() - begin
+
+    def _room(self, costs: Mapping[int, HomeCost]) -> int:
+        """What other managers leave to parameters at these costs, which are with gradients. Where no iterations of
+        theirs are within ours, our gradients are not there at the same time as what theirs take, and all of it is for
+        the rest: so much more, as if each gradient were the same share of its parameter's cost."""
+        room = self.room_beside_others()
+        if any(plan.has_others_within for plan in self._book):
+            return room
+        whole = sum(cost.nbytes for cost in costs.values())
+        without = whole - sum(cost.gradient_nbytes for cost in costs.values())
+        return room * whole // max(1, without)
 
     def _choose_places(self, keys: Keys) -> tuple[int, ...]:
         """Which parameters keep a place on the device where none lives there."""

@@ -6,6 +6,7 @@ Which samples count, and when a plan is made, is decided in `hetero.stm.plans.pl
 `hetero.eviction`'s.
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from hetero.devices import LARGEST_WITHOUT_EXCESS, MOST_EXCESS
@@ -25,9 +26,11 @@ from hetero.eviction import (
 )
 from hetero.msc import Phase, Segment
 from hetero.stm.plans.lives import Lives, read_lives
+from hetero.stm.plans.othershomes import OthersHomes
 from hetero.stm.plans.plan import CyclePlan, by_first_use
 from hetero.stm.plans.rows import (
     Rows,
+    copies_of_others,
     freed_once_made,
     home_gradients,
     mandatory_in,
@@ -47,8 +50,8 @@ _EXPECTED_EXCESS = 2 * MOST_EXCESS
 
 class PlanMaker:
     """Makes plans for one manager's parameters under its budget. ``fixed_bytes``: of buffers on the device;
-    ``host_room``: bytes that saved tensors may take at home; ``has_excess``: blocks of the device's allocator may be
-    larger than what was asked for."""
+    ``host_room``: bytes that saved tensors may take at home; ``others``: what lives on the device of other managers';
+    ``has_excess``: blocks of the device's allocator may be larger than what was asked for."""
 
     def __init__(
         self,
@@ -60,6 +63,7 @@ class PlanMaker:
         prefetch: bool,
         fixed_bytes: Callable[[], int],
         host_room: Callable[[], int],
+        others: OthersHomes | None = None,
         has_excess: bool = False,
     ) -> None:
         self._tensors = tensors
@@ -69,6 +73,7 @@ class PlanMaker:
         self._prefetch = prefetch
         self._fixed_bytes = fixed_bytes
         self._host_room = host_room
+        self.others = OthersHomes() if others is None else others
         self._has_excess = has_excess
 
     def make(
@@ -98,12 +103,19 @@ class PlanMaker:
         beside = self._fixed_bytes() + sum(sizes[x] for x in places)
         placed = [beside + nbytes for nbytes in home_bytes]
         excess = self._excess(samples, sizes)
-        spare = self._spare_bytes(keys, samples, margin + excess, placed, sizes, lives, elsewhere)
+        copies = self._copies_of_others(keys, samples)
+        others = [
+            self.others.nbytes.total - nbytes
+            for nbytes in self._copies_of_others(keys, samples, most=self.others.nbytes.parameters)
+        ]
+        spare = self._spare_bytes(keys, samples, margin + excess, others, placed, sizes, lives, elsewhere)
         gradients = self._gradient_reserves(keys, samples, at_home, timing, spare)
         phases = [key.phase for key in keys for _ in samples[key][-1].periods]
         steps = [step_bytes if phase is Phase.STEP else 0 for phase in phases]
         rows = Rows(
             room=self.budget - margin - excess,
+            others=others,
+            others_states=self.others.nbytes.states,
             placed=[
                 there + way.begin + step for there, way, step in zip(placed, gradients, steps, strict=True)
             ],
@@ -146,7 +158,12 @@ class PlanMaker:
             guarded=tuple(rows.guarded),
             has_others_within=any(segment.others_ran for key in keys for segment in samples[key]),
             by_values=any(segment.by_values for key in keys for segment in samples[key]),
-            left=tuple(_left(samples[key]) for key in keys),
+            left=tuple(
+                _left(samples[key], others[end - 1]) for key, end in zip(keys, rows.bounds[1:], strict=True)
+            ),
+            others=tuple(others),
+            others_copies=tuple(copies),
+            others_home_bytes=self.others.nbytes.total,
         )
 
     def _excess(self, samples: Samples, sizes: Sequence[int]) -> int:
@@ -225,6 +242,15 @@ class PlanMaker:
             for position, (operands, moment) in enumerate(zip(plan.operands, plan.trace.moments, strict=True))
         )
 
+    def least_with_homes(self, plan: CyclePlan) -> int:
+        """As `least`, beside what lives on the device of ours, without what does of others', or could."""
+        sizes, most = plan.trace.sizes, 0
+        for position, moment in enumerate(plan.trace.moments):
+            operands = sum(sizes[x] for x in moment.operands)
+            beside = self._beside(plan, position) - plan.others[position] - plan.others_copies[position]
+            most = max(most, beside + plan.home_bytes[position] + operands)
+        return most
+
     def planned(self, plan: CyclePlan) -> int:
         """What the plan's moments need with the copies that it keeps and fetches ahead."""
         sizes, resident, most = plan.trace.sizes, set(plan.schedule.start), 0
@@ -261,6 +287,11 @@ class PlanMaker:
         )
         most = max((cost.step_nbytes for cost in known.values()), default=0)
         return [always + nbytes for nbytes in gradients], most
+
+    def _copies_of_others(self, keys: Keys, samples: Samples, *, most: int = sys.maxsize) -> list[int]:
+        """`copies_of_others` of each period."""
+        periods = ((samples[key], index) for key in keys for index in range(len(samples[key][-1].periods)))
+        return [copies_of_others(measured, index, most=most) for measured, index in periods]
 
     def _whole_gradients(self, keys: Keys, samples: Samples) -> list[int]:
         trained = {t.index: t.full_nbytes for t in self._tensors if t.parameter.requires_grad}
@@ -303,6 +334,7 @@ class PlanMaker:
         keys: Keys,
         samples: Samples,
         margin: int,
+        others: Sequence[int],
         placed: Sequence[int],
         sizes: tuple[int, ...],
         lives: Lives,
@@ -315,11 +347,12 @@ class PlanMaker:
             for index, period in enumerate(measured[-1].periods):
                 now = len(spare)
                 mandatory = mandatory_in(period, lives, now)
-                beside = placed[now] + non_model_peak(measured, index) + lives.unseen[now]
+                beside = placed[now] + others[now] + non_model_peak(measured, index) + lives.unseen[now]
                 needed = beside + sum(sizes[x] for x in mandatory if x not in elsewhere)
                 spare.append(self.budget - margin - needed)
         return spare
 
 
-def _left(samples: Sequence[Segment]) -> int | None:
-    return max((s.left_bytes for s in samples if s.left_bytes is not None), default=None)
+def _left(samples: Sequence[Segment], others_bytes: int) -> int | None:
+    """`CyclePlan.left` of a forward, with so much of others beside what was measured."""
+    return max((s.left_bytes + others_bytes for s in samples if s.left_bytes is not None), default=None)

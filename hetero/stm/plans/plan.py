@@ -44,7 +44,10 @@ class CyclePlan:
     ``has_others_within``: other managers' segments begin between its own. ``by_values``: what it takes depends on more
     than what tells iterations apart; what was measured is no bound. ``left``: of each forward, what
     `hetero.msc.Segment.left_bytes` was at most. ``places``: tensors whose place on the device is theirs all along, in
-    no moment's capacity, and is filled again when they have been updated.
+    no moment's capacity, and is filled again when they have been updated. ``others_home_bytes``: of other
+    managers', what lives on the device (`hetero.stm.plans.othershomes`); ``others[i]``: what of it counts as non-model
+    data, because it was not there when that was measured; ``others_copies[i]``: of their parameters that are at home,
+    what was.
     """
 
     keys: Keys
@@ -70,6 +73,9 @@ class CyclePlan:
     by_values: bool
     left: tuple[int | None, ...]
     places: tuple[int, ...]
+    others_home_bytes: int
+    others: tuple[int, ...]
+    others_copies: tuple[int, ...]
 
     @property
     def knows_callers_part(self) -> bool:

@@ -23,6 +23,8 @@ __all__ = ["Keys", "PlanBook"]
 # Kinds of iterations: with more, a kind is planned when it comes the second time; the most that have a plan, and the
 # most of those without that are remembered.
 _MANY, _MOST, _MOST_SEEN = 16, 64, 256
+# Where device homes have no room any more, plans are made once more without one part in so many of them, at least.
+_PORTIONS = 8
 _UNTIL_TIMED = 3  # iterations that end, from the one of which a first plan is made, until its times are known
 # Of the budget, one part in so many: what an operator took more the first time is forgotten where it is as much.
 _WORTH_FORGETTING = 32
@@ -38,6 +40,7 @@ class PlanBook:
         self._planner = planner
         self.budget = planner.budget
         self.timings = planner.timings
+        self.others = planner.others
         self.samples = Samples(warmup_steps)
         self.outgrown = Outgrown()
         self.margin = 0  # of the budget, what was given to others (`trim`): no plan uses it
@@ -289,7 +292,7 @@ class PlanBook:
     def measured_limit(self, segment: Segment | None) -> int | None:
         """Model data allowed in a segment that was measured before; None if it was not."""
         peak = None if segment is None else self.samples.peak(segment.key)
-        return None if peak is None else self.budget - self.margin - peak
+        return None if peak is None else self.budget - self.margin - peak - self.others.now().total
 
     def needs(self) -> tuple[int, int] | None:
         """Bytes of the device, by all plans: the fewest that any could work with, and what they work with now.
@@ -305,7 +308,19 @@ class PlanBook:
         """Of the forwards of an iteration, as measured; None before there is a plan."""
         return None if self.last is None else self.last.forward_seconds
 
+    def room_beside(self) -> int:
+        """`hetero.stm.neighbours.Neighbour.room_beside`."""
+        least = max(map(self._planner.least_with_homes, self._plans.values()), default=0)
+        return self.budget - self.margin - least
+
     # -- making plans ---------------------------------------------------------------------------------
+
+    def look_at_others(self) -> bool:
+        """An iteration begins. True: more lives on the device of other managers, or less, and plans were made anew."""
+        has_changed = self.others.look()
+        if has_changed:
+            self.remake_all()
+        return has_changed
 
     def trim(self, budget: int) -> None:
         """Plan anew for ``budget`` bytes of the device, leaving the rest of the budget to others."""
@@ -330,7 +345,7 @@ class PlanBook:
 
     def remake_all(self) -> None:
         """With what is known now."""
-        self._make_all({keys: plan.margin for keys, plan in self._plans.items()}, thorough=False)
+        self._make_all(self._all_margins(), thorough=False)
 
     def set_homes(self, homes: tuple[int, ...], *, on_trial: Keys | None = None) -> None:
         """Let these live on the device. ``on_trial``: the iterations that have to become shorter by it."""
@@ -353,7 +368,8 @@ class PlanBook:
     ) -> None:
         """Make these plans, with as many of the device homes as fit in all of them. Without ``thorough`` only that of
         the iteration under way takes its time: training waits, and most of the others may never be followed again.
-        That of ``in_haste`` does not in any case: it is about to be made once more."""
+        That of ``in_haste`` does not in any case: it is about to be made once more. Where one lacks room beside what
+        lives on the device of other managers, some of that goes home, and all are made for what is left."""
         costs = self.home_costs() if self.device_homes else {}
         now = None if self.last is None else self.last.keys
         made, waiting = dict[Keys, CyclePlan](), dict(margins)
@@ -368,14 +384,18 @@ class PlanBook:
                 made[keys] = self._make(
                     keys, waiting[keys], self.device_homes, costs, places, thorough=is_thorough(keys)
                 )
+                short = self._planner.least(made[keys]) + waiting[keys] - self.budget
+                if short > 0 and self.others.make_room(short):
+                    waiting = self._all_margins() | margins
+                    continue
                 del waiting[keys]
-            except CapacityError:
+            except CapacityError as error:
                 if self.places.pop(keys, ()):
                     continue
                 if not self.device_homes:
                     raise
-                self.device_homes = self.device_homes[: len(self.device_homes) // 2]
-                waiting = {**{keys: plan.margin for keys, plan in self._plans.items()}, **margins}
+                self.device_homes = _without(self.device_homes, costs, error.needed - error.capacity)
+                waiting = self._all_margins() | margins
         self._plans.update(made)
         for keys in made:
             if is_thorough(keys):
@@ -384,6 +404,9 @@ class PlanBook:
                 self._hasty.setdefault(keys, 1)
         if self.last is not None:
             self.last = self._plans.get(self.last.keys)
+
+    def _all_margins(self) -> dict[Keys, int]:
+        return {keys: plan.margin for keys, plan in self._plans.items()}
 
     def _make(
         self,
@@ -398,6 +421,15 @@ class PlanBook:
         return self._planner.make(
             keys, self.samples, margin, homes, costs, places=places, early=self.early, thorough=thorough
         )
+
+
+def _without(homes: tuple[int, ...], costs: dict[int, HomeCost], nbytes: int) -> tuple[int, ...]:
+    """Those of ``homes`` that have a cost, but for the last ones: of so many bytes, and one in `_PORTIONS` at least."""
+    kept = [index for index in homes if index in costs]
+    most, freed = len(homes) - max(1, len(homes) // _PORTIONS), 0
+    while kept and (freed < nbytes or len(kept) > most):
+        freed += costs[kept.pop()].nbytes
+    return tuple(kept)
 
 
 def _begin(keys: Any, begun: Keys) -> bool:

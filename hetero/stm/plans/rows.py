@@ -10,19 +10,30 @@ from hetero.eviction import Moment, OnTheirWay, Send
 from hetero.msc import Period, PeriodTimes, Phase, Segment
 from hetero.stm.plans.lives import Lives
 
-__all__ = ["Rows", "freed_once_made", "home_gradients", "mandatory_in", "non_model_peak", "sends_to_come"]
+__all__ = [
+    "Rows",
+    "copies_of_others",
+    "freed_once_made",
+    "home_gradients",
+    "mandatory_in",
+    "non_model_peak",
+    "sends_to_come",
+]
 
 
 @dataclass(slots=True, kw_only=True)
 class Rows:
     """What becomes of each measured period, in order; `hetero.stm.plans.plan.CyclePlan` says what the lists are.
 
-    ``room``: bytes of the budget for model data and what was measured beside; of these, ``placed[i]`` are taken in
-    period i, with what is kept free for gradients on their way (``sending``). ``elsewhere``: parameters that the
-    trace's moments do not move.
+    ``room``: bytes of the budget for model data and what was measured beside; of these, ``others[i]``, which was not,
+    lives on the device of other managers in period i (``others_states``: of optimizer states), and ``placed[i]`` are
+    taken, with what is kept free for gradients on their way (``sending``). ``elsewhere``: parameters that the trace's
+    moments do not move.
     """
 
     room: int
+    others: Sequence[int]
+    others_states: int
     placed: Sequence[int]
     sending: Sequence[OnTheirWay]
     at_home: frozenset[int]
@@ -51,12 +62,14 @@ class Rows:
         for index, period in enumerate(measured[-1].periods):
             now = len(self.moments)
             mandatory = tuple(t for t in mandatory_in(period, lives, now) if t not in self.elsewhere)
-            limit = self.room - non_model_peak(measured, index) - lives.unseen[now]
+            limit = self.room - self.others[now] - non_model_peak(measured, index) - lives.unseen[now]
             capacity = limit - self.placed[now]
             least = sum(sizes[tensor] for tensor in mandatory)
             samples = _same(measured, index)
             guarded |= any(p.relieved and (p.lost_own or capacity < least) for p in samples)
             if not self.elsewhere:  # these did fit when measured, with gradients handed over at once
+                # Beside fewer of others', perhaps.
+                guarded |= self.others[now] > 0 and capacity < least
                 capacity = max(capacity, least)
             time = _times(period) if times is None else times[index]
             self.moments.append(
@@ -79,12 +92,13 @@ class Rows:
             self.limits.append(limit)
             self.others_gave.append(any(p.others_gave for p in samples))
             beside, peak = max(p.beside_bytes for p in samples), non_model_peak(measured, index)
-            self.non_model.append(beside)
-            self.others_away.append(max(p.with_others_bytes for p in samples) - beside)
+            self.non_model.append(beside + self.others[now])
+            whole = max(p.with_others_bytes for p in samples) + self.others_states
+            self.others_away.append(whole - self.non_model[-1])
             # What runs after the step is another iteration's, of whoever it is.
             is_over = phase is Phase.STEP and index == len(measured[-1].periods) - 1
             most = max(p.with_others_bytes if is_over else p.most_with_others_bytes for p in samples)
-            self.others_away_at_peak.append(most - peak)
+            self.others_away_at_peak.append(most + self.others_states - peak - self.others[now])
         self.bounds.append(len(self.moments))
         self.guarded.append(guarded)
 
@@ -161,6 +175,15 @@ def sends_to_come(segment: Segment, at_home: frozenset[int]) -> list[bool]:
 def non_model_peak(samples: Sequence[Segment], index: int) -> int:
     """Highest non-model peak of period ``index`` over the samples that have it."""
     return max(period.non_model_bytes for period in _same(samples, index))
+
+
+def copies_of_others(samples: Sequence[Segment], index: int, *, most: int) -> int:
+    """Of `non_model_peak`, bytes that were copies of other managers' parameters, of which no more than ``most`` in a
+    sample count: where these live on the device, they are among what does."""
+    periods = _same(samples, index)
+    return non_model_peak(samples, index) - max(
+        period.non_model_bytes - min(most, period.others_copy_bytes) for period in periods
+    )
 
 
 def _same(samples: Sequence[Segment], index: int) -> list[Period]:

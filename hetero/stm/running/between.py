@@ -56,11 +56,11 @@ class Between:
             return
         if not self._collector.is_sampling:
             self._caller.end_forward(plan, position=course.callers)
-        if drift and not self._collector.is_sampling and not plan.guarded[course.number]:
-            self._caller.begin_after_drift(plan, position=course.callers)
-        if drift:
+        if grown := self._growth.own:
+            if not self._collector.is_sampling and not plan.guarded[course.number]:
+                self._caller.begin_after_drift(plan, position=course.callers)
             # What leaves for it has to come back: if that costs fetches, it is planned for.
-            self._plans.outgrown.note(drift)
+            self._plans.outgrown.note(grown)
         self._keep_to(plan.limits[course.callers] - drift - MOST_OF_ITS_OWN * drift)
 
     def leave_unplanned_room(self) -> None:
@@ -83,13 +83,19 @@ class Between:
         if segment is None or segment.key.phase is not Phase.FORWARD or segment.left_bytes is not None:
             return
         self._activations.close_gone()
-        segment.left_bytes, _ = self._collector.asked_non_model_bytes()
+        left, _ = self._collector.asked_non_model_bytes()
+        segment.left_bytes = left - self._collector.others.home_bytes_of_others()
         if plan is None:
             return
         if plan.left[course.number] is None:  # nobody knows what its loss takes
             self._guarding.set(True)
         more = self._caller.begin_backward(
-            segment, plan, number=course.number, position=course.callers, drift=self._growth.drift
+            plan,
+            left,
+            number=course.number,
+            position=course.callers,
+            drift=self._growth.drift,
+            is_sampled=segment.sampled,
         )
         if more > 0:
             self._growth.drift += more

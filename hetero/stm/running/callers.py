@@ -9,9 +9,10 @@ leaves is `hetero.stm.running.between`'s.
 import bisect
 from collections.abc import Callable
 
-from hetero.msc import Segment, SegmentKey
+from hetero.msc import SegmentKey
 from hetero.msc.peaks import PeakKeeper
 from hetero.stm.copies.room import Room
+from hetero.stm.plans.othershomes import OthersHomes
 from hetero.stm.plans.outgrown import Outgrown
 from hetero.stm.plans.plan import CyclePlan
 
@@ -34,6 +35,7 @@ class CallersPart:
         budget: int,
         note_excess: Callable[[int], None],
         note_peak: Callable[[SegmentKey, int], bool],
+        others: OthersHomes,
     ) -> None:
         self._room = room
         self._peaks = peaks
@@ -41,6 +43,7 @@ class CallersPart:
         self._budget = budget
         self._note_excess = note_excess
         self._note_peak = note_peak
+        self._others = others
         self._unused = 0  # of what the plan left to model data after the last forward
         self._passed = 0  # what `look_back` has told of the forward itself
         self._model_bytes: int | None = None  # there when the part that is watched began
@@ -49,17 +52,17 @@ class CallersPart:
         self._has_drifted = False  # the forward before it kept more than was measured
 
     def begin_backward(
-        self, segment: Segment, plan: CyclePlan, *, number: int, position: int, drift: int
+        self, plan: CyclePlan, left: int, *, number: int, position: int, drift: int, is_sampled: bool
     ) -> int:
-        """A backward is called after the forward ``segment``, the plan's ``number``-th, whose last moment ``position``
-        is. ``drift``: what the model itself has been seen to keep. Returns bytes that had better leave before."""
-        assert segment.left_bytes is not None
+        """A backward is called after the plan's ``number``-th forward, whose last moment ``position`` is, with so much
+        ``left`` on the device that is no model data. ``drift``: what the model itself has been seen to keep. Returns
+        bytes that had better leave before."""
         limit = plan.limits[position] - drift
         self._unused = -self._room.excess(limit)
         known = plan.left[number]
-        more = 0 if known is None else segment.left_bytes - known - plan.margin - drift
+        more = 0 if known is None else left - known - plan.margin - drift
         may_pass = more > 0 and self._room.exceeds(limit - MOST_OF_ITS_OWN * more)
-        if segment.sampled:  # its peaks are read all the same
+        if is_sampled:  # its peaks are read all the same
             return more if may_pass else 0
         # Before a watch begins: what has passed by now is no part of it.
         looked = max(self._passed, self.look_back(plan, after=position))
@@ -102,7 +105,7 @@ class CallersPart:
         excess = self._peaks.excess()
         non_model = self._peaks.next_period() - excess - self._room.excess(0)
         self._peaks.end()
-        more = non_model - self._planned
+        more = non_model - self._planned - self._others.more_than(plan.others_home_bytes)
         passes = before + non_model + plan.excess + plan.margin > self._budget
         if passes and self._is_news(plan, self._position, non_model):
             return
@@ -141,7 +144,8 @@ class CallersPart:
         has to be kept free in the rest of the iteration, which is measured once more all the same: it may be so from
         now on."""
         place = bisect.bisect_right(plan.bounds, position)
-        if position + 1 != plan.bounds[place] or not self._note_peak(plan.keys[place - 1], non_model):
+        own = non_model - self._others.now().total  # as it is measured
+        if position + 1 != plan.bounds[place] or not self._note_peak(plan.keys[place - 1], own):
             return False
         self._outgrown.note(0, passes_budget=True)
         return True

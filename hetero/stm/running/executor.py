@@ -85,6 +85,7 @@ class Executor:
             plans.budget,
             samples.note_excess,
             samples.note_callers,
+            plans.others,
         )
         self.between = Between(
             residency,

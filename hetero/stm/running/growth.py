@@ -86,6 +86,15 @@ class Growth:
         self.excess = 0 if plan is None else max(0, self._collector.asked_non_model_bytes()[1] - plan.excess)
         return self.excess
 
+    @property
+    def own(self) -> int:
+        """Of the drift, what is no more of other managers' living on the device than the plan knows of: of that, the
+        next plan does."""
+        plan = self._course.plan
+        if not self.drift or plan is None:
+            return 0
+        return max(0, self.drift - self._plans.others.more_than(plan.others_home_bytes))
+
     def answer(self, planned: Iterable[int], limit: int) -> None:
         """If what is ``planned`` does not fit into ``limit``: what other managers have fetched since it was measured
         may leave, at no more cost than ours; only if that is not enough, it is growth."""
@@ -99,7 +108,7 @@ class Growth:
             if given:
                 self.look_again()
             if given < short:
-                self._plans.outgrown.note(self.drift)
+                self._plans.outgrown.note(self.own)
                 if self.excess:
                     self._plans.samples.note_excess(plan.excess + self.excess)
 

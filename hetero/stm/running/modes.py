@@ -72,9 +72,9 @@ def without(kind: type[Mode]) -> Iterator[list[Mode]]:
 
 
 def has_others(kind: type[Mode]) -> bool:
-    """Some are of none of ours, which are of this kind."""
+    """There is one, at any depth, that is not of this kind, which is ours."""
     count: int = torch._C._len_torch_dispatch_stack()
-    return count > 1 or (count == 1 and not isinstance(torch._C._get_dispatch_stack_at(0), kind))
+    return any(not isinstance(torch._C._get_dispatch_stack_at(place), kind) for place in range(count))
 
 
 @contextlib.contextmanager

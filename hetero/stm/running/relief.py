@@ -128,6 +128,17 @@ class Relief:
         with plain(), self._residency.on_its_stream(), self._collector.evicting(for_operator=False):
             return self._room.give(nbytes, urgent=urgent)
 
+    @property
+    def living_bytes(self) -> int:
+        """`hetero.stm.copies.residency.Residency.living_bytes`."""
+        return self._residency.living_bytes
+
+    def send_home(self, nbytes: int) -> None:
+        """So many bytes of that, or as many as can leave, for another manager; the lock is held."""
+        self.await_release()
+        with plain(), self._residency.on_its_stream(), self._collector.evicting(for_operator=False):
+            self._room.send_home(nbytes)
+
     def make_room(self, nbytes: int) -> bool:
         """The caller is about to take so many bytes of the device; the lock is held. False if they pass the budget all
         the same."""

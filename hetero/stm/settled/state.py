@@ -101,7 +101,10 @@ class Settled:
     # -- there ----------------------------------------------------------------------------------------
 
     def _try(self, kind: ForwardKind) -> bool:
-        if self._stm.plans.last is None or not self._attempts.is_due() or not self._settle(kind):
+        trains, _ = kind
+        if self._stm.plans.last is None or (trains and self._stm.cycles.is_to_be_measured):
+            return False
+        if not self._attempts.is_due() or not self._settle(kind):
             return False
         self._attempts.note_success()
         return True

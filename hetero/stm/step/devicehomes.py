@@ -110,6 +110,11 @@ class DeviceHomes:
     def take(self, candidates: Mapping[int, ManagedTensor]) -> dict[int, ManagedTensor]:
         """Move those of ``candidates`` to the device that the plan wants there, and all others home, but for those that
         a step of some leaves alone. Returns which live there now."""
+        with self._stm.sharing.moving_homes():
+            self._take(candidates)
+        return dict(self._here)
+
+    def _take(self, candidates: Mapping[int, ManagedTensor]) -> None:
         wanted, groups, idle = self._stm.device_homes(), self.groups(), set[int]()
         if not self._can_step():
             candidates = {}
@@ -140,7 +145,6 @@ class DeviceHomes:
             if self._refused[index] == _PATIENCE:
                 self._stm.home_choice.refuse()
         self.note_moves()  # at once: what the books do not know of counts as the operators' own
-        return dict(self._here)
 
     def refuse(self, tensor: ManagedTensor) -> None:
         """Its step takes more memory than there is: it is planned at home from now on."""
@@ -237,7 +241,7 @@ class DeviceHomes:
 
     def leave(self, indices: frozenset[int]) -> None:
         """These are not to live here any more."""
-        with plain():
+        with plain(), self._stm.sharing.moving_homes():
             groups = self.groups()
             for tensor in [tensor for index, tensor in self._here.items() if index in indices]:
                 self.send(tensor, groups)
@@ -247,7 +251,7 @@ class DeviceHomes:
     def send_home(self, nbytes: int) -> int:
         """Memory runs short: free at least ``nbytes``, if there are as many; returns how many."""
         freed = 0
-        with plain():
+        with plain(), self._stm.sharing.moving_homes():
             groups = self.groups()
             for tensor in list(self._here.values()):
                 if freed >= nbytes:

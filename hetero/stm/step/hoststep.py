@@ -36,6 +36,7 @@ from hetero.stm.interception.parameter import is_managed, managed_of
 from hetero.stm.interception.scaling import bring_home
 from hetero.stm.interception.scopes import in_scope
 from hetero.stm.manager import StatefulTensorMgr
+from hetero.stm.running.unseen import is_seen
 from hetero.stm.step.capture import Capture
 from hetero.stm.step.devicehomes import DeviceHomes
 from hetero.stm.step.devicesteps import DeviceSteps, DeviceUpdate
@@ -424,7 +425,7 @@ class HostStep:
             and not in_backward()
             and not torch.is_inference_mode_enabled()
             and not torch.is_autocast_enabled("cpu")
-            and torch._C._len_torch_dispatch_stack() == 0
+            and not is_seen()
             and all(
                 isinstance(mode, DeviceContext) for mode in torch.overrides._get_current_function_mode_stack()
             )
