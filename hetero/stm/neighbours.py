@@ -61,7 +61,8 @@ class Neighbour(Protocol):
         """So many bytes may live on the device of others: beside them, it could still follow each of its plans."""
 
     def send_home(self, nbytes: int) -> None:
-        """Let so many bytes of what lives there leave, or as many as can; none, if it is busy on another thread."""
+        """Let so many bytes of what lives there leave, or as many as can; none, if it is busy on another thread, or has
+        settled."""
 
     def while_others_move(self) -> contextlib.AbstractContextManager[None]:
         """Around moves of what lives on the device of another: they are no part of what it measures."""

@@ -133,10 +133,8 @@ class Sharing:
         if not self._lock.acquire(blocking=False):
             return
         try:
-            settled = self._standing.settled
-            if self._standing.is_closed or self._standing.is_in_child:
-                return
-            if settled is None or not settled.is_on or settled.make_way():
+            standing = self._standing
+            if not (standing.is_closed or standing.is_in_child or standing.is_settled):
                 self._relief.send_home(nbytes)
         finally:
             self._lock.release()

@@ -162,6 +162,7 @@ class PlanMaker:
                 _left(samples[key], others[end - 1]) for key, end in zip(keys, rows.bounds[1:], strict=True)
             ),
             others=tuple(others),
+            others_more=tuple(rows.others_more),
             others_copies=tuple(copies),
             others_home_bytes=self.others.nbytes.total,
         )
@@ -234,12 +235,27 @@ class PlanMaker:
 
     def least(self, plan: CyclePlan) -> int:
         """What the plan's moments need with no copy but the operands'."""
-        parameters = len(self._tensors)
-        return max(
+        return max(self._least_at(plan, position) for position in range(len(plan.operands)))
+
+    def _least_at(self, plan: CyclePlan, position: int) -> int:
+        parameters, moment = len(self._tensors), plan.trace.moments[position]
+        return (
             self._beside(plan, position)
-            + sum(self._tensors[index].device_nbytes for index in operands)
+            + sum(self._tensors[index].device_nbytes for index in plan.operands[position])
             + sum(plan.trace.sizes[index] for index in moment.operands if index >= parameters)
-            for position, (operands, moment) in enumerate(zip(plan.operands, plan.trace.moments, strict=True))
+        )
+
+    def lacks(self, plan: CyclePlan) -> int:
+        """Bytes by which the plan's moments pass the budget, with no copy but the operands', for what has come to live
+        on the device of other managers since they were measured. What passed it then, a guard sees to."""
+        room = self.budget - plan.margin
+        return max(
+            (
+                min(more, self._least_at(plan, position) - room)
+                for position, more in enumerate(plan.others_more)
+                if more > 0
+            ),
+            default=0,
         )
 
     def least_with_homes(self, plan: CyclePlan) -> int:

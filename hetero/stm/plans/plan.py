@@ -46,8 +46,8 @@ class CyclePlan:
     `hetero.msc.Segment.left_bytes` was at most. ``places``: tensors whose place on the device is theirs all along, in
     no moment's capacity, and is filled again when they have been updated. ``others_home_bytes``: of other
     managers', what lives on the device (`hetero.stm.plans.othershomes`); ``others[i]``: what of it counts as non-model
-    data, because it was not there when that was measured; ``others_copies[i]``: of their parameters that are at home,
-    what was.
+    data, because it was not there when that was measured, ``others_more[i]`` of it more than lived there then;
+    ``others_copies[i]``: of their parameters that are at home, what was.
     """
 
     keys: Keys
@@ -75,6 +75,7 @@ class CyclePlan:
     places: tuple[int, ...]
     others_home_bytes: int
     others: tuple[int, ...]
+    others_more: tuple[int, ...]
     others_copies: tuple[int, ...]
 
     @property

@@ -368,8 +368,8 @@ class PlanBook:
     ) -> None:
         """Make these plans, with as many of the device homes as fit in all of them. Without ``thorough`` only that of
         the iteration under way takes its time: training waits, and most of the others may never be followed again.
-        That of ``in_haste`` does not in any case: it is about to be made once more. Where one lacks room beside what
-        lives on the device of other managers, some of that goes home, and all are made for what is left."""
+        That of ``in_haste`` does not in any case: it is about to be made once more. Where one lacks room for what has
+        come to live on the device of other managers, some of that goes home, and all are made for what is left."""
         costs = self.home_costs() if self.device_homes else {}
         now = None if self.last is None else self.last.keys
         made, waiting = dict[Keys, CyclePlan](), dict(margins)
@@ -384,7 +384,7 @@ class PlanBook:
                 made[keys] = self._make(
                     keys, waiting[keys], self.device_homes, costs, places, thorough=is_thorough(keys)
                 )
-                short = self._planner.least(made[keys]) + waiting[keys] - self.budget
+                short = self._planner.lacks(made[keys])
                 if short > 0 and self.others.make_room(short):
                     waiting = self._all_margins() | margins
                     continue

@@ -45,6 +45,7 @@ class Rows:
     non_model: list[int] = field(default_factory=list)
     bounds: list[int] = field(default_factory=lambda: [0])
     others_gave: list[bool] = field(default_factory=list)
+    others_more: list[int] = field(default_factory=list)
     others_away: list[int] = field(default_factory=list)
     others_away_at_peak: list[int] = field(default_factory=list)
     guarded: list[bool] = field(default_factory=list)
@@ -67,9 +68,9 @@ class Rows:
             least = sum(sizes[tensor] for tensor in mandatory)
             samples = _same(measured, index)
             guarded |= any(p.relieved and (p.lost_own or capacity < least) for p in samples)
+            more = self.others[now] - max(p.others_home_bytes for p in samples)
             if not self.elsewhere:  # these did fit when measured, with gradients handed over at once
-                # Beside fewer of others', perhaps.
-                guarded |= self.others[now] > 0 and capacity < least
+                guarded |= more > 0 and capacity < least  # of what came to live there since
                 capacity = max(capacity, least)
             time = _times(period) if times is None else times[index]
             self.moments.append(
@@ -93,6 +94,7 @@ class Rows:
             self.others_gave.append(any(p.others_gave for p in samples))
             beside, peak = max(p.beside_bytes for p in samples), non_model_peak(measured, index)
             self.non_model.append(beside + self.others[now])
+            self.others_more.append(more)
             whole = max(p.with_others_bytes for p in samples) + self.others_states
             self.others_away.append(whole - self.non_model[-1])
             # What runs after the step is another iteration's, of whoever it is.

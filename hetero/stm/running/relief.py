@@ -130,7 +130,7 @@ class Relief:
 
     @property
     def living_bytes(self) -> int:
-        """`hetero.stm.copies.residency.Residency.living_bytes`."""
+        """Of parameters that live on the device."""
         return self._residency.living_bytes
 
     def send_home(self, nbytes: int) -> None:
