@@ -57,8 +57,8 @@ class Neighbour(Protocol):
     def copy_bytes(self) -> int:
         """Of its parameters, what is there and not in `home_bytes`."""
 
-    def room_beside(self) -> int:
-        """So many bytes may live on the device of others: beside them, it could still follow each of its plans."""
+    def least_bytes(self) -> int:
+        """Of the device, what its plans need at least, beside what lives there of its own."""
 
     def send_home(self, nbytes: int) -> None:
         """Let so many bytes of what lives there leave, or as many as can; none, if it is busy on another thread, or has

@@ -1,7 +1,6 @@
 """What one manager does for others on its device, and they for it (`hetero.stm.neighbours` says who they are)."""
 
 import contextlib
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -124,9 +123,9 @@ class Sharing:
             return 0
         return self._ledger.nbytes(Tier.DEVICE, Kind.PARAMETER) - self.home_bytes().parameters
 
-    def room_beside(self) -> int:
-        """`hetero.stm.neighbours.Neighbour.room_beside`."""
-        return sys.maxsize if self._standing.is_closed else self._plans.room_beside()
+    def least_bytes(self) -> int:
+        """`hetero.stm.neighbours.Neighbour.least_bytes`."""
+        return 0 if self._standing.is_closed else self._plans.least_bytes()
 
     def send_home(self, nbytes: int) -> None:
         """`hetero.stm.neighbours.Neighbour.send_home`."""
@@ -223,13 +222,11 @@ class Sharing:
                 nbytes -= before - other.home_bytes().total
 
     def room_beside_others(self) -> int:
-        """So many bytes may live on the device of ours."""
-        whole = self.home_bytes_of_others()
-        others = neighbours.others(self)
-        return min(
-            (other.room_beside() - (whole - other.home_bytes().total) for other in others),
-            default=sys.maxsize,
-        )
+        """Of our budget, what may live on the device of ours for others to follow their plans; negative where they lack
+        room as it is."""
+        homes = {other: other.home_bytes().total for other in neighbours.others(self)}
+        needed = (other.least_bytes() + sum(homes.values()) - homes[other] for other in homes)
+        return self._plans.budget - max(needed, default=0)
 
     def moving_homes(self) -> contextlib.AbstractContextManager[None]:
         """Around moves of what lives on the device of ours."""

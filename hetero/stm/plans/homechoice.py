@@ -53,8 +53,7 @@ class HomeChoice:
         self.send_home: Callable[[frozenset[int]], None] = lambda indices: None
         # Updates at home begin in backward; `hetero.stm.step.speculation` sets this.
         self.updates_early: Callable[[], bool] = lambda: False
-        # Bytes that may live on the device of ours, at most, for others to follow their plans; negative where they lack
-        # room as it is. `hetero.stm.manager` sets this.
+        # `hetero.stm.sharing.Sharing.room_beside_others`; `hetero.stm.manager` sets this.
         self.room_beside_others: Callable[[], int] = lambda: book.budget
         # All model data could be on the device at once (`hetero.stm.settled`).
         self.everything_fits: Callable[[], bool] = lambda: False

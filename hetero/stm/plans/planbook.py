@@ -308,10 +308,9 @@ class PlanBook:
         """Of the forwards of an iteration, as measured; None before there is a plan."""
         return None if self.last is None else self.last.forward_seconds
 
-    def room_beside(self) -> int:
-        """`hetero.stm.neighbours.Neighbour.room_beside`."""
-        least = max(map(self._planner.least_with_homes, self._plans.values()), default=0)
-        return self.budget - self.margin - least
+    def least_bytes(self) -> int:
+        """`hetero.stm.neighbours.Neighbour.least_bytes`."""
+        return self.margin + max(map(self._planner.least_with_homes, self._plans.values()), default=0)
 
     # -- making plans ---------------------------------------------------------------------------------
 
