@@ -193,7 +193,8 @@ class MemStatsCollector:
             period.gradients.append(Gradient(index, nbytes, self._event(), len(period.waits)))
             if self.is_sampling and period.begin is not None:
                 self._close_handed_over()
-                beside = self.beside_others() - self._model_base - own_nbytes
+                others = self.others.home_bytes_of_others()
+                beside = self._accelerator.asked_bytes()[0] - self._model_base - others - own_nbytes
                 self._handed_over = index, own_nbytes, beside, self._accelerator.made_bytes()
 
     def note_queued(self, indices: tuple[int, ...]) -> None:
@@ -331,10 +332,6 @@ class MemStatsCollector:
         """Of `non_model_bytes`, what was asked for, and what is more."""
         asked, excess = self._accelerator.asked_bytes()
         return asked - self._model_bytes.device_bytes, excess
-
-    def beside_others(self) -> int:
-        """Bytes of the device that were asked for, but for what lives there of others."""
-        return self._accelerator.asked_bytes()[0] - self.others.home_bytes_of_others()
 
     def _close_period(self) -> None:
         period = self._period

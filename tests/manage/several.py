@@ -4,6 +4,7 @@ import gc
 
 import torch
 from accelerators import GAPS, device, races
+from equality import fresh_memory, peak_memory
 from loops import batch, mlp
 from twins import assert_same, plain
 
@@ -44,6 +45,18 @@ def twins(loop, build, budget, **keywords):
     assert_same(got_state, state, "state")
     assert races() == []
     return stats
+
+
+def unmanaged_peak(loop, build):
+    """Of ``loop`` with all models on the device."""
+    target = device()
+    torch.manual_seed(0)
+    models, optimizers = build()
+    before = fresh_memory()
+    for model in models:
+        model.to(target)
+    loop(models, optimizers, target)
+    return peak_memory() - before
 
 
 def sgd(model):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loops import batch, mlp
 from residents import living
-from several import in_turn, twins
+from several import in_turn, twins, unmanaged_peak
 from torch.utils._python_dispatch import TorchDispatchMode
 from twins import adamw
 
@@ -73,20 +73,6 @@ def one_after_the_other(models, optimizers, target, steps=24):
 LOOPS = [adversaries, by_one_backward, one_after_the_other]
 
 
-def peak(loop, **keywords):
-    """Of the whole loop with everything on the device."""
-    target = device()
-    gc.collect()
-    torch.manual_seed(0)
-    models, optimizers = two()
-    before = torch.accelerator.memory_allocated()
-    torch.accelerator.reset_peak_memory_stats()
-    for model in models:
-        model.to(target)
-    loop(models, optimizers, target, **keywords)
-    return torch.accelerator.max_memory_allocated() - before
-
-
 class Watched:
     """``loop``, managed: ``moved`` and ``unplanned`` in its last steps, and who lives on the device after them."""
 
@@ -106,7 +92,6 @@ class Watched:
         self.moved = self._moved() - moved
         self.unplanned = self._unplanned() - unplanned
         self.living = [living(manager) for manager in self.managers]
-        self.model_bytes = sum(p.nbytes for model in models for p in model.parameters())
         for manager in self.managers:
             manager.close()
 
@@ -122,14 +107,14 @@ class Watched:
 @pytest.mark.parametrize("share", [0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_whatever_lives_there_the_numbers_are_the_same_within_the_budget(loop, share):
-    twins(loop, two, int(share * peak(loop)))
+    twins(loop, two, int(share * unmanaged_peak(loop, two)))
 
 
 @pytest.mark.usefixtures("chooses_at_once")
 @pytest.mark.parametrize("share", [0.6, 0.7, 0.8, 0.9])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_both_have_some_there_and_follow_their_plans(loop, share):
-    watched = Watched(loop, int(share * peak(loop)))
+    watched = Watched(loop, int(share * unmanaged_peak(loop, two)))
     assert all(watched.living)
     assert watched.unplanned == 0
 
@@ -137,7 +122,7 @@ def test_both_have_some_there_and_follow_their_plans(loop, share):
 @pytest.mark.usefixtures("chooses_at_once")
 def test_adversaries_live_there_where_both_fit():
     """They do not settle: each is in the middle of an iteration whenever the other begins one."""
-    watched = Watched(adversaries, int(1.05 * peak(adversaries)))
+    watched = Watched(adversaries, int(1.05 * unmanaged_peak(adversaries, two)))
     assert watched.moved == 0
 
 
@@ -147,7 +132,7 @@ def test_a_larger_batch_has_the_room_of_what_lived_there():
         seen = adversaries(models, optimizers, target, steps=12)
         return seen + adversaries(models, optimizers, target, steps=8, rows=128)
 
-    twins(loop, two, int(0.9 * peak(adversaries, steps=2, rows=8)))
+    twins(loop, two, int(0.9 * unmanaged_peak(adversaries, two)))
 
 
 def test_a_step_is_deferred_where_only_another_manager_guards_what_runs(monkeypatch):
@@ -159,7 +144,7 @@ def test_a_step_is_deferred_where_only_another_manager_guards_what_runs(monkeypa
         return deferred[-1]
 
     monkeypatch.setattr(HostStep, "_may_defer", noted)
-    twins(adversaries, two, int(0.5 * peak(adversaries)))
+    twins(adversaries, two, int(0.5 * unmanaged_peak(adversaries, two)))
     assert deferred
     assert all(deferred)
 
@@ -241,7 +226,7 @@ def test_of_homes_without_room_the_last_ones_go_as_many_as_it_takes(sizes, unkno
 
 
 @pytest.mark.usefixtures("chooses_at_once")
-def test_what_others_have_there_is_shown_and_is_no_part_of_what_was_measured(monkeypatch):
+def test_what_others_have_there_is_shown_and_is_no_part_of_what_was_measured():
     models, optimizers = two()
     target = device()
     gc.collect()

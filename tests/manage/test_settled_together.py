@@ -3,11 +3,8 @@
 import itertools
 
 import pytest
-import torch
-from accelerators import device
-from equality import fresh_memory, peak_memory
 from loops import batch, mlp
-from several import sgd, twins
+from several import sgd, twins, unmanaged_peak
 
 
 def _step(optimizers):
@@ -106,17 +103,6 @@ def models_of(*depths):
         return models, [sgd(model) for model in models]
 
     return build
-
-
-def unmanaged_peak(loop, build):
-    target = device()
-    torch.manual_seed(0)
-    models, optimizers = build()
-    before = fresh_memory()
-    for model in models:
-        model.to(target)
-    loop(models, optimizers, target)
-    return peak_memory() - before
 
 
 BACKWARDS = [_together, _first_made_first, _last_made_first]

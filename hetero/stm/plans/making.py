@@ -237,11 +237,13 @@ class PlanMaker:
         """What the plan's moments need with no copy but the operands'."""
         return max(self._least_at(plan, position) for position in range(len(plan.operands)))
 
-    def _least_at(self, plan: CyclePlan, position: int) -> int:
+    def _least_at(self, plan: CyclePlan, position: int, homes: frozenset[int] = frozenset()) -> int:
+        """Of a moment, without those of its operands that are among ``homes``."""
         parameters, moment = len(self._tensors), plan.trace.moments[position]
+        operands = (self._tensors[index] for index in plan.operands[position] if index not in homes)
         return (
             self._beside(plan, position)
-            + sum(self._tensors[index].device_nbytes for index in plan.operands[position])
+            + sum(tensor.device_nbytes for tensor in operands)
             + sum(plan.trace.sizes[index] for index in moment.operands if index >= parameters)
         )
 
@@ -260,12 +262,14 @@ class PlanMaker:
 
     def least_with_homes(self, plan: CyclePlan) -> int:
         """As `least`, beside what lives on the device of ours, without what does of others', or could."""
-        sizes, most = plan.trace.sizes, 0
-        for position, moment in enumerate(plan.trace.moments):
-            operands = sum(sizes[x] for x in moment.operands)
-            beside = self._beside(plan, position) - plan.others[position] - plan.others_copies[position]
-            most = max(most, beside + plan.home_bytes[position] + operands)
-        return most
+        homes = frozenset(plan.device_homes)
+        return max(
+            self._least_at(plan, position, homes)
+            + plan.home_bytes[position]
+            - plan.others[position]
+            - plan.others_copies[position]
+            for position in range(len(plan.operands))
+        )
 
     def planned(self, plan: CyclePlan) -> int:
         """What the plan's moments need with the copies that it keeps and fetches ahead."""

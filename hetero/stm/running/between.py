@@ -84,7 +84,7 @@ class Between:
             return
         self._activations.close_gone()
         left, _ = self._collector.asked_non_model_bytes()
-        segment.left_bytes = left - self._collector.others.home_bytes_of_others()
+        segment.left_bytes = left - self._plans.others.now().total  # as it is measured
         if plan is None:
             return
         if plan.left[course.number] is None:  # nobody knows what its loss takes
