@@ -115,9 +115,7 @@ class Fitting:
                 return False
         elif trains:
             return False  # whoever steps these expects gradients at home
-        if any(
-            t.paths.lead_home or t.low is not None or t.pending is not None or t.users for t in stm.tensors
-        ):
+        if any(t.paths.lead_home or t.low is not None or t.users for t in stm.tensors):
             return False
         missing = sum(t.device_nbytes for t in stm.tensors if not t.is_resident)
         gradients = [t for t in stm.tensors if t.parameter.grad is not None]
@@ -140,9 +138,11 @@ class Fitting:
         return self._is_ours_alone
 
     def is_private(self, together: Sequence[ManagedTensor]) -> bool:
-        """Nobody holds memory that would be left behind; and every copy is there. ``together``: what settles with
-        ours."""
+        """Nobody holds memory that would be left behind; and every copy is there, with what was queued in it.
+        ``together``: what settles with ours. Raises what failed in the queue."""
         stm = self._stm
+        stm.home_access.roll_back()
+        stm.home_access.finish_updates()
         for tensor in stm.tensors:
             if not tensor.is_private():
                 return False
