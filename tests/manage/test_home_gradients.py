@@ -485,6 +485,7 @@ def test_all_may_be_tried_again_after_some_iterations_without_a_loss():
         home_costs=dict,
         set_homes=lambda homes: None,
         is_verified=lambda keys: False,
+        samples=SimpleNamespace(take_less=lambda: False),
     )
     choice = HomeChoice([], book)
     for iterations in (32, 64, 128):
@@ -505,6 +506,7 @@ def test_after_a_loss_between_half_and_nearly_all_stays_and_soon_no_more_than_ha
     choice = HomeChoice([], SimpleNamespace(budget=1 << 40, last=None))
     for times, share in enumerate(left, 1):
         choice.lose(max(1, int(share * there)))
+        choice._failures.note()
         fewer = choice._fewer(there)
         assert there // 2 <= fewer <= there - there // 16
         assert fewer <= max(there - 2 * choice._lost_bytes, there - there // 2)

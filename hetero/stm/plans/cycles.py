@@ -9,6 +9,7 @@ ones it was made for; plans for other sequences (an eval loop, another shape, an
 beside it.
 """
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -79,10 +80,11 @@ class _History:
     is_beside_others: bool = False  # another manager's goes on within it, or it within that, unplanned
     omitted: set[int] = field(default_factory=set)
     found: dict[int, int] = field(default_factory=dict)  # copies there when it began, and their bytes
+    unused: int = sys.maxsize  # bytes that all of its segments had less than planned
 
     def clear(self) -> None:
         """Nothing has come yet."""
-        self.keys, self.segments, self.omitted = [], [], set()
+        self.keys, self.segments, self.omitted, self.unused = [], [], set(), sys.maxsize
         self.has_strayed = self.has_more = self.is_outdated = self.is_over = self.is_beside_others = False
 
 
@@ -293,6 +295,10 @@ class Cycles:
         """The iteration follows its plan, and shows what that did not know of."""
         self._current.is_outdated = True
 
+    def note_unused(self, nbytes: int) -> None:
+        """A segment is over, in which its plan has kept so many bytes free in vain all along."""
+        self._current.unused = min(self._current.unused, nbytes)
+
     def note_evaluated(self) -> None:
         """A step has called its closure, and may do so again: no step will end the iteration."""
         self._training.is_over = bool(self._training.keys)
@@ -337,6 +343,7 @@ class Cycles:
         follows, found = not (history.has_strayed or history.is_outdated), history.found
         has_departed = len(segments) == len(keys) and self._has_departed(keys, history)
         leaves_out = not (history.is_outdated or history.has_more)
+        unused = history.unused
         self.abandon()
         if len(segments) == len(keys):
             plan = self._book.get(keys) if follows else None
@@ -353,9 +360,14 @@ class Cycles:
             if plan is not None and not (has_departed or is_known):
                 self._note_shortage(keys, plan, segments)
             self._homes.learn(keys, segments)
-            if has_departed and not is_known:
+            has_unused = plan is not None and self._departures.note_unused(
+                keys,
+                is_much=self._book.is_much(unused),
+                has_passed=self._book.outgrown.has_passed(keys),
+            )
+            if (has_departed or has_unused) and not is_known:
                 self._departures.note_measured(keys)
-                self._book.measure_again(keys, for_good=leaves_out)
+                self._book.measure_again(keys, for_good=leaves_out or has_unused, keeps_free=not has_unused)
                 self._homes.choose_again_for(keys)
             else:
                 self._book.take_time(keys)

@@ -11,6 +11,9 @@ from collections.abc import Hashable
 __all__ = ["Departures"]
 
 _ENOUGH = 8  # iterations, however little is lost in each
+# Iterations with much less than was measured; and where more has passed the budget, which may come again, as at the end
+# of an epoch.
+_LONG, _VERY_LONG = 32, 256
 
 
 class Departures:
@@ -21,6 +24,9 @@ class Departures:
         self._lost: dict[Hashable, int] = defaultdict(int)
         # Moments that each of so many iterations, the latest, has left out.
         self._omitted: dict[Hashable, tuple[frozenset[int], int]] = {}
+        # So many in a row had much less than was measured, and so often it was measured again for that.
+        self._with_less: dict[Hashable, int] = defaultdict(int)
+        self._times_less: dict[Hashable, int] = defaultdict(int)
 
     def note_more(self, keys: Hashable, *, lost: int, parameters: int) -> bool:
         """There was more in one than its plan knows, a branch with the same shapes, a layer unfrozen, which cost
@@ -38,8 +44,17 @@ class Departures:
         self._omitted[keys] = always & moments, times + 1
         return times + 1 >= _ENOUGH << self._times[keys]
 
+    def note_unused(self, keys: Hashable, *, is_much: bool, has_passed: bool) -> bool:
+        """All through one there was much less beside model data than its plan was made for (``is_much``), or was not:
+        what somebody held for a while, when it was measured or when it had outgrown its plan, may have gone for good.
+        ``has_passed``: the budget was passed by it, or would have been."""
+        self._with_less[keys] = self._with_less[keys] + 1 if is_much else 0
+        is_long = self._with_less[keys] >= (_VERY_LONG if has_passed else _LONG) << self._times_less[keys]
+        self._times_less[keys] += is_long
+        return is_long
+
     def note_measured(self, keys: Hashable) -> None:
         """They will be."""
         self._times[keys] += 1
-        self._lost[keys] = 0
+        self._lost[keys] = self._with_less[keys] = 0
         self._omitted.pop(keys, None)

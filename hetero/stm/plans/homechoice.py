@@ -13,10 +13,12 @@ on the device for the others.
 [Note: after a loss]
 Often a few bytes were wanting: of losses, say, that the loop keeps. So a 16th of what lived there stays away, and twice
 as much with each further loss, so that there are few; no less than twice what had to leave, which may grow on; and no
-more than half. It may also have been for once: a larger evaluation, a copy of the model for a moment. So after some
-iterations without a loss all may be tried again, and after twice as many with each further loss.
+more than half. It may also have been for a while: a larger evaluation, a copy of the model. So after some iterations
+without a loss all may be tried again, and, where that was in vain, after twice as many. It is the same with those that
+could not be stepped there, because somebody held them.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -29,7 +31,7 @@ from hetero.stm.tensors.managed import ManagedTensor
 
 __all__ = ["HomeChoice"]
 
-_UNTIL_TRIED_AGAIN = 32  # iterations after a first loss ([Note: after a loss])
+_UNTIL_TRIED_AGAIN = 32  # iterations after a loss ([Note: after a loss])
 _SHARE_OF_TIME, _SHARE_OF_FURTHER = 0.25, 0.02  # [Note: what choosing may take]
 
 
@@ -42,15 +44,17 @@ class HomeChoice:
         self._most_bytes = book.budget  # that they may take: memory ran short with more
         # That left because memory ran short, in the iteration that runs; and that lived there as it did.
         self._lost_bytes = self._bytes_before = 0
-        self._times_lost = 0
-        self._until_tried_again = 0  # iterations
         self._has_refused = False
+        self._failures = _Failures()
         self._chosen: set[Keys] = set()
+        self._wanted = 0  # parameters there, by the kind of iterations that was chosen for first
         self._began, self._spent = time.monotonic(), 0.0  # seconds
         # What was chosen last is all, because everything fits. Plain: each step asks.
         self.has_all = False
         # Sends those with these indices home; `hetero.stm.step.devicehomes` sets this.
         self.send_home: Callable[[frozenset[int]], None] = lambda indices: None
+        # Costs of those that could not be stepped there are named again; `hetero.stm.step.devicehomes` sets this.
+        self.forget_refusals: Callable[[], None] = lambda: None
         # Updates at home begin in backward; `hetero.stm.step.speculation` sets this.
         self.updates_early: Callable[[], bool] = lambda: False
         # `hetero.stm.sharing.Sharing.room_beside_others`; `hetero.stm.manager` sets this.
@@ -76,7 +80,7 @@ class HomeChoice:
             self.send_home(gone)
 
     def refuse(self) -> None:
-        """Some of them cannot be stepped there, as it has turned out: their costs are not named any more."""
+        """Some of them cannot be stepped there, as it has turned out: their costs are not named for a while."""
         self._has_refused = True
 
     def choose_again(self) -> None:
@@ -96,18 +100,19 @@ class HomeChoice:
         """An iteration is over, and the book has learned of it: its times, and what follows from them."""
         book = self._book
         if self._lost_bytes or self._has_refused:
+            self._failures.note()
             if self._lost_bytes:
                 self._most_bytes = self._fewer(self._bytes_before)
-                self._until_tried_again = _UNTIL_TRIED_AGAIN << (self._times_lost - 1)
             self._lost_bytes = self._bytes_before = 0
             self._has_refused = self.has_all = False
             self._keep()
             return
-        if self._until_tried_again:
-            self._until_tried_again -= 1
-            if self._until_tried_again == 0:
-                self._most_bytes = book.budget
-                self.choose_again()
+        if self._failures.may_try_again():
+            self._most_bytes = book.budget
+            self.forget_refusals()
+            self.choose_again()
+        if book.samples.take_less() or (len(book.device_homes) < self._wanted and book.drop_gone()):
+            self.choose_again()
         if not book.is_verified(keys):
             return
         if book.timings.learn(keys, segments):
@@ -130,8 +135,7 @@ class HomeChoice:
 
     def _fewer(self, there: int) -> int:
         """Of so many bytes that lived on the device, what may from now on ([Note: after a loss])."""
-        self._times_lost += 1
-        portion = (there << self._times_lost) // 32
+        portion = (there << min(self._failures.times, 4)) // 32
         return there - min(max(portion, 2 * self._lost_bytes), there // 2)
 
     def _choose(self, keys: Keys) -> None:
@@ -151,6 +155,7 @@ class HomeChoice:
             self.has_all = True
             # Those of other kinds of iterations as well: another head, a layer that this one has left out.
             others = [index for index in costs if index not in plan.first_uses]
+            self._wanted = len(costs)
             book.set_homes(tuple(index for index in (*order, *others) if index in costs))
             return
         self.has_all = False
@@ -175,6 +180,8 @@ class HomeChoice:
             plan=lambda homes, places: book.tried(keys, homes, costs, places),
         )
         chosen = best.home.homes
+        if len(self._chosen) == 1:
+            self._wanted = len(chosen)
         book.places[keys] = best.places
         early = plan.trace.updates is not None and plan.trace.updates.early is not book.early
         if chosen == book.device_homes and (early or plan.places != book.places[keys]):
@@ -223,3 +230,35 @@ class HomeChoice:
                 taken += costs[index].nbytes
                 kept.append(index)
         self._book.set_homes(tuple(kept))
+
+
+class _Failures:
+    """[Note: after a loss].
+
+    Attributes:
+        times: how many there were, since all was tried last with success.
+    """
+
+    def __init__(self) -> None:
+        self.times = 0
+        self._wait, self._left = _UNTIL_TRIED_AGAIN, 0  # iterations
+        self._since = math.inf  # iterations, all was tried again
+
+    def note(self) -> None:
+        """One more."""
+        if self._left == 0:
+            was_in_vain = self._since <= self._wait
+            self._wait = 2 * self._wait if was_in_vain else _UNTIL_TRIED_AGAIN
+            self.times = self.times if was_in_vain else 0
+        self.times += 1
+        self._left = self._wait
+
+    def may_try_again(self) -> bool:
+        """An iteration without any is over: whether all may be tried from the next one on, after it had to wait."""
+        if self._left == 0:
+            self._since += 1
+            return False
+        self._left -= 1
+        if self._left == 0:
+            self._since = 0
+        return self._left == 0

@@ -92,6 +92,10 @@ class Outgrown:
             self._unsure[keys] = 0
         return is_due
 
+    def has_passed(self, keys: Hashable) -> bool:
+        """Such iterations have passed the budget, or would have."""
+        return any(self._times[keys, where] for where in (_NOW, _NEXT, _ELSEWHERE))
+
     def doubt(self, keys: Hashable) -> None:
         """Its operators have taken more than was measured of them, or what is between them has not been measured: it
         is to be measured again."""

@@ -26,7 +26,8 @@ _MANY, _MOST, _MOST_SEEN = 16, 64, 256
 # Where device homes have no room any more, plans are made once more without one part in so many of them, at least.
 _PORTIONS = 8
 _UNTIL_TIMED = 3  # iterations that end, from the one of which a first plan is made, until its times are known
-# Of the budget, one part in so many: what an operator took more the first time is forgotten where it is as much.
+# Of the budget, one part in so many: what an operator took more the first time, or somebody for a while, is forgotten
+# where it is as much.
 _WORTH_FORGETTING = 32
 _GONE_AFTER = 64  # iterations without one of its kind
 # Keys of segments that samples are kept of, before it is looked whether any are for nothing.
@@ -55,6 +56,7 @@ class PlanBook:
         # How many iterations have come, those that train by themselves, and which was the last of its kind.
         self._iterations = self._trained = 0
         self._came: dict[Keys, int] = {}
+        self._longest_gap: dict[Keys, int] = {}  # iterations between two of a kind, where it was long
         self._prune_at = _LEAST_TO_PRUNE
         # Of iterations that are to be measured again: what their plan kept free for what had not been measured.
         self._kept_free: dict[Keys, int] = {}
@@ -115,7 +117,7 @@ class PlanBook:
         self.last_segments = segments
         self._iterations += 1
         self._trained += _trains(keys)
-        self._came[keys] = self._now(keys)
+        self._note_came(keys)
         for other in self.outgrown.awaited():
             if other != keys and _begin(other, keys[:1]):
                 self.outgrown.note_other(other)
@@ -167,9 +169,26 @@ class PlanBook:
             self.drop(next(keys for keys, plan in self._plans.items() if plan is not self.last))
 
     def has_gone(self, plan: CyclePlan) -> bool:
-        """No iteration of its kind has come for long; of those that train, while others were trained."""
-        now = self._now(plan.keys)
-        return now - self._came.get(plan.keys, now) > _GONE_AFTER
+        """No iteration of its kind has come for long, and for twice as long as ever before it came again; of those that
+        train, while others were trained."""
+        return self._gap(plan.keys) > max(_GONE_AFTER, 2 * self._longest_gap.get(plan.keys, 0))
+
+    def drop_gone(self) -> bool:
+        """Plans of kinds that have. True if there were any."""
+        gone = [plan.keys for plan in self if self.has_gone(plan)]
+        for keys in gone:
+            self.drop(keys)
+        return bool(gone)
+
+    def _note_came(self, keys: Keys) -> None:
+        if (gap := self._gap(keys)) > max(_GONE_AFTER, self._longest_gap.get(keys, 0)):
+            self._longest_gap[keys] = gap
+        self._came[keys] = self._now(keys)
+
+    def _gap(self, keys: Keys) -> int:
+        """Iterations since one of these came."""
+        now = self._now(keys)
+        return now - self._came.get(keys, now)
 
     def _now(self, keys: Keys) -> int:
         return self._trained if _trains(keys) else self._iterations
@@ -185,6 +204,8 @@ class PlanBook:
         """Those that no plan is made of, nor may soon be: of kinds that have come once, long ago."""
         kinds = (now, *self._plans, *self._seen_once, *self._kept_free)
         self.samples.keep_only({key for keys in kinds for key in keys})
+        self._came = {keys: self._came[keys] for keys in kinds if keys in self._came}
+        self._longest_gap = {keys: self._longest_gap[keys] for keys in kinds if keys in self._longest_gap}
         self._prune_at = max(_LEAST_TO_PRUNE, 2 * len(self.samples))
 
     def _forget(self, keys: Keys) -> None:
@@ -192,7 +213,6 @@ class PlanBook:
         self._verified.discard(keys)
         self._looked_for_spikes.discard(keys)
         self._hasty.pop(keys, None)
-        self._came.pop(keys, None)
         self.timings.forget(keys)
 
     def lacks_room(self, keys: Keys) -> bool:
@@ -203,13 +223,18 @@ class PlanBook:
             return False
         return self.budget - plan.margin < self._planner.least(plan)
 
-    def measure_again(self, keys: Keys, *, for_good: bool) -> None:
+    def is_much(self, unused: int) -> bool:
+        """So many bytes, which a plan keeps free in vain, are worth measuring again."""
+        return unused >= self.budget // _WORTH_FORGETTING
+
+    def measure_again(self, keys: Keys, *, for_good: bool, keeps_free: bool = True) -> None:
         """Iterations with these keys are no longer what they were: forget them. What the longest of these took may come
-        again. ``for_good``: even if they turn out to be shorter."""
+        again. ``for_good``: even if they turn out to be shorter. ``keeps_free``: as much as before for growth."""
         plan = self._plans.get(keys)
         if plan is not None:
             # What that left no room for will have been measured.
-            self._kept_free[keys] = 0 if self.lacks_room(keys) else max(0, plan.margin - self.margin)
+            more = 0 if self.lacks_room(keys) or not keeps_free else max(0, plan.margin - self.margin)
+            self._kept_free[keys] = more
             del self._plans[keys]
         if plan is self.last:
             self.last = None

@@ -16,6 +16,7 @@ __all__ = ["Samples"]
 
 _MOST_AT_ONCE = 8  # of one key in one iteration
 _MUCH = 4  # one part in so many of what was known
+_LONG = 32  # segments of a key in a row that begin without gradients
 _ON_ITS_WAY = 4  # times a gradient's bytes: its cast and norm, which depend on the room that there is
 
 
@@ -37,10 +38,13 @@ class Samples(Mapping[SegmentKey, Sequence[Segment]]):
         # Segments that gradients are there to see begin: of earlier micro-batches, of a loop that drops them late.
         self._with_gradients: set[SegmentKey] = set()
         self._unplanned_gradients: set[SegmentKey] = set()  # of these, those that plans do not know of yet
+        # In a row, segments of those that have begun without; and how many it takes to believe it.
+        self._without_gradients: Counter[SegmentKey] = Counter()
+        self._until_without: dict[SegmentKey, int] = {}
         self._grown: Counter[SegmentKey] = Counter()  # times that `note_callers` was told of little more
         self._told = 0
         self._has_news = False
-        self._has_larger = False
+        self._has_larger = self._has_less = False
         self.excess = 0
         # What `peak` has told, until samples change: it is asked at each operator, of as many periods.
         self._peaks: dict[SegmentKey, int | None] = {}
@@ -125,7 +129,20 @@ class Samples(Mapping[SegmentKey, Sequence[Segment]]):
         if key not in self._with_gradients:
             self._with_gradients.add(key)
             self._unplanned_gradients.add(key)
+        self._without_gradients.pop(key, None)
         return key in self._unplanned_gradients
+
+    def note_no_gradients(self, key: SegmentKey) -> None:
+        """There are none as such a segment begins, which follows a plan: it may have been for a while that there were.
+        Plans forget them after many in a row, and after twice as many the next time."""
+        if key not in self._with_gradients:
+            return
+        self._without_gradients[key] += 1
+        if self._without_gradients[key] >= self._until_without.get(key, _LONG):
+            self._until_without[key] = 2 * self._without_gradients.pop(key)
+            self._with_gradients.discard(key)
+            self._unplanned_gradients.add(key)
+            self._has_less = True
 
     def take_news(self) -> bool:
         """Something is known that was not when plans were made."""
@@ -138,7 +155,7 @@ class Samples(Mapping[SegmentKey, Sequence[Segment]]):
         return told
 
     def take_unplanned_gradients(self) -> AbstractSet[SegmentKey]:
-        """Plans with any of these are to be made anew."""
+        """Segments that begin with gradients unlike their plans, or without: those with any are to be made anew."""
         unplanned, self._unplanned_gradients = self._unplanned_gradients, set()
         return unplanned
 
@@ -146,6 +163,11 @@ class Samples(Mapping[SegmentKey, Sequence[Segment]]):
         """Of what plans are made of there is a sample that may have taken more than all before."""
         larger, self._has_larger = self._has_larger, False
         return larger
+
+    def take_less(self) -> bool:
+        """Something that plans have kept room for does not come any more: more may live on the device."""
+        less, self._has_less = self._has_less, False
+        return less
 
     def begins_with_gradients(self, key: SegmentKey) -> bool:
         """There may be some when such a segment begins."""
@@ -233,6 +255,10 @@ class Samples(Mapping[SegmentKey, Sequence[Segment]]):
             del self._grown[key]
         self._outdated &= keys
         self._with_gradients &= keys
+        for key in self._without_gradients.keys() - keys:
+            del self._without_gradients[key]
+        for key in self._until_without.keys() - keys:
+            del self._until_without[key]
         self._peaks.clear()
 
 

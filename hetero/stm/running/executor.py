@@ -150,6 +150,8 @@ class Executor:
         self._segment = segment = self._measure(key, place, missing)
         there = segment.has_gradients or len(self._gradients.kept) > 0
         planned = self._course.plan is not None and key.phase is not Phase.STEP
+        if planned and not there:
+            self._plans.samples.note_no_gradients(key)
         if there and planned and self._plans.samples.note_gradients(key):
             # The plan is of iterations that begin without, and has used their memory.
             if self._is_backward:
@@ -168,6 +170,7 @@ class Executor:
         """The segment, if any, is over."""
         self.between.take_from_caller()
         if self._segment is not None:
+            self._cycles.note_unused(self._growth.unused)
             if self._course.plan is not None:
                 self._caller.end(self._course.plan)
                 if not (self._segment.key.trains or self._segment.sampled):

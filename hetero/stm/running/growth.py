@@ -3,10 +3,11 @@
 Owns two numbers of the segment that runs: what was asked for and is no model data (tensors that the caller keeps, a
 larger batch), and what the allocator has added by itself. Both take room from copies; only the first is growth, which
 plans are told of (`hetero.stm.plans.outgrown`) where what was planned does not fit beside it, and other managers cannot
-make room. Which of our copies leave for it is `hetero.stm.running.executor`'s; what the caller adds between forward and
-backward, `hetero.stm.running.callers`'.
+make room. And how much less of the first there is than then. Which of our copies leave for it is
+`hetero.stm.running.executor`'s; what the caller adds between forward and backward, `hetero.stm.running.callers`'.
 """
 
+import sys
 from collections.abc import Iterable, Sequence
 
 from hetero.msc import MemStatsCollector
@@ -24,7 +25,8 @@ __all__ = ["Growth"]
 
 class Growth:
     """Of one manager. ``drift``, ``excess``: bytes, as last measured or, of the first, as the executor expects them; 0
-    where nothing is planned. Plain attributes, because every operator looks at them."""
+    where nothing is planned. Plain attributes, because every operator looks at them. ``unused``: bytes that the plan
+    keeps free for what is no model data and that was not there, whenever this was measured in the segment."""
 
     def __init__(
         self,
@@ -45,16 +47,17 @@ class Growth:
         self._plans = plans
         self._course = course
         self._backlog = backlog
-        self.drift = self.excess = 0
+        self.drift = self.excess = self.unused = 0
         self._looked: tuple[CyclePlan | None, int, bool] = (None, 0, False)
 
     def begin(self) -> None:
         """A segment begins."""
+        self.unused = sys.maxsize if self._course.plan is not None else 0
         self.drift = self.measured(self._course.position)
 
     def end(self) -> None:
-        """It is over: both are its plan's."""
-        self.drift = self.excess = 0
+        """It is over: all are its plan's."""
+        self.drift = self.excess = self.unused = 0
         self._looked = (None, 0, False)
 
     def has_grown(self) -> bool:
@@ -78,7 +81,11 @@ class Growth:
         self._activations.close_gone()  # else what is gone would count as model data that is there
         non_model, excess = self._collector.asked_non_model_bytes()
         self.excess = max(0, excess - plan.excess)
-        return max(0, non_model - plan.non_model[position] - plan.margin)
+        drift = non_model - plan.non_model[position] - plan.margin
+        # What others had there comes and goes by itself.
+        others = plan.others[position] + plan.others_copies[position]
+        self.unused = min(self.unused, -drift - self._plans.margin - others)
+        return max(0, drift)
 
     def measured_excess(self) -> int:
         """How much more than the plan keeps for it is in use now and was not asked for; notes it."""

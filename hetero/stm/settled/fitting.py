@@ -49,9 +49,7 @@ class Fitting:
             return None
         growth = self._growth_of(plans)
         if growth is None and len(coming) < len(plans) and (growth := self._growth_of(coming)) is not None:
-            for plan in plans:
-                if book.has_gone(plan):
-                    book.drop(plan.keys)
+            book.drop_gone()
             self._stm.home_choice.choose_again()  # they may have had no room for all
         if growth is None:
             self._too_much = coming

@@ -32,7 +32,8 @@ from hetero.stm.updates.temporaries import is_measured, temporaries, to_undo
 
 __all__ = ["DeviceHomes"]
 
-# Steps in a row at which a parameter cannot be stepped on the device as planned, until it is planned at home.
+# Steps in a row at which a parameter cannot be stepped on the device as planned, until it is planned at home, for a
+# while.
 _PATIENCE = 3
 
 
@@ -66,6 +67,7 @@ class DeviceHomes:
         stm.residency.room.send_home = lambda nbytes: 0 if (here := me()) is None else here.send_home(nbytes)
         stm.plans.home_costs = lambda: {} if (here := me()) is None else here.costs()
         stm.home_choice.send_home = lambda indices: None if (here := me()) is None else here.leave(indices)
+        stm.home_choice.forget_refusals = self._refused.clear
 
     @property
     def names(self) -> frozenset[str]:
@@ -147,7 +149,7 @@ class DeviceHomes:
         self.note_moves()  # at once: what the books do not know of counts as the operators' own
 
     def refuse(self, tensor: ManagedTensor) -> None:
-        """Its step takes more memory than there is: it is planned at home from now on."""
+        """Its step takes more memory than there is: it is planned at home for a while."""
         self._refused[tensor.index] = _PATIENCE
         self._stm.home_choice.refuse()
 

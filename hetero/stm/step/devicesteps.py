@@ -96,7 +96,7 @@ class DeviceSteps:
         note(tensor, update)
 
     def _try_here(self, item: DeviceUpdate, note: Callable[[ManagedTensor, ParameterUpdate], None]) -> bool:
-        """False: it takes more memory than there is, and nothing has been done. It is at home from now on."""
+        """False: it takes more memory than there is, and nothing has been done. It is at home for a while."""
         tensor = item.tensor
         value, gradient = cast(torch.Tensor, tensor.living), self._stm.gradient_access.own(tensor)
         version, before = value._version, None

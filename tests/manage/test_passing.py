@@ -1,0 +1,151 @@
+"""What lasts for some steps, a tensor that is held, a larger batch, leaves no mark: later as little moves as before."""
+
+import pytest
+import torch
+from loops import batch, mlp
+from twins import assert_same, managed, unmanaged
+
+from hetero.stm.interception.parameter import managed_in
+from hetero.stm.plans import departures, homechoice, planbook, samples
+
+pytestmark = pytest.mark.usefixtures("homes_on_device")
+
+BEFORE, PASSING, AFTER = 10, 5, 80
+
+
+def one_step(model, optimizer, target, rows=1, zeroes=True):
+    loss = torch.stack([model(batch(target)).square().mean() for _ in range(rows)]).sum()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=zeroes)
+    return loss.detach()
+
+
+def held_values(model, optimizer, target, held):
+    held.append([p.data for p in model.parameters()])
+    return one_step(model, optimizer, target)
+
+
+def held_gradients(model, optimizer, target, held):
+    loss = model(batch(target)).square().mean()
+    loss.backward()
+    held.append([p.grad for p in model.parameters()])
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def held_states(model, optimizer, target, held):
+    held.append([dict(entry) for entry in optimizer.state.values()])
+    return one_step(model, optimizer, target)
+
+
+def held_memory(model, optimizer, target, held):
+    if not held:
+        held.append(
+            torch.empty(sum(p.nbytes for p in model.parameters()) // 2, dtype=torch.uint8, device=target)
+        )
+    return one_step(model, optimizer, target)
+
+
+def zeroed_gradients(model, optimizer, target, held):
+    held[:] = [lambda: optimizer.zero_grad()]
+    return one_step(model, optimizer, target, zeroes=False)
+
+
+def several_forwards(model, optimizer, target, held):
+    return one_step(model, optimizer, target, rows=3)
+
+
+def micro_batches(model, optimizer, target, held):
+    for _ in range(3):
+        model(batch(target)).square().mean().backward()
+    return one_step(model, optimizer, target)
+
+
+def larger_batch(model, optimizer, target, held):
+    loss = model(torch.cat([batch(target) for _ in range(8)])).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def frozen(model, optimizer, target, held):
+    first = next(model.parameters()).requires_grad_(False)
+    held[:] = [lambda: first.requires_grad_()]
+    return one_step(model, optimizer, target)
+
+
+PASSES = [
+    held_values,
+    held_gradients,
+    held_states,
+    held_memory,
+    zeroed_gradients,
+    several_forwards,
+    micro_batches,
+    larger_batch,
+    frozen,
+]
+
+
+@pytest.fixture
+def soon(monkeypatch):
+    """What has passed is given up after a few iterations, not after many."""
+    for module, name in (
+        (homechoice, "_UNTIL_TRIED_AGAIN"),
+        (planbook, "_GONE_AFTER"),
+        (departures, "_LONG"),
+        (departures, "_VERY_LONG"),
+        (samples, "_LONG"),
+    ):
+        monkeypatch.setattr(module, name, 8)
+
+
+def passing_loop(passing, moved):
+    """Into ``moved``, the bytes of each step, if anything is managed."""
+
+    def loop(model, optimizer, target):
+        owners = {tensor.owner for tensor in managed_in(optimizer)}
+        seen, held = [], []
+
+        def total():
+            totals = [owner.collector.total for owner in owners]
+            return sum(total.fetched_bytes + total.written_bytes for total in totals)
+
+        def step(run, *given):
+            before = total()
+            loss = run(model, optimizer, target, *given)
+            seen.append(loss.cpu())  # on the device they would take more with each step
+            moved.append(total() - before)
+
+        for _ in range(BEFORE):
+            step(one_step)
+        for _ in range(PASSING):
+            step(passing, held)
+        while held:
+            if callable(passed := held.pop()):
+                passed()
+            del passed
+        for _ in range(AFTER):
+            step(one_step)
+        return seen
+
+    return loop
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("share", [0.6, 0.8, 1.3])
+@pytest.mark.parametrize("passing", PASSES)
+def test_in_the_end_as_little_moves_as_before(passing, share):
+    moved = []
+    seen, state, _ = unmanaged(mlp, passing_loop(passing, []))
+    _, _, peak = unmanaged(mlp, lambda *given: [one_step(*given) for _ in range(3)])
+    got, got_state, _ = managed(mlp, passing_loop(passing, moved), int(share * peak))
+    assert_same(got, seen, "observed")
+    assert_same(got_state, state, "state")
+    # Of what is measured while parameters live on the device, two gradients that come between two of its operators
+    # count as if they were there together. Then two layers less live there: they come, and their gradients go.
+    layers = 2 * 2 * max(sum(p.nbytes + 512 for p in part.parameters()) for part in mlp())
+    assert moved[-1] <= moved[BEFORE - 1] + layers < max(moved)
