@@ -7,6 +7,7 @@ from twins import assert_same, managed, unmanaged
 
 from hetero.stm.interception.parameter import managed_in
 from hetero.stm.plans import departures, homechoice, planbook, samples
+from hetero.stm.plans.planbook import PlanBook
 
 pytestmark = pytest.mark.usefixtures("homes_on_device")
 
@@ -149,3 +150,44 @@ def test_in_the_end_as_little_moves_as_before(passing, share):
     # count as if they were there together. Then two layers less live there: they come, and their gradients go.
     layers = 2 * 2 * max(sum(p.nbytes + 512 for p in part.parameters()) for part in mlp())
     assert moved[-1] <= moved[BEFORE - 1] + layers < max(moved)
+
+
+def again_and_again(passing, times, count):
+    """``passing`` in each twelfth step; into ``times``, what ``count`` has counted until then."""
+
+    def loop(model, optimizer, target):
+        seen = []
+        for number in range(120):
+            held = []
+            run = one_step if number % 12 else lambda *given: passing(*given, held)  # noqa: B023
+            seen.append(run(model, optimizer, target).cpu())
+            while held:
+                if callable(passed := held.pop()):
+                    passed()
+                del passed
+            times.append(len(count))
+        return seen
+
+    return loop
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("share", [0.6, 0.8, 1.3])
+@pytest.mark.parametrize("passing", PASSES)
+def test_what_comes_again_and_again_is_not_given_up_for_ever(monkeypatch, passing, share):
+    """Each time that it was in vain, after twice as many iterations: at last there are not as many in between."""
+    given_up, times = [], []
+    for name in ("measure_again", "drop"):
+        inner = getattr(PlanBook, name)
+
+        def noted(self, keys, inner=inner, **keywords):
+            given_up.append(keys)
+            return inner(self, keys, **keywords)
+
+        monkeypatch.setattr(PlanBook, name, noted)
+    seen, state, _ = unmanaged(mlp, again_and_again(passing, [], given_up))
+    _, _, peak = unmanaged(mlp, lambda *given: [one_step(*given) for _ in range(3)])
+    got, got_state, _ = managed(mlp, again_and_again(passing, times, given_up), int(share * peak))
+    assert_same(got, seen, "observed")
+    assert_same(got_state, state, "state")
+    assert times[-1] == times[len(times) // 2]

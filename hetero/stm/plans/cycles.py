@@ -362,7 +362,7 @@ class Cycles:
             self._homes.learn(keys, segments)
             has_unused = plan is not None and self._departures.note_unused(
                 keys,
-                is_much=self._book.is_much(unused),
+                is_much=self._book.is_much(plan, unused),
                 has_passed=self._book.outgrown.has_passed(keys),
             )
             if (has_departed or has_unused) and not is_known:

@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-__all__ = ["Outgrown"]
+__all__ = ["SPARE", "Outgrown"]
 
-_SPARE = 2  # times as much as was seen is kept free for what may grow on, so that this stays rare
+SPARE = 2  # times as much as was seen is kept free for what may grow on, so that this stays rare
 
 # What passed the budget, or would have: an iteration that followed its plan; only the next one's; one that nobody
 # intercepted, of which no more is known than that, so that the first that follows a plan has to tell how much it takes.
@@ -79,7 +79,7 @@ class Outgrown:
             return max(0, seen.drift) if self._is_due(keys, _NEXT if seen.is_next else _NOW) else 0
         if not (missed and seen.drift > 0):
             return 0
-        return max(seen.drift, min(_SPARE * seen.drift, room() // 2))
+        return max(seen.drift, min(SPARE * seen.drift, room() // 2))
 
     def forget_seen(self, *, trains: bool) -> None:
         """The iteration is over, and a plan is made of what was measured of it: nothing has to be kept free beside."""

@@ -13,7 +13,7 @@ from hetero.eviction import CapacityError, HomeCost, Schedule, Trace
 from hetero.msc import Phase, Segment, SegmentKey
 from hetero.stm.plans.fits import ForwardKind, kind_of
 from hetero.stm.plans.making import PlanMaker
-from hetero.stm.plans.outgrown import Outgrown
+from hetero.stm.plans.outgrown import SPARE, Outgrown
 from hetero.stm.plans.plan import CyclePlan
 from hetero.stm.plans.samples import Samples
 from hetero.stm.plans.timings import Keys
@@ -223,9 +223,10 @@ class PlanBook:
             return False
         return self.budget - plan.margin < self._planner.least(plan)
 
-    def is_much(self, unused: int) -> bool:
-        """So many bytes, which a plan keeps free in vain, are worth measuring again."""
-        return unused >= self.budget // _WORTH_FORGETTING
+    def is_much(self, plan: CyclePlan, unused: int) -> bool:
+        """So many bytes, which ``plan`` has kept free in vain, are worth measuring again: of what it keeps free for
+        growth, half was seen, and is not unused where it comes again."""
+        return unused - (plan.margin - self.margin) // SPARE >= self.budget // _WORTH_FORGETTING
 
     def measure_again(self, keys: Keys, *, for_good: bool, keeps_free: bool = True) -> None:
         """Iterations with these keys are no longer what they were: forget them. What the longest of these took may come
