@@ -236,13 +236,13 @@ class _Failures:
     """[Note: after a loss].
 
     Attributes:
-        times: how many there were, since all was tried last with success.
+        times: how many there were since all was tried last with success, or ever.
     """
 
     def __init__(self) -> None:
         self.times = 0
         self._wait, self._left = _UNTIL_TRIED_AGAIN, 0  # iterations
-        self._since = math.inf  # iterations, all was tried again
+        self._since = math.inf  # iterations since all was tried again
 
     def note(self) -> None:
         """One more."""
