@@ -86,6 +86,7 @@ class MemStatsCollector:
         # Model data on the device since the period began, or was relieved, and what others have living there.
         self._model_base = self._others_base = 0
         self._is_between = False  # the period's operator is over
+        self._homes_change = False
         self.others: Others = _NoOthers()  # set by the manager
         self._others_begun = 0  # segments, at the period's beginning
         self.segments = 0  # of ours, so far
@@ -197,6 +198,12 @@ class MemStatsCollector:
                 beside = self._accelerator.asked_bytes()[0] - self._model_base - others - own_nbytes
                 self._handed_over = index, own_nbytes, beside, self._accelerator.made_bytes()
 
+    def note_kept(self, nbytes: int) -> None:
+        """A gradient of ``nbytes``, which is there, is model data from now on; negative: it was, and has gone."""
+        if self.is_sampling and self._period.begin is not None:
+            self._read_peak(self._period)
+            self._model_base += nbytes
+
     def note_queued(self, indices: tuple[int, ...]) -> None:
         """The updates of these parameters are done later, in this order."""
         if self._segment is not None:
@@ -223,9 +230,7 @@ class MemStatsCollector:
             yield
         finally:
             self._relieving = False
-        self._begin_after_others()
-        # The period's own records are no model data before it ends: as many as there are now would be forgotten.
-        self._model_base = self._model_bytes.device_bytes - self._own_bytes()
+        self._begin_anew()
 
     def count_fetch(self, nbytes: int) -> None:
         """A copy to the device was started."""
@@ -279,14 +284,17 @@ class MemStatsCollector:
             self._period.relieved = self._period.lost_own = True
 
     @contextlib.contextmanager
-    def others_moving(self) -> Iterator[None]:
-        """Around moves of what lives on the device of others: what these take is no non-model data."""
+    def homes_changing(self) -> Iterator[None]:
+        """Around moves of what lives on the device, of ours or of others, and steps of ours: what these take is no
+        non-model data. Plans have it by itself."""
         if self.is_sampling and self._period.begin is not None:
             self._read_peak(self._period)
+        outermost, self._homes_change = not self._homes_change, True
         try:
             yield
         finally:
-            self._begin_after_others()
+            self._homes_change = not outermost
+            self._begin_anew()
 
     def note_saved(self, key: tuple[int, int], nbytes: int) -> None:
         """Forward saved a record (`hetero.stm.activations.offload`)."""
@@ -361,9 +369,15 @@ class MemStatsCollector:
         if self._period.begin is None:
             self._period.issued += 1
 
+    def _begin_anew(self) -> None:
+        """Something has left the device, or has come to live there: what there was before is no peak of what follows,
+        and what lives there now is no non-model data."""
+        self._begin_after_others()
+        # The period's own records are no model data before it ends: as many as there are now would be forgotten.
+        self._model_base = self._model_bytes.device_bytes - self._own_bytes()
+
     def _begin_after_others(self) -> None:
-        """Something has left the device, or has come to live there of others: what there was before is no peak of what
-        follows, and what lives there now is no non-model data."""
+        """As `_begin_anew`, of others alone."""
         if self.is_sampling and self._period.begin is not None:
             self.peaks.next_period()
             self._others_base = self.others.home_bytes_of_others()
@@ -374,6 +388,8 @@ class MemStatsCollector:
         return sum(nbytes for key, nbytes in period.saved if key not in period.dropped)
 
     def _read_peak(self, period: Period) -> None:
+        if self._homes_change:
+            return
         excess = self.peaks.excess()
         peak = self.peaks.next_period()
         period.peak_bytes = max(period.peak_bytes, peak)

@@ -140,7 +140,7 @@ class Sharing:
 
     def while_others_move(self) -> contextlib.AbstractContextManager[None]:
         """`hetero.stm.neighbours.Neighbour.while_others_move`."""
-        return self._collector.others_moving()
+        return self._collector.homes_changing()
 
     @property
     def thread(self) -> int:
@@ -228,9 +228,11 @@ class Sharing:
         needed = (other.least_bytes() + sum(homes.values()) - homes[other] for other in homes)
         return self._plans.budget - max(needed, default=0)
 
-    def moving_homes(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def moving_homes(self) -> Iterator[None]:
         """Around moves of what lives on the device of ours."""
-        return neighbours.moving_homes(self)
+        with self._collector.homes_changing(), neighbours.moving_homes(self):
+            yield
 
     def _beside(self, *, is_first: bool) -> Iterator[Neighbour]:
         for other in neighbours.others(self) if is_first else self._active():

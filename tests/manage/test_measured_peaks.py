@@ -3,11 +3,13 @@
 import pytest
 import torch
 from accelerators import ON_CUDA
+from loops import losses, mlp
 from settling import BLOCKS
 from torch import nn
 from twins import device
 
 import hetero
+from hetero.msc import Phase
 
 
 @pytest.mark.skipif(ON_CUDA, reason=BLOCKS)
@@ -25,3 +27,22 @@ def test_what_leaves_for_an_operator_is_no_need_of_it(kib):
         stats = manager.stats
     assert max(period.device_non_model_bytes for period in stats.periods) < budget - weights
     assert stats.bytes_moved == stats.lower_bound_bytes == 0
+
+
+@pytest.mark.usefixtures("homes_on_device")
+def test_gradients_that_stay_are_no_need_of_what_comes_after_them():
+    """Two layers get theirs between two operators. At first these go home at once; when the iteration is measured again
+    they stay."""
+    model, target = mlp(), device()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    needs = []
+    with hetero.manage(model, optimizer, device=target, device_budget="64MiB", activations=False) as manager:
+        plans = manager._stm.plans
+        manager._stm.settled.forbid()
+        for _ in range(2):
+            for _ in range(6):
+                losses(model, optimizer, target, 1)
+            measured = [plans.samples[key][0] for key in plans.last.keys if key.phase is not Phase.STEP]
+            needs.append([period.non_model_bytes for segment in measured for period in segment.periods])
+            plans.measure_again(plans.last.keys, for_good=True)
+    assert needs[0] == needs[1]

@@ -146,10 +146,8 @@ def test_in_the_end_as_little_moves_as_before(passing, share):
     got, got_state, _ = managed(mlp, passing_loop(passing, moved), int(share * peak))
     assert_same(got, seen, "observed")
     assert_same(got_state, state, "state")
-    # Of what is measured while parameters live on the device, two gradients that come between two of its operators
-    # count as if they were there together. Then two layers less live there: they come, and their gradients go.
-    layers = 2 * 2 * max(sum(p.nbytes + 512 for p in part.parameters()) for part in mlp())
-    assert moved[-1] <= moved[BEFORE - 1] + layers < max(moved)
+    # A gradient that is late counts in the step after its own.
+    assert moved[-1] <= max(moved[BEFORE - 4 : BEFORE]) < max(moved)
 
 
 def again_and_again(passing, times, count):

@@ -161,6 +161,7 @@ class KeptGradients:
     def _put(self, tensor: ManagedTensor, kept: _Kept) -> None:
         if tensor.index not in self._kept:
             self.nbytes += tensor.full_nbytes
+            self._meter.note_kept(tensor.full_nbytes)
         self._kept[tensor.index] = kept
         self._memory.entry(tensor).place(Tier.DEVICE, tensor.full_nbytes)
 
@@ -168,6 +169,7 @@ class KeptGradients:
         del self._kept[tensor.index]
         self.nbytes -= tensor.full_nbytes
         self._memory.entry(tensor).place(Tier.DEVICE, 0)
+        self._meter.note_kept(-tensor.full_nbytes)
 
     def _change(self, tensor: ManagedTensor, kept: _Kept) -> bool:
         """Do what is left to be done to it; False if it is gone."""

@@ -379,8 +379,9 @@ class HostStep:
         ranks = self._stm.by_first_use()
         captured.sort(key=lambda item: (ranks.get(item.tensor.index, len(ranks)), item.tensor.index))
         self.speculation.end_step(captured, Surroundings.of_this_thread())
-        with plain():
-            self._device_steps.run(here, self._note_update)
+        if here:
+            with plain(), self._stm.collector.homes_changing():
+                self._device_steps.run(here, self._note_update)
 
     def _note_update(self, tensor: ManagedTensor, update: ParameterUpdate) -> None:
         """One on the device is done. It may have made states: where nothing was kept so far, or of a class of the
