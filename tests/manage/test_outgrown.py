@@ -401,8 +401,8 @@ def test_what_nothing_tells_passes_the_budget_less_and_less_often():
 def test_a_counter_that_nobody_resets_is_no_obstacle_to_settling_again(monkeypatch):
     """To the user it shows for good that the budget has been passed."""
     asked = []
-    growth = Fitting.growth
-    monkeypatch.setattr(Fitting, "growth", lambda fitting: [asked.append(step), growth(fitting)][1])
+    needs = Fitting.needs
+    monkeypatch.setattr(Fitting, "needs", lambda fitting: [asked.append(step), needs(fitting)][1])
     gc.collect()
     target = device()
     torch.accelerator.reset_peak_memory_stats()

@@ -449,3 +449,21 @@ def test_backwards_for_more_sets_of_parameters_than_have_plans_keep_the_budget(s
 
     manager = assert_twins(deep, loop, share=share)
     assert len(manager._stm.plans) <= 10  # and one of those that came after them
+
+
+def test_of_iterations_that_follow_their_plan_nothing_is_kept():
+    departures = Departures()
+    for kind in range(100):  # such as those of sequences, of which each has a length of its own
+        for is_much in (False, True, False):
+            assert not departures.note_unused(kind, is_much=is_much, has_passed=False)
+        assert not departures.note_less(kind, frozenset())
+    assert not any(vars(departures).values())
+
+
+def test_what_is_unused_for_long_is_given_up_and_later_after_twice_as_long():
+    departures, again = Departures(), []
+    for number in range(300):
+        if departures.note_unused("keys", is_much=number != 20, has_passed=False):
+            departures.note_measured("keys")
+            again.append(number)
+    assert again == [20 + 32, 20 + 32 + 64, 20 + 32 + 64 + 128]

@@ -5,7 +5,7 @@ to fetch every parameter once, and some models take another path every time: so 
 and the next time when twice as much has been. Until then the plan is used (`hetero.stm.running.executor`).
 """
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Hashable
 
 __all__ = ["Departures"]
@@ -20,13 +20,14 @@ class Departures:
     """Of all kinds of iterations of one manager; ``keys`` says which. Answers whether to measure those again."""
 
     def __init__(self) -> None:
-        self._times: dict[Hashable, int] = defaultdict(int)  # that it was measured again
-        self._lost: dict[Hashable, int] = defaultdict(int)
+        # Counters: asking for a kind that nothing is known of leaves nothing, and there may be as many as iterations.
+        self._times: Counter[Hashable] = Counter()  # that it was measured again
+        self._lost: Counter[Hashable] = Counter()
         # Moments that each of so many iterations, the latest, has left out.
         self._omitted: dict[Hashable, tuple[frozenset[int], int]] = {}
         # So many in a row had much less than was measured, and so often it was measured again for that.
-        self._with_less: dict[Hashable, int] = defaultdict(int)
-        self._times_less: dict[Hashable, int] = defaultdict(int)
+        self._with_less: Counter[Hashable] = Counter()
+        self._times_less: Counter[Hashable] = Counter()
 
     def note_more(self, keys: Hashable, *, lost: int, parameters: int) -> bool:
         """There was more in one than its plan knows, a branch with the same shapes, a layer unfrozen, which cost
@@ -48,13 +49,17 @@ class Departures:
         """All through one there was much less beside model data than its plan was made for (``is_much``), or was not:
         what somebody held for a while, when it was measured or when it had outgrown its plan, may have gone for good.
         ``has_passed``: the budget was passed by it, or would have been."""
-        self._with_less[keys] = self._with_less[keys] + 1 if is_much else 0
-        is_long = self._with_less[keys] >= (_VERY_LONG if has_passed else _LONG) << self._times_less[keys]
-        self._times_less[keys] += is_long
-        return is_long
+        if not is_much:
+            self._with_less.pop(keys, None)
+            return False
+        self._with_less[keys] += 1
+        if self._with_less[keys] < (_VERY_LONG if has_passed else _LONG) << self._times_less[keys]:
+            return False
+        self._times_less[keys] += 1
+        return True
 
     def note_measured(self, keys: Hashable) -> None:
         """They will be."""
         self._times[keys] += 1
-        self._lost[keys] = self._with_less[keys] = 0
-        self._omitted.pop(keys, None)
+        for known in (self._lost, self._with_less, self._omitted):
+            known.pop(keys, None)

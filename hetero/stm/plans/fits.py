@@ -13,11 +13,11 @@ from hetero.stm.plans.plan import CyclePlan
 
 __all__ = [
     "ForwardKind",
-    "Growth",
     "KindGrowth",
+    "Needs",
     "before_each_backward",
     "kind_of",
-    "read_growth",
+    "read_needs",
 ]
 
 _SPARE = 2  # times as much as was measured has to be there, where that is no bound
@@ -40,7 +40,7 @@ class KindGrowth:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Growth:
+class Needs:
     """``peak``: bytes of the device beside parameters, states and buffers, at most, over all measured kinds of
     iterations. ``by_kind``: of a forward of that kind; ``by_kind_beside``: and where all data of other managers stay on
     the device as well, which then make no room. ``has_others_within``: their iterations are under way at the same
@@ -80,7 +80,7 @@ def _returning(key: SegmentKey) -> BackwardSignature | None:
     return signature if isinstance(signature, BackwardSignature) and signature.returns else None
 
 
-def read_growth(
+def read_needs(
     plans: Sequence[CyclePlan],
     *,
     budget: int,
@@ -88,7 +88,7 @@ def read_growth(
     gradients: Mapping[int, int],
     step_bytes: int,
     saves_elsewhere: Callable[[Hashable], bool],
-) -> Growth:
+) -> Needs:
     """``parameters``: bytes of each; ``gradients``: of each that is trained, bytes of its gradient; ``step_bytes``:
     what the optimizer's own step allocates for a while; ``saves_elsewhere``: of a forward's signature, whether hooks of
     the user's have what it saves. Saved tensors and gradients count as long as they live, and gradients that a backward
@@ -110,7 +110,7 @@ def read_growth(
         needs = list(map(operator.add, needs, plan.others_away_at_peak))
         there = list(map(operator.add, there, plan.others_away))
         _add_growth(by_kind_beside, plan, needs, made, there, gradient_bytes)
-    return Growth(
+    return Needs(
         peak=peak,
         by_kind=by_kind,
         by_kind_beside=by_kind_beside,

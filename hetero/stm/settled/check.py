@@ -18,7 +18,7 @@ from torch import nn
 from hetero.devices import Accelerator
 from hetero.stm.interception.signatures import is_no_larger, without_training
 from hetero.stm.manager import StatefulTensorMgr
-from hetero.stm.plans.fits import ForwardKind, Growth, KindGrowth, before_each_backward
+from hetero.stm.plans.fits import ForwardKind, KindGrowth, Needs, before_each_backward
 from hetero.stm.settled.attempts import Attempts
 from hetero.stm.settled.who import settled_on
 from hetero.stm.tensors.managed import ManagedTensor
@@ -54,8 +54,8 @@ class Check:
         self._attempts = attempts
         self.must_leave = self.has_warned = False
         self.peak = 0
-        self._growth = Growth(peak=0, by_kind={}, by_kind_beside={}, has_others_within=False)
-        self._by_kind = self._growth.by_kind  # or beside others
+        self._measured = Needs(peak=0, by_kind={}, by_kind_beside={}, has_others_within=False)
+        self._by_kind = self._measured.by_kind  # or beside others
         self._is_beside = False  # others are settled as well
         # How many segments had begun when it left in the middle of an iteration; None: it did not.
         self._left_at: int | None = None
@@ -76,16 +76,16 @@ class Check:
         self._without_momentum: list[dict[str, Any]] = []
 
     def begin(
-        self, kind: ForwardKind | None, growth: Growth, limit: int, *, trained: Sequence[ManagedTensor]
+        self, kind: ForwardKind | None, needs: Needs, limit: int, *, trained: Sequence[ManagedTensor]
     ) -> None:
-        """It has settled, for a forward of such a kind or, None, beside others. ``growth``: what iterations need beside
+        """It has settled, for a forward of such a kind or, None, beside others. ``needs``: what iterations need beside
         model data; ``limit``: the bytes that all may take together, which is the budget less what was given to others,
         until `Manager.trim`; ``trained``: parameters whose gradients and states are among these.
         """
-        self._growth = replace(
-            growth, by_kind=dict(growth.by_kind), by_kind_beside=dict(growth.by_kind_beside)
+        self._measured = replace(
+            needs, by_kind=dict(needs.by_kind), by_kind_beside=dict(needs.by_kind_beside)
         )
-        self._by_kind, self._limit = self._growth.of(beside=False), limit
+        self._by_kind, self._limit = self._measured.of(beside=False), limit
         self._probe = trained[-1].parameter if trained else None
         known = {t.index for t in trained}
         self._frozen = [t.parameter for t in self._stm.tensors if t.index not in known]
@@ -179,12 +179,12 @@ class Check:
     def under_way(self) -> tuple[int, int] | None:
         """Of the iteration that is: bytes in use on the device when it began, and how many more it takes at most. None
         if there is none, or if it was measured with what others did within it."""
-        return None if self._growth.has_others_within or not self.is_under_way() else self._needs()
+        return None if self._measured.has_others_within or not self.is_under_way() else self._needs()
 
     def note_others(self, *, are_settled: bool) -> None:
         """Other managers of the device are settled, and make no room, or none is."""
         self._is_beside = are_settled
-        self._by_kind = self._growth.of(beside=are_settled)
+        self._by_kind = self._measured.of(beside=are_settled)
 
     # -- helpers --------------------------------------------------------------------------------------
 
@@ -193,7 +193,7 @@ class Check:
         if self._begun is None:
             return None
         kind, used, makes_gradients = self._begun
-        by_kind = self._growth.by_kind_beside
+        by_kind = self._measured.by_kind_beside
         # Not learned: it may be another thread that asks.
         growth = by_kind.get(kind) or self._of_larger(kind, by_kind)
         return used, self._limit if growth is None else growth.most(are_there=not makes_gradients)
@@ -201,7 +201,7 @@ class Check:
     def _fits_beside(self, nbytes: int) -> bool:
         """So many fit for the forward that begins beside what other settled models have still to take of theirs, which
         one backward may go through as well; where that was measured, it is in ``nbytes``."""
-        if self._growth.has_others_within:
+        if self._measured.has_others_within:
             return True
         others = [one for one in settled_on(self._stm.device) if one is not self._stm.standing.settled]
         begun = [needs for one in others if (needs := one.under_way()) is not None]

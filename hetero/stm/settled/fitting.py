@@ -13,7 +13,7 @@ from hetero.errors import BudgetError
 from hetero.msc import Phase
 from hetero.stm.interception.signatures import autocasts, saves_elsewhere
 from hetero.stm.manager import StatefulTensorMgr
-from hetero.stm.plans.fits import Growth, read_growth
+from hetero.stm.plans.fits import Needs, read_needs
 from hetero.stm.plans.plan import CyclePlan
 from hetero.stm.settled.who import homes_at_rest, settled_on, storages_of
 from hetero.stm.step.hoststep import HostStep
@@ -39,7 +39,7 @@ class Fitting:
         self._too_much: list[CyclePlan] = []
         self._is_ours_alone: bool | None = None
 
-    def growth(self) -> Growth | None:
+    def needs(self) -> Needs | None:
         """What iterations need beside model data, if that is there. Plans of kinds that have not come for long are
         dropped if all but these fit: one large batch, or a refused one that the user has cut into halves."""
         book = self._stm.plans
@@ -47,15 +47,15 @@ class Fitting:
         coming = [plan for plan in plans if not book.has_gone(plan)]
         if len(coming) == len(self._too_much) and all(map(operator.is_, coming, self._too_much)):
             return None
-        growth = self._growth_of(plans)
-        if growth is None and len(coming) < len(plans) and (growth := self._growth_of(coming)) is not None:
+        needs = self._needs_of(plans)
+        if needs is None and len(coming) < len(plans) and (needs := self._needs_of(coming)) is not None:
             book.drop_gone()
             self._stm.home_choice.choose_again()  # they may have had no room for all
-        if growth is None:
+        if needs is None:
             self._too_much = coming
-        return growth
+        return needs
 
-    def _growth_of(self, plans: list[CyclePlan]) -> Growth | None:
+    def _needs_of(self, plans: list[CyclePlan]) -> Needs | None:
         sizes = {id(t.parameter): t.full_nbytes for t in self._stm.tensors}
         parameters = sum(t.living_nbytes for t in self._stm.tensors)
         trained = self.trained()
@@ -71,7 +71,7 @@ class Fitting:
                 {id(t.parameter): t.full_nbytes for t in stepped},
                 fused={id(t.parameter) for t in stepped if homes.takes_fused(t, groups)},
             )
-        growth = read_growth(
+        needs = read_needs(
             plans,
             budget=self._budget,
             parameters=[t.full_nbytes for t in self._stm.tensors],
@@ -82,25 +82,25 @@ class Fitting:
         # A gradient that autograd cannot take over as it is, is there twice for a moment.
         model += max(sizes.values(), default=0)
         if any(t.cast is not None for t in self._stm.tensors) or any(
-            autocasts(signature) for _, signature in growth.by_kind
+            autocasts(signature) for _, signature in needs.by_kind
         ):
             model += parameters // 2
         # What a plan keeps free beyond what is others' is for what it has not measured.
-        if model + growth.peak > self._budget - max((plan.margin for plan in plans), default=0):
+        if model + needs.peak > self._budget - max((plan.margin for plan in plans), default=0):
             return None
-        return growth
+        return needs
 
     def trained(self) -> list[ManagedTensor]:
         """Parameters that are, or that were stepped and are frozen for a while: those of who judges a generator."""
         stepped = self._step.device_homes.stepped if self._step is not None else frozenset[int]()
         return [t for t in self._stm.tensors if t.parameter.requires_grad or t.index in stepped]
 
-    def has_room(self, growth: Growth, *, beside: bool) -> bool:
+    def has_room(self, needs: Needs, *, beside: bool) -> bool:
         """Now, and nothing that is under way stands against it: as far as that needs no look at every reference.
         ``beside``: others of the device are settled, or are about to."""
         stm = self._stm
         is_trainable = any(t.parameter.requires_grad for t in stm.tensors)
-        trains = is_trainable and any(k[0] for k in growth.by_kind)
+        trains = is_trainable and any(k[0] for k in needs.by_kind)
         if self._step is not None:
             # An evaluation tells nothing of what gradients, states and activations take, and where a loss is made by
             # the model's parts, as by a method of its own, nobody of ours would see that training begins. Where all is
@@ -123,8 +123,8 @@ class Fitting:
         if not all(other.has_room_for(missing) for other in settled_on(stm.device)):
             return False
         # What those have away that run while ours does comes back then, and nobody asks whether there is room for it.
-        away = max(0, stm.sharing.away_from_others(active=True)) if growth.has_others_within else 0
-        kinds = growth.of(beside=beside).values()
+        away = max(0, stm.sharing.away_from_others(active=True)) if needs.has_others_within else 0
+        kinds = needs.of(beside=beside).values()
         grows = max((each.most(are_there=all_there) for each in kinds), default=0)
         return self._accelerator.used_bytes() + away + missing + grows <= self._budget - stm.plans.margin
 

@@ -21,7 +21,7 @@ import torch
 
 from hetero.autograd import in_backward
 from hetero.stm.living import Living
-from hetero.stm.plans.fits import ForwardKind, Growth
+from hetero.stm.plans.fits import ForwardKind, Needs
 from hetero.stm.settled.transition import Transition
 from hetero.stm.tensors.managed import ManagedTensor
 
@@ -50,8 +50,8 @@ class Kin:
     def settle(self, kind: ForwardKind) -> bool:
         """Enter for a forward of such a kind, and with it all that have to be there too; all of them or none."""
         self._was_looked_at, self._onlookers.have_looked = self._onlookers.have_looked > 0, 0
-        growth = None if self._was_looked_at else self._transition.growth(kind)
-        return growth is not None and self._enter(kind, growth)
+        needs = None if self._was_looked_at else self._transition.needs(kind)
+        return needs is not None and self._enter(kind, needs)
 
     def take_along(self, *, amid: bool = False) -> None:
         """This one has left: they do, now or else at their next forward. ``amid``: as in `Transition.leave`."""
@@ -72,7 +72,7 @@ class Kin:
 
     # -- all of them, or none -------------------------------------------------------------------------
 
-    def _enter(self, kind: ForwardKind, growth: Growth) -> bool:
+    def _enter(self, kind: ForwardKind, needs: Needs) -> bool:
         transition = self._transition
         others = [one for one in self._others() if not one._transition.is_on]
         ready = [one for one in others if one._is_ready()]
@@ -82,12 +82,10 @@ class Kin:
             may_be_combined = any(one._onlookers.have_values for one in (self, *others))
             if self._is_bound or may_be_combined or self._waits <= _MOST_WAITS:
                 return False
-        if ready and transition.growth(kind, with_kin=True) is None:
+        if ready and transition.needs(kind, with_kin=True) is None:
             return False
         together = [tensor for one in (self, *ready) for tensor in one._transition.stm.tensors]
-        if not all(one._is_private(together) for one in ready) or not transition.enter(
-            kind, growth, together
-        ):
+        if not all(one._is_private(together) for one in ready) or not transition.enter(kind, needs, together):
             transition.attempts.note_failure()
             return False
         self._waits = 0
@@ -107,7 +105,7 @@ class Kin:
             return (
                 transition.stm.segments.is_idle
                 and transition.is_between()
-                and transition.growth(None, with_kin=True) is not None
+                and transition.needs(None, with_kin=True) is not None
             )
 
     def _is_private(self, together: Sequence[ManagedTensor]) -> bool:
@@ -118,8 +116,8 @@ class Kin:
         """Kin of ours has."""
         transition = self._transition
         with self._locked_now() as is_locked:
-            growth = transition.growth(None) if is_locked and transition.is_between() else None
-            return growth is not None and transition.enter(None, growth, together)
+            needs = transition.needs(None) if is_locked and transition.is_between() else None
+            return needs is not None and transition.enter(None, needs, together)
 
     @contextlib.contextmanager
     def _locked_now(self) -> Iterator[bool]:

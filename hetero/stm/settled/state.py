@@ -49,7 +49,7 @@ class Settled:
         kin, fitting = weakref.ref(self._kin), weakref.ref(transition.fitting)
         self.onlookers.when_looked = lambda: None if (there := kin()) is None else there.send_home()
         stm.home_choice.everything_fits = lambda: (
-            (there := fitting()) is not None and there.growth() is not None
+            (there := fitting()) is not None and there.needs() is not None
         )
 
     # -- the model's forward --------------------------------------------------------------------------

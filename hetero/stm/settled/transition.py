@@ -15,7 +15,7 @@ from hetero.stm.interception.compiled import CompiledCalls
 from hetero.stm.interception.scopes import in_scope
 from hetero.stm.interception.transforms import is_transforming
 from hetero.stm.manager import StatefulTensorMgr
-from hetero.stm.plans.fits import ForwardKind, Growth
+from hetero.stm.plans.fits import ForwardKind, Needs
 from hetero.stm.settled.attempts import Attempts
 from hetero.stm.settled.check import Check
 from hetero.stm.settled.exchange import may_go_back
@@ -85,19 +85,19 @@ class Transition:
             return False
         return stm.close_iteration()
 
-    def growth(self, kind: ForwardKind | None, *, with_kin: bool = False) -> Growth | None:
+    def needs(self, kind: ForwardKind | None, *, with_kin: bool = False) -> Needs | None:
         """What iterations need beside model data, if nothing stands against it as far as that is easily told; for a
         forward of such a kind, if it is called for one. ``with_kin``: others are to settle with this one."""
-        growth = self.fitting.growth()
-        if growth is None or (kind is not None and kind not in growth.by_kind):
+        needs = self.fitting.needs()
+        if needs is None or (kind is not None and kind not in needs.by_kind):
             return None
-        if not self.fitting.has_room(growth, beside=with_kin or bool(settled_on(self.stm.device))):
+        if not self.fitting.has_room(needs, beside=with_kin or bool(settled_on(self.stm.device))):
             return None
         if not self.fitting.is_ours_alone():
             self.attempts.forbid()
-        return growth if self.attempts.are_allowed else None
+        return needs if self.attempts.are_allowed else None
 
-    def enter(self, kind: ForwardKind | None, growth: Growth, together: Sequence[ManagedTensor]) -> bool:
+    def enter(self, kind: ForwardKind | None, needs: Needs, together: Sequence[ManagedTensor]) -> bool:
         """It is there; False, and as before, if somebody would be left behind, or there is no memory after all.
         ``together``: what settles now, with ours, or none of it."""
         stm = self.stm
@@ -122,7 +122,7 @@ class Transition:
         self._rest()  # its calls are around those of compiled modules
         if (compiled := self._compiled()) is not None:
             compiled.pause()
-        self.check.begin(kind, growth, limit, trained=self.fitting.trained())
+        self.check.begin(kind, needs, limit, trained=self.fitting.trained())
         self._settled.is_on = True
         settled_now.add(self._settled)
         self._tell_others()
