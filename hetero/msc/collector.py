@@ -6,6 +6,7 @@ Owns when counters are read and events recorded, and to which period and segment
 
 import contextlib
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -86,7 +87,7 @@ class MemStatsCollector:
         # Model data on the device since the period began, or was relieved, and what others have living there.
         self._model_base = self._others_base = 0
         self._is_between = False  # the period's operator is over
-        self._homes_change = False
+        self._homes_changing: list[int] = []  # threads within `homes_changing`, as often as they are
         self.others: Others = _NoOthers()  # set by the manager
         self._others_begun = 0  # segments, at the period's beginning
         self.segments = 0  # of ours, so far
@@ -289,11 +290,12 @@ class MemStatsCollector:
         non-model data. Plans have it by itself."""
         if self.is_sampling and self._period.begin is not None:
             self._read_peak(self._period)
-        outermost, self._homes_change = not self._homes_change, True
+        thread = threading.get_ident()
+        self._homes_changing.append(thread)
         try:
             yield
         finally:
-            self._homes_change = not outermost
+            self._homes_changing.remove(thread)
             self._begin_anew()
 
     def note_saved(self, key: tuple[int, int], nbytes: int) -> None:
@@ -388,7 +390,7 @@ class MemStatsCollector:
         return sum(nbytes for key, nbytes in period.saved if key not in period.dropped)
 
     def _read_peak(self, period: Period) -> None:
-        if self._homes_change:
+        if threading.get_ident() in self._homes_changing:
             return
         excess = self.peaks.excess()
         peak = self.peaks.next_period()

@@ -1,5 +1,7 @@
 """What a period is measured to need beside model data."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from accelerators import ON_CUDA
@@ -46,3 +48,22 @@ def test_gradients_that_stay_are_no_need_of_what_comes_after_them():
             needs.append([period.non_model_bytes for segment in measured for period in segment.periods])
             plans.measure_again(plans.last.keys, for_good=True)
     assert needs[0] == needs[1]
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_what_lives_on_the_device_may_change_on_several_threads_at_once(ends):
+    """As with two managers, each trained on a thread of its own: the first to begin is the first to end."""
+    model, target = mlp(), device()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    with (
+        hetero.manage(model, optimizer, device=target, device_budget="64MiB") as manager,
+        ThreadPoolExecutor(1) as elsewhere,
+    ):
+        ours, anothers = (manager._stm.collector.homes_changing() for _ in range(2))
+        ours.__enter__()
+        elsewhere.submit(anothers.__enter__).result()
+        ours.__exit__(None, None, None)
+        if ends:
+            elsewhere.submit(anothers.__exit__, None, None, None).result()
+        losses(model, optimizer, target, 1)
+        assert manager.stats.periods
