@@ -25,7 +25,11 @@ _USER = object()
 
 class PeakKeeper:
     """Per-period peaks of one device, and the highest of all since it was made. ``limit``: of the device; `close` if
-    there is one."""
+    there is one.
+
+    Attributes:
+        latest: no more was there between the last two times that `passed` was asked.
+    """
 
     def __init__(self, accelerator: Accelerator, limit: int | None = None) -> None:
         self._accelerator = accelerator
@@ -33,7 +37,7 @@ class PeakKeeper:
         self._limit = limit
         self._at_start = self._counter.users_peak()
         self._highest = accelerator.used_bytes()
-        self._looked = 0
+        self._looked = self.latest = 0
         # The user's peak is above the limit, and the counter would not tell of a lower one that is as well.
         self._is_watching = False
         self._is_over = False
@@ -51,8 +55,10 @@ class PeakKeeper:
     def passed(self, nbytes: int) -> int:
         """By how much ``nbytes`` have been passed since this was asked before, as far as the counter tells; else 0."""
         if self._is_watching:
-            return max(0, self.next_period() - nbytes)
+            self.latest = self.next_period()
+            return max(0, self.latest - nbytes)
         before, self._looked = self._looked, self._counter.users_peak()
+        self.latest = self._looked
         return max(0, self._looked - nbytes) if self._looked > before else 0
 
     def begin(self) -> None:
@@ -166,8 +172,10 @@ class _Counter:
         return self._is_callers or who not in self._measuring[:-1]
 
     def next_period(self, who: object) -> int:
-        """The peak since they last asked."""
+        """The peak since they last asked; 0 if they have ended, which another's thread cannot know."""
         with self._lock:
+            if who not in self._peaks:
+                return 0
             self._start_anew()
             peak, self._peaks[who] = self._peaks[who], 0
             return peak

@@ -3,8 +3,10 @@
 import pytest
 import torch
 from loops import batch, mlp
-from twins import assert_same, managed, unmanaged
+from residents import living
+from twins import assert_same, device, managed, unmanaged
 
+import hetero
 from hetero.stm.interception.parameter import managed_in
 from hetero.stm.plans import departures, homechoice, planbook, samples
 from hetero.stm.plans.planbook import PlanBook
@@ -189,3 +191,43 @@ def test_what_comes_again_and_again_is_not_given_up_for_ever(monkeypatch, passin
     assert_same(got, seen, "observed")
     assert_same(got_state, state, "state")
     assert times[-1] == times[len(times) // 2]
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize(("every", "times"), [(2, 1), (12, 2)])
+def test_what_the_caller_takes_between_backward_and_step_is_planned_for_as_long_as_it_comes(every, times):
+    """At the moments of the plan it is never there: nor is it unused, for that. What has not come for 8 iterations has
+    gone, at first."""
+    target = device()
+    _, _, peak = unmanaged(mlp, lambda *given: [one_step(*given) for _ in range(3)])
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    budget = torch.accelerator.memory_allocated() + int(0.65 * peak)
+    taken = sum(p.nbytes for p in model.parameters()) // 2
+    passed = []
+    with hetero.manage(model, optimizer, device=target, device_budget=budget) as manager:
+        for number in range(120):
+            torch.accelerator.reset_peak_memory_stats()
+            model(batch(target)).square().mean().backward()
+            if number % every == 1:
+                torch.empty(taken, dtype=torch.uint8, device=target)
+            optimizer.step()
+            optimizer.zero_grad()
+            if torch.accelerator.max_memory_allocated() > budget:
+                passed.append(number)
+        assert living(manager)
+    assert len(passed) <= times
+
+
+@pytest.mark.parametrize("waits", [0, 100])
+def test_what_cannot_live_there_is_tried_ever_less_often(waits):
+    """Also where the choice that tries it has to wait for its time."""
+    failures, tried = homechoice._Failures(), []
+    failures.note()
+    for number in range(3000):
+        since = number - tried[-1] if tried else 0
+        if since == waits + 3:
+            failures.note()
+        elif failures.may_try_again(is_trying=since > waits):
+            tried.append(number)
+    assert 4 <= len(tried) <= 6

@@ -366,7 +366,8 @@ class Cycles:
                 has_passed=self._book.outgrown.has_passed(keys),
             )
             if (has_departed or has_unused) and not is_known:
-                self._departures.note_measured(keys)
+                if has_departed:
+                    self._departures.note_measured(keys)
                 self._book.measure_again(keys, for_good=leaves_out or has_unused, keeps_free=not has_unused)
                 self._homes.choose_again_for(keys)
             else:

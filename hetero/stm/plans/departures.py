@@ -55,6 +55,7 @@ class Departures:
         self._with_less[keys] += 1
         if self._with_less[keys] < (_VERY_LONG if has_passed else _LONG) << self._times_less[keys]:
             return False
+        del self._with_less[keys]
         self._times_less[keys] += 1
         return True
 

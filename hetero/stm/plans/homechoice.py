@@ -14,8 +14,8 @@ on the device for the others.
 Often a few bytes were wanting: of losses, say, that the loop keeps. So a 16th of what lived there stays away, and twice
 as much with each further loss, so that there are few; no less than twice what had to leave, which may grow on; and no
 more than half. It may also have been for a while: a larger evaluation, a copy of the model. So after some iterations
-without a loss all may be tried again, and, where that was in vain, after twice as many. It is the same with those that
-could not be stepped there, because somebody held them.
+that train, without a loss, all may be tried again, and, where that was in vain, after twice as many. It is the same
+with those that could not be stepped there, because somebody held them.
 """
 
 import math
@@ -107,7 +107,9 @@ class HomeChoice:
             self._has_refused = self.has_all = False
             self._keep()
             return
-        if self._failures.may_try_again():
+        # Of evaluations there may be many between two steps, which tell what can be stepped there.
+        trains = any(key.trains for key in keys)
+        if trains and self._failures.may_try_again(is_trying=bool(self._chosen)):
             self._most_bytes = book.budget
             self.forget_refusals()
             self.choose_again()
@@ -242,7 +244,7 @@ class _Failures:
     def __init__(self) -> None:
         self.times = 0
         self._wait, self._left = _UNTIL_TRIED_AGAIN, 0  # iterations
-        self._since = math.inf  # iterations since all was tried again
+        self._since = math.inf  # iterations that all has been tried for again
 
     def note(self) -> None:
         """One more."""
@@ -253,10 +255,11 @@ class _Failures:
         self.times += 1
         self._left = self._wait
 
-    def may_try_again(self) -> bool:
-        """An iteration without any is over: whether all may be tried from the next one on, after it had to wait."""
+    def may_try_again(self, *, is_trying: bool) -> bool:
+        """An iteration without any is over: whether all may be tried from the next one on, after it had to wait.
+        ``is_trying``: it has been chosen for this one what lives there, which may have to wait for its time."""
         if self._left == 0:
-            self._since += 1
+            self._since += is_trying
             return False
         self._left -= 1
         if self._left == 0:

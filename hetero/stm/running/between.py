@@ -102,6 +102,18 @@ class Between:
             self._guarding.set(True)
             self._keep_to(plan.limits[course.callers] - self._growth.drift)
 
+    def after_backward(self) -> None:
+        """The caller goes on after one."""
+        segment, plan = self._segment(), self._course.plan_of_caller
+        if (
+            plan is not None
+            and segment is not None
+            and segment.key.phase is Phase.BACKWARD
+            and not segment.sampled
+        ):
+            self._caller.end_backward(plan, position=self._course.callers)
+        self.leave_to_caller()
+
     def before_another_backward(self) -> None:
         """The caller is about to go once more through what a backward has kept: where that was not planned, first of
         all through what is the caller's own, which nobody sees."""

@@ -7,6 +7,7 @@ leaves is `hetero.stm.running.between`'s.
 """
 
 import bisect
+import sys
 from collections.abc import Callable
 
 from hetero.msc import SegmentKey
@@ -44,7 +45,8 @@ class CallersPart:
         self._note_excess = note_excess
         self._note_peak = note_peak
         self._others = others
-        self._unused = 0  # of what the plan left to model data after the last forward
+        self._unused = 0  # of what the plan left to model data after the last forward, or backward
+        self._unused_by_caller = sys.maxsize
         self._passed = 0  # what `look_back` has told of the forward itself
         self._model_bytes: int | None = None  # there when the part that is watched began
         self._position = 0  # of its forward's last moment
@@ -66,6 +68,7 @@ class CallersPart:
             return more if may_pass else 0
         # Before a watch begins: what has passed by now is no part of it.
         looked = max(self._passed, self.look_back(plan, after=position))
+        self._note_used(plan)
         self._passed = 0
         if not may_pass:
             return looked
@@ -118,10 +121,34 @@ class CallersPart:
         of its last moment."""
         self._unused = -self._room.excess(limit)
         self.look_back(plan, after=position)
+        self._note_used(plan)
 
     def begin_iteration(self) -> None:
         """What was there before, between iterations, is nobody's growth."""
         self._peaks.passed(self._budget)
+
+    def end_backward(self, plan: CyclePlan, *, position: int) -> None:
+        """A backward ends, with its last moment ``position``: what its operators took is not its caller's."""
+        if self._outgrown.has_passed(plan.keys):
+            self.look_back(plan)
+            self._unused = -self._room.excess(plan.limits[position])
+
+    def begin_step(self, plan: CyclePlan) -> None:
+        """The caller's part after a backward is over."""
+        self.look_back(plan)
+        self._note_used(plan)
+
+    def take_unused(self) -> int:
+        """As `hetero.stm.running.growth.Growth.unused`, where only the caller has run, in iterations of a kind that has
+        passed the budget. What it takes between two segments is at no moment to be seen."""
+        unused, self._unused_by_caller = self._unused_by_caller, sys.maxsize
+        return unused
+
+    def _note_used(self, plan: CyclePlan) -> None:
+        """It was asked just now what had passed the budget since only the caller has run."""
+        if self._outgrown.has_passed(plan.keys):
+            unused = self._budget - self._peaks.latest - max(0, self._unused)
+            self._unused_by_caller = min(self._unused_by_caller, unused)
 
     def look_back(self, plan: CyclePlan, *, after: int | None = None) -> int:
         """If the budget was passed since this was asked before: how much more than planned there was then; else 0.

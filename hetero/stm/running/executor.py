@@ -142,7 +142,7 @@ class Executor:
         if key.phase is not Phase.STEP:  # which uses no copies
             self._residency.follow_stream()
         elif self._course.plan is not None and not place.sample:
-            self._caller.look_back(self._course.plan)
+            self._caller.begin_step(self._course.plan)
         if place.number == 0 and not place.sample:
             self._caller.begin_iteration()
         missing = self._backlog.begin(place.expected if self._course.plan is not None else ())
@@ -150,7 +150,12 @@ class Executor:
         self._segment = segment = self._measure(key, place, missing)
         there = segment.has_gradients or len(self._gradients.kept) > 0
         planned = self._course.plan is not None and key.phase is not Phase.STEP
-        if planned and not there:
+        if (
+            planned
+            and not there
+            and self._plans.samples.begins_with_gradients(key)
+            and not self._has_gradients()
+        ):
             self._plans.samples.note_no_gradients(key)
         if there and planned and self._plans.samples.note_gradients(key):
             # The plan is of iterations that begin without, and has used their memory.
@@ -170,13 +175,13 @@ class Executor:
         """The segment, if any, is over."""
         self.between.take_from_caller()
         if self._segment is not None:
-            self._cycles.note_unused(self._growth.unused)
             if self._course.plan is not None:
                 self._caller.end(self._course.plan)
                 if not (self._segment.key.trains or self._segment.sampled):
                     self._caller.end_inference(
                         self._course.plan, self._limit(), position=self._course.callers
                     )
+            self._cycles.note_unused(min(self._growth.unused, self._caller.take_unused()))
             self._activations.close_gone()  # what the last operator has used up is not there until the next iteration
             self._collector.end_segment()
             self._cycles.end_segment(self._segment)
@@ -272,8 +277,12 @@ class Executor:
         if place.number > 0:  # before an iteration, others may have run
             segment.brought_back = missing
         if place.sample:
-            segment.has_gradients = any(has_gradient(tensor) for tensor in self._tensors)
+            segment.has_gradients = self._has_gradients()
         return segment
+
+    def _has_gradients(self) -> bool:
+        """There is one, wherever it is."""
+        return any(has_gradient(tensor) for tensor in self._tensors)
 
     def _guard_from_here(self) -> None:
         self._guarding.from_here(by_values=self._course.is_by_values)

@@ -245,7 +245,7 @@ class Segments:
         elif not self._backwards:
             if in_backward and captures:
                 self._executor.between.leave_unplanned_room()
-            self._executor.between.leave_to_caller()
+            self._executor.between.after_backward()
 
     @property
     def is_running(self) -> bool:

@@ -1,8 +1,8 @@
 """Whether everything fits on the device, and nobody would be left behind.
 
 Owns the answer that `hetero.stm.settled.transition` asks for before it lets a manager rest. Invariant: what is answered
-leaves everything as it was, but for copies that it fetches. How much was measured is `hetero.stm.plans.fits`'s, who
-would notice `hetero.stm.tensors.onlookers`'.
+leaves everything as it was, but for copies that it fetches and updates that it finishes. How much was measured is
+`hetero.stm.plans.fits`'s, who would notice `hetero.stm.tensors.onlookers`'.
 """
 
 import operator
