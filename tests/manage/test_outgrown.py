@@ -449,6 +449,21 @@ def test_what_is_kept_free_and_how_often(iterations, room):
     assert outgrown.keep_free("keys", trains=False, missed=True, room=lambda: room) == 0
 
 
+@given(st.lists(st.booleans(), max_size=40))
+def test_what_passes_the_budget_after_all_was_given_up_is_planned_for_at_once(given_up):
+    outgrown, times, due = Outgrown(), 0, [2**n for n in range(50)]
+    for gives_up in given_up:
+        if gives_up:
+            outgrown.forget_kept("keys")
+            times = min(number for number in due if number > times) - 1
+        outgrown.note(5, passes_budget=True)
+        times += 1
+        kept = outgrown.keep_free("keys", trains=False, missed=False, room=lambda: 0)
+        assert kept == (5 if times in due else 0)
+        assert kept or not gives_up
+        assert outgrown.has_passed("keys")
+
+
 def test_what_an_evaluation_in_the_middle_of_an_iteration_has_shown_is_its_own():
     outgrown = Outgrown()
     for trains, drift in ((True, 3), (False, 20), (True, 5)):

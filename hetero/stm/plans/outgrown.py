@@ -16,7 +16,7 @@ SPARE = 2  # times as much as was seen is kept free for what may grow on, so tha
 
 # What passed the budget, or would have: an iteration that followed its plan; only the next one's; one that nobody
 # intercepted, of which no more is known than that, so that the first that follows a plan has to tell how much it takes.
-_NOW, _NEXT, _ELSEWHERE = "now", "next", "elsewhere"
+_WHERE = _NOW, _NEXT, _ELSEWHERE = "now", "next", "elsewhere"
 
 _PATIENCE = 8  # iterations that begin as one that is to be measured again, and are others
 
@@ -94,7 +94,14 @@ class Outgrown:
 
     def has_passed(self, keys: Hashable) -> bool:
         """Such iterations have passed the budget, or would have."""
-        return any(self._times[keys, where] for where in (_NOW, _NEXT, _ELSEWHERE))
+        return any(self._times[keys, where] for where in _WHERE)
+
+    def forget_kept(self, keys: Hashable) -> None:
+        """What plans kept free for such iterations is given up: the next one that passes the budget passes no plan that
+        knew of it."""
+        for where in _WHERE:
+            if times := self._times[keys, where]:
+                self._times[keys, where] = (1 << times.bit_length()) - 1  # one less than when it is due
 
     def doubt(self, keys: Hashable) -> None:
         """Its operators have taken more than was measured of them, or what is between them has not been measured: it

@@ -232,6 +232,8 @@ class PlanBook:
         """Iterations with these keys are no longer what they were: forget them. What the longest of these took may come
         again. ``for_good``: even if they turn out to be shorter. ``keeps_free``: as much as before for growth."""
         plan = self._plans.get(keys)
+        if not keeps_free:
+            self.outgrown.forget_kept(keys)
         if plan is not None:
             # What that left no room for will have been measured.
             more = 0 if self.lacks_room(keys) or not keeps_free else max(0, plan.margin - self.margin)
