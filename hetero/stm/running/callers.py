@@ -139,8 +139,9 @@ class CallersPart:
         self._note_used(plan)
 
     def take_unused(self) -> int:
-        """As `hetero.stm.running.growth.Growth.unused`, where only the caller has run, in iterations of a kind that has
-        passed the budget. What it takes between two segments is at no moment to be seen."""
+        """Bytes that the plan has kept free in vain where only the caller has run, in iterations of a kind that has
+        passed the budget. What it takes between two segments is at no moment to be seen, as
+        `hetero.stm.running.growth` looks."""
         unused, self._unused_by_caller = self._unused_by_caller, sys.maxsize
         return unused
 
