@@ -146,11 +146,13 @@ class StepsAtHome(threading.local):  # the queue's thread steps as well
         """``step``, which calls no hooks, between `begin` and `end`."""
 
         def around(optimizer: torch.optim.Optimizer) -> None:
-            self.begin(optimizer)
+            depth = len(self._steps)
             try:
+                self.begin(optimizer)
                 step(optimizer)
             finally:
-                self.end()
+                if len(self._steps) > depth:  # an interrupt may come as early as within `begin`
+                    self.end()
 
         return around
 
