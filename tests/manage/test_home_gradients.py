@@ -487,14 +487,17 @@ def test_all_may_be_tried_again_after_some_iterations_without_a_loss():
         is_verified=lambda keys: False,
         samples=SimpleNamespace(take_less=lambda: False),
     )
-    choice = HomeChoice([], book)
+    choice, training = HomeChoice([], book), (SegmentKey(Phase.FORWARD, True, 0),)
+    evaluation = (SegmentKey(Phase.FORWARD, False, 0),)
     for iterations in (32, 64, 128):
         choice.lose(1 << 10)
-        choice.learn((), [])
+        choice.learn(training, [])
         for _ in range(iterations - 1):
             assert choice._most_bytes < 512 << 10
-            choice.learn((), [])
-        choice.learn((), [])
+            choice.learn(training, [])
+            for _ in range(3):  # which tell nothing
+                choice.learn(evaluation, [])
+        choice.learn(training, [])
         assert choice._most_bytes == budget
 
 
