@@ -1,6 +1,7 @@
 """Transforms of ``torch.func`` within the model's forward."""
 
 import contextlib
+import gc
 from functools import partial
 
 import pytest
@@ -50,7 +51,10 @@ def inner_step(layer, x, taken=lambda p: p):
 
 def of_each_row(layer, x):
     slopes = vmap(grad(partial(loss_of, layer)), in_dims=(None, 0))(dict(layer.named_parameters()), x)
-    return x + slopes["weight"].sum(-1) + slopes["bias"]
+    x = x + slopes["weight"].sum(-1) + slopes["bias"]
+    del slopes
+    gc.collect()  # torch leaves a cycle that holds them, and else it is up to chance when that is found
+    return x
 
 
 TRANSFORMS = {
