@@ -78,7 +78,9 @@ def unmanaged_peak(make, target):
 
 
 def managed(make, target, budget):
-    """Bytes that a settled plan moves in a step, and the highest peak."""
+    """Bytes that the first plan moves in a step, and the highest peak of several plans.
+
+    Only the first comes of bytes alone. Those after it know times, which other processes change."""
     fresh_memory()
     model, loss_of = make()
     optimizer = fused(model)
@@ -93,10 +95,13 @@ def managed(make, target, budget):
         speculate=False,
         policy="cost-opt",
     ) as manager:
-        for _ in range(8):
+        for _ in range(3):
             step(model, optimizer, loss_of, target)
-        stats = manager.stats
-    return stats.bytes_moved, stats.peak_device_bytes
+        moved = manager.stats.bytes_moved
+        for _ in range(5):
+            step(model, optimizer, loss_of, target)
+        most = manager.stats.peak_device_bytes
+    return moved, most
 
 
 @pytest.mark.parametrize("make", [chain, gpt2, llama])
@@ -111,8 +116,8 @@ def test_it_moves_what_was_forecast_within_the_budget_that_was(make):
         moved, most = managed(make, target, budget)
         assert most <= budget
         assert expected.least_budget <= budget
-        # Plans come of searches, by times that differ, and allocations are rounded up to 512 bytes: not to the byte.
-        assert 0.95 * moved <= expected.moved_bytes <= 1.05 * moved
+        # Plans come of searches, and allocations are rounded up to 512 bytes: not to the byte.
+        assert 0.97 * moved <= expected.moved_bytes <= 1.03 * moved
 
 
 def linears():
