@@ -14,10 +14,14 @@ os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "128")  # KiB, no more: torch w
 # torch's databases of tests ask numba for the device, which has nothing to do there.
 os.environ.setdefault("NUMBA_DISABLE_CUDA", "1")
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
 import hetero
+
+# What helpers assert is told with its numbers, as in tests.
+pytest.register_assert_rewrite("equality", "residents", "settling", "several", "ticks", "twins")
 
 # No example is judged by how long it takes: the machine may be busy. Else as Hypothesis has it, with CI=1 or without.
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
