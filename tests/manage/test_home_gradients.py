@@ -178,6 +178,45 @@ def test_sent_home_in_the_middle_for_want_of_memory(monkeypatch, when, turn):
     assert_same(got_state, state, "state")
 
 
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("turn", [0, 1, 3, 7])
+def test_sent_home_before_autograd_has_taken_it_over_it_is_what_the_queued_step_reads(
+    monkeypatch, late_queue, turn, clips
+):
+    """With nobody in between who looks at it: in its memory at home there still is the one of an earlier iteration."""
+    keep, turns, until_the_step = kept.KeptGradients.keep, [], []
+
+    def interrupted(self, tensor, *args, **keywords):
+        taken = keep(self, tensor, *args, **keywords)
+        turns.append(bool(tensor.owner.plans.device_homes))
+        if sum(turns) == turn + 1 and turns[-1]:
+            freed = tensor.owner.residency.room.send_home(1 << 60)
+            until_the_step.append(torch.empty(freed, dtype=torch.uint8, device=tensor.owner.device))
+            assert not tensor.stays
+            assert tensor in self
+        return taken
+
+    def loop(model, optimizer, target):
+        seen = []
+        for _ in range(10):
+            loss = model(batch(target)).square().mean()
+            loss.backward()
+            if clips:
+                seen.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-2))
+            optimizer.step()
+            until_the_step.clear()
+            optimizer.zero_grad()
+            seen.append(loss.detach())
+        return seen
+
+    seen, state, peak = unmanaged(mlp, loop)
+    monkeypatch.setattr(kept.KeptGradients, "keep", interrupted)
+    got, got_state, _ = managed(mlp, loop, int(0.8 * peak))
+    assert sum(turns) > turn
+    assert_same(got, seen, "observed")
+    assert_same(got_state, state, "state")
+
+
 def test_a_forward_leaves_their_room_to_copies():
     def room(loop):
         _, _, peak = unmanaged(mlp, loop)

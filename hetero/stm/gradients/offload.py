@@ -158,6 +158,9 @@ class Gradients:
 
     def take_arrival(self, tensor: ManagedTensor) -> tuple[torch.Event | None, tuple[Change, ...]]:
         """What `wait` would wait for, and what it would do. The caller does, before the gradient is read."""
+        if self.is_kept(tensor):  # the parameter went home before autograd had taken this over
+            with plain():
+                self.kept.bring_home(tensor)
         changes = self.changes.take(tensor.index)
         upcast = self._upcasts.pop(tensor.index, None)
         return self._ready.pop(tensor.index, None), changes if upcast is None else (upcast, *changes)
